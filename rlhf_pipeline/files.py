@@ -1,0 +1,130 @@
+"""Files that are either wholly there or not at all, and the hashes that prove which ones they are.
+
+Everything is written aside, flushed to disk (fsync) and renamed into place. What this does not
+protect: two writers of the same path at once (the last rename wins), and the instant between the
+two renames when an existing *folder* is replaced, during which a reader finds neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import PipelineError
+
+
+@contextmanager
+def new_folder(directory: str | Path) -> Iterator[Path]:
+    """Yield an empty folder beside `directory` that takes its place when the block ends well.
+
+    If the block raises, the folder is removed and `directory` is left as it was.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
+    aside.mkdir()
+    try:
+        yield aside
+        _sync_tree(aside)
+        _move_into_place(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write one file so that a reader sees the old content or the new, never a part."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def write_text(path: str | Path, content: str) -> None:
+    """Write one UTF-8 file as `write_bytes` does."""
+    write_bytes(path, content.encode("utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write strict JSON (no NaN or infinity), keys in the order given, one final newline."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what `write_json` wrote. Raises PipelineError where there is no such JSON file."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PipelineError(
+            f"a JSON file is needed at {path}, found none that can be read ({error}); "
+            "write it again with the step that makes it"
+        ) from error
+
+
+def file_sha256(path: str | Path) -> str:
+    """Return a file's SHA-256 as hex, read in blocks."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_sha256(directory: str | Path) -> dict[str, str]:
+    """Return {relative file name with forward slashes: SHA-256 hex}, sorted by name.
+
+    Links are followed, so a hub cache's snapshot folder hashes like a plain copy of it.
+    Raises PipelineError if `directory` is not a folder.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise PipelineError(f"a folder is needed to hash, found none at {root}; check the path")
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    return {p.relative_to(root).as_posix(): file_sha256(p) for p in files}
+
+
+def _move_into_place(aside: Path, target: Path) -> None:
+    """Rename `aside` to `target`; what stood there is removed only after the rename."""
+    former = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:12]}"
+    replaces = target.exists()
+    if replaces:
+        target.rename(former)
+    try:
+        aside.rename(target)
+    except BaseException:
+        if replaces:
+            former.rename(target)
+        raise
+    _sync_directory(target.parent)
+    if replaces:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in [root, *(p for p in root.rglob("*") if p.is_dir())]:
+        _sync_directory(path)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

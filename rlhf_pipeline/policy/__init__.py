@@ -1,0 +1,1 @@
+"""The policy: loading it, the tiny one, the one decode loop, supervised fine-tuning."""

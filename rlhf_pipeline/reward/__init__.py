@@ -1,0 +1,1 @@
+"""Rewards: the learned model, its training, and whatever else scores a completion."""
