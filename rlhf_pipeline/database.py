@@ -1,0 +1,287 @@
+"""The one place that opens the database: engine, tables, migrations.
+
+SQLite by default (WAL, synchronous=FULL: a commit that returned survives a power cut), PostgreSQL by
+URL. Tables are described here once; `migrations/` brings an older database up to them. What this
+module does not protect against: a disk that lies about fsync, and somebody editing the file by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+class UtcDateTime(sa.TypeDecorator[datetime]):
+    """A moment in UTC. SQLite forgets zones, so they are checked going in and put back coming out."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
+        """Refuse a naive moment; keep the rest in UTC."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"a moment needs its time zone, found {value!r}; use records.now()")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
+        """Return the moment with its zone."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts only INTEGER keys up
+
+agents = sa.Table(
+    "agents",
+    metadata,
+    sa.Column("agent_id", sa.String(64), primary_key=True),
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Column("recipe", sa.String(200)),  # None: the settings' own
+    sa.Column("automatic_promotion", sa.Boolean),  # None: as the settings say
+    sa.Column("paused_reason", sa.Text),  # None: not paused
+)
+
+interactions = sa.Table(
+    "interactions",
+    metadata,
+    sa.Column("interaction_id", sa.String(36), primary_key=True),
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("session_id", sa.String(64)),
+    sa.Column("user_id", sa.String(64)),
+    sa.Column("model_version", sa.Integer, nullable=False),
+    sa.Column("experiment", sa.String(64)),
+    sa.Column("arm", sa.String(32)),
+    sa.Column("prompt", sa.Text, nullable=False),
+    sa.Column("completion", sa.Text, nullable=False),
+    sa.Column("sampling", sa.JSON, nullable=False),
+    sa.Column("latency_seconds", sa.Float),
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Index("ix_interactions_agent_created", "agent_id", "created_at"),
+)
+
+feedback = sa.Table(
+    "feedback",
+    metadata,
+    sa.Column("seq", BigId, primary_key=True, autoincrement=True),  # the watermark counts in these
+    sa.Column("feedback_id", sa.String(36), nullable=False, unique=True),
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("idempotency_key", sa.String(200), nullable=False),
+    sa.Column("body_sha256", sa.String(64), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("target", sa.String(64), nullable=False),
+    sa.Column("voter", sa.String(64), nullable=False),
+    sa.Column("interaction_id", sa.String(36)),
+    sa.Column("prompt", sa.Text),
+    sa.Column("completion", sa.Text),
+    sa.Column("number", sa.Float),
+    sa.Column("text", sa.Text),
+    sa.Column("criteria", sa.Text),  # JSON
+    sa.Column("other_interaction_id", sa.String(36)),
+    sa.Column("other_completion", sa.Text),
+    sa.Column("other_prompt", sa.Text),
+    sa.Column("choice", sa.String(8)),
+    sa.Column("shown_first", sa.String(8), nullable=False),
+    sa.Column("rater_id", sa.String(64)),
+    sa.Column("source", sa.String(8), nullable=False),
+    sa.Column("origin", sa.String(400), nullable=False),
+    sa.Column("tags", sa.Text, nullable=False),  # JSON list
+    sa.Column("comment", sa.Text),
+    sa.Column("topic", sa.String(200)),
+    sa.Column("occurred_at", UtcDateTime, nullable=False),
+    sa.Column("received_at", UtcDateTime, nullable=False),
+    sa.UniqueConstraint("agent_id", "idempotency_key"),
+    sa.Index("ix_feedback_agent_seq", "agent_id", "seq"),
+    sa.Index("ix_feedback_vote", "agent_id", "voter", "target", "kind", "seq"),
+    sa.Index("ix_feedback_interaction", "interaction_id"),
+    sqlite_autoincrement=True,  # a sequence number is never given twice, even after an erasure
+)
+
+effective_feedback = sa.table(
+    "effective_feedback", *(sa.column(c.name, c.type) for c in feedback.columns)
+)
+"""The view of the votes that count: the one received last per (rater, target, kind)."""
+
+quarantine = sa.Table(
+    "quarantine",
+    metadata,
+    sa.Column("quarantine_id", sa.String(64), primary_key=True),  # hash: the same dirt once
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("rule", sa.String(64), nullable=False),
+    sa.Column("detail", sa.Text, nullable=False),
+    sa.Column("origin", sa.String(400), nullable=False),
+    sa.Column("line", sa.Integer),
+    sa.Column("feedback_id", sa.String(36)),  # set where a stored row was set aside later
+    sa.Column("raw", sa.Text),  # the line, its middle cut out where it is very long
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Index("ix_quarantine_agent_rule", "agent_id", "rule"),
+)
+
+snapshots = sa.Table(
+    "snapshots",
+    metadata,
+    sa.Column("snapshot_id", sa.String(36), primary_key=True),
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("watermark", BigId, nullable=False),  # feedback.seq up to here
+    sa.Column("rows", sa.Integer, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False),  # of the file
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.UniqueConstraint("agent_id", "fingerprint"),
+)
+
+claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("token", BigId, primary_key=True, autoincrement=True),  # fencing: higher is newer
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("fingerprint", sa.String(64), nullable=False),
+    sa.Column("watermark", BigId, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(12), nullable=False),  # held, failed, lost, done
+    sa.Column("holder", sa.String(64), nullable=False),  # the run that asked
+    sa.Column("asked_by", sa.String(32), nullable=False),  # sensor, schedule, api, person
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Column("heartbeat_at", UtcDateTime, nullable=False),
+    sa.Column("expires_at", UtcDateTime, nullable=False),
+    sa.Column("reason", sa.Text),
+    sa.Index("ix_claims_agent_token", "agent_id", "token"),
+    sa.Index(
+        "uq_claims_one_held_per_agent",
+        "agent_id",
+        unique=True,
+        sqlite_where=sa.text("state = 'held'"),
+        postgresql_where=sa.text("state = 'held'"),
+    ),
+    sqlite_autoincrement=True,
+)
+
+model_versions = sa.Table(
+    "model_versions",
+    metadata,
+    sa.Column("agent_id", sa.String(64), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True),  # 0 is the baseline
+    sa.Column("label", sa.String(32), nullable=False),  # v{feedback count}
+    sa.Column("mlflow_version", sa.String(16)),
+    sa.Column("mlflow_run_id", sa.String(64)),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("files", sa.JSON, nullable=False),  # name -> SHA-256
+    sa.Column("lineage", sa.JSON, nullable=False),
+    sa.Column("gate", sa.JSON),  # the verdict and every rule's number; None for the baseline
+    sa.Column("fingerprint", sa.String(64)),  # the snapshot it was trained from
+    sa.Column("created_at", UtcDateTime, nullable=False),
+)
+
+promotions = sa.Table(
+    "promotions",
+    metadata,
+    sa.Column("agent_id", sa.String(64), primary_key=True),
+    sa.Column("entry", sa.Integer, primary_key=True),  # 1, 2, 3: the key is the compare-and-set
+    sa.Column("action", sa.String(16), nullable=False),  # baseline, promote, rollback, adopt
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("previous_version", sa.Integer),
+    sa.Column("token", BigId),  # the claim's, where a run did it
+    sa.Column("actor", sa.String(100), nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("created_at", UtcDateTime, nullable=False),
+)
+
+
+class Database:
+    """One database: `read()` and `write()` hand out connections in a transaction."""
+
+    def __init__(self, url: str) -> None:
+        self.url = sa.engine.make_url(url)
+        if self.url.drivername == "postgresql":
+            # SQLAlchemy 2.1 reads a bare postgresql:// as psycopg 3; ours is psycopg2.
+            self.url = self.url.set(drivername="postgresql+psycopg2")
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if self.is_sqlite and self.url.database:
+            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}
+        self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
+        if self.is_sqlite:
+            sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
+            sa.event.listen(self.engine, "begin", _begin_as_asked)
+        self._migrate_once = threading.Lock()
+        self._migrated = False
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """Yield a connection in a transaction that commits, synced, when the block ends well."""
+        self.migrate()
+        engine = self.engine.execution_options(sqlite_begin="IMMEDIATE")
+        with engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """Yield a connection that sees one consistent state."""
+        self.migrate()
+        with self.engine.connect() as connection:
+            yield connection
+
+    def migrate(self) -> None:
+        """Bring the schema up to date; the first use does this by itself."""
+        with self._migrate_once:
+            if not self._migrated:
+                _run_migrations(self.engine)
+                self._migrated = True
+
+    def close(self) -> None:
+        """Give back every connection."""
+        self.engine.dispose()
+
+
+@functools.lru_cache(maxsize=32)
+def open_database(url: str) -> Database:
+    """Return the process's one Database for this URL."""
+    return Database(url)
+
+
+def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins nothing by itself; _begin_as_asked does
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout=60000")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _begin_as_asked(connection: sa.Connection) -> None:
+    # A writer takes the lock at once: a reader that turns writer half-way would fail as busy.
+    mode = connection.get_execution_options().get("sqlite_begin", "DEFERRED")
+    connection.exec_driver_sql(f"BEGIN {mode}")
+
+
+def _run_migrations(engine: sa.Engine) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    with engine.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+        if connection.dialect.name == "postgresql":
+            # Two processes that start together migrate one after the other.
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

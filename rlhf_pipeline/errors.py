@@ -1,0 +1,104 @@
+"""Everything the engine raises on purpose, one type per boundary.
+
+    PipelineError
+    ├── ConfigError            a setting is unknown, out of range or contradicts another
+    ├── FeedbackError          feedback cannot be taken or read
+    │   ├── FeedbackRefused    one event breaks a rule; carries the rule's name
+    │   ├── IdempotencyConflict  a known key arrived with another body
+    │   └── SourceError        a file or data set cannot be read at all
+    ├── ClaimError             a training run may not go on
+    │   ├── ClaimRefused       this fingerprint is already claimed, or was trained on
+    │   └── ClaimLost          a newer holder has taken over; what the old one writes is refused
+    ├── ValidationFailed       the snapshot as a whole is not fit for training
+    ├── TrainingError          a model cannot be trained from what was given
+    │   ├── NotEnoughData      too few examples; says how many more
+    │   ├── ShapeMismatch      tensors that must agree do not
+    │   └── CheckpointDamaged  a checkpoint's files do not match its manifest
+    ├── ModelError             a model cannot be loaded, saved or run
+    ├── EvaluationError        a comparison cannot be made
+    └── RegistryError          the registry or the promotion ledger refuses
+        ├── StalePromotion     the champion changed since the caller looked
+        └── HashMismatch       a model's files are not the ones that were registered
+
+A message says what was needed, what was found and what to do.
+"""
+
+
+class PipelineError(Exception):
+    """The root: catch it at the door, never in between."""
+
+
+class ConfigError(PipelineError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class FeedbackError(PipelineError):
+    """Feedback cannot be taken or read."""
+
+
+class FeedbackRefused(FeedbackError):
+    """One event breaks a rule; `rule` names it as the quarantine does."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class IdempotencyConflict(FeedbackError):
+    """A known idempotency key arrived with another body."""
+
+
+class SourceError(FeedbackError):
+    """A file or data set cannot be read at all."""
+
+
+class ClaimError(PipelineError):
+    """A training run may not go on."""
+
+
+class ClaimRefused(ClaimError):
+    """This fingerprint is already claimed, or was already trained on."""
+
+
+class ClaimLost(ClaimError):
+    """A newer holder has taken over the claim."""
+
+
+class ValidationFailed(PipelineError):
+    """The snapshot as a whole is not fit for training."""
+
+
+class TrainingError(PipelineError):
+    """A model cannot be trained from what was given."""
+
+
+class NotEnoughData(TrainingError):
+    """Too few examples; the message says how many more are needed."""
+
+
+class ShapeMismatch(TrainingError):
+    """Tensors that must agree in shape do not."""
+
+
+class CheckpointDamaged(TrainingError):
+    """A checkpoint's files do not match its manifest."""
+
+
+class ModelError(PipelineError):
+    """A model cannot be loaded, saved or run."""
+
+
+class EvaluationError(PipelineError):
+    """A comparison cannot be made."""
+
+
+class RegistryError(PipelineError):
+    """The registry or the promotion ledger refuses."""
+
+
+class StalePromotion(RegistryError):
+    """The champion changed since the caller looked."""
+
+
+class HashMismatch(RegistryError):
+    """A model's files are not the ones that were registered."""

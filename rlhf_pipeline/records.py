@@ -1,0 +1,224 @@
+"""What flows between stages. Small, frozen, typed; no stage invents a shape of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+Prompt = tuple[Message, ...]
+"""A conversation that waits for the assistant: its last message is the user's."""
+
+
+class FeedbackKind(StrEnum):
+    """What a person can say about a completion; DESIGN.md 3 says what each trains."""
+
+    thumbs = "thumbs"
+    rating = "rating"
+    score = "score"
+    correction = "correction"
+    preference = "preference"
+    criteria = "criteria"
+    comment = "comment"
+
+
+Choice = Literal["left", "right", "tie", "both_bad"]
+Source = Literal["human", "model", "code"]
+Split = Literal["train", "evaluation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """One prompt and the completion a known model version answered with; written by the server."""
+
+    interaction_id: str
+    agent_id: str
+    prompt: Prompt
+    completion: str
+    model_version: int  # the ledger's version number that answered
+    created_at: datetime
+    session_id: str | None = None
+    user_id: str | None = None  # hashed
+    experiment: str | None = None
+    arm: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    latency_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """One event, as it is kept for ever. Either `interaction_id` or an inline prompt and completion.
+
+    Which value fields are set follows from `kind`:
+    thumbs -> number 1 (up) or 0 (down); rating -> number 1..5; score -> number 0..1;
+    correction and comment -> text; criteria -> criteria; preference -> choice, shown_first and the
+    other completion (by interaction or inline).
+    """
+
+    agent_id: str
+    kind: FeedbackKind
+    idempotency_key: str
+    # what it is about
+    interaction_id: str | None = None
+    prompt: Prompt | None = None
+    completion: str | None = None
+    # the value
+    number: float | None = None
+    text: str | None = None
+    criteria: Mapping[str, float] | None = None
+    other_interaction_id: str | None = None
+    other_completion: str | None = None
+    other_prompt: Prompt | None = None  # only where the source gave the other side its own context
+    choice: Choice | None = None
+    shown_first: Literal["this", "other"] = "this"  # which completion stood on the left
+    # who, when, why
+    rater_id: str | None = None  # hashed
+    source: Source = "human"
+    origin: str = "api"  # where the row came from: api, chat, a file's name
+    occurred_at: datetime | None = None
+    tags: tuple[str, ...] = ()
+    comment: str | None = None
+    topic: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """One prompt, two completions, and which one a person preferred."""
+
+    pair_id: str
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    voter: str  # hashed rater, or the feedback id where nobody signed
+    origin: str
+    split: Split
+    tie: bool = False  # True: neither is better; chosen and rejected are in no order
+    both_bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewardExample:
+    """One completion and what one person said about it alone."""
+
+    example_id: str
+    prompt: Prompt
+    completion: str
+    kind: FeedbackKind  # thumbs, rating, score or criteria
+    number: float | None
+    criteria: Mapping[str, float] | None
+    voter: str
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class SftExample:
+    """A completion worth imitating."""
+
+    prompt: Prompt
+    completion: str
+    origin: str  # seed, correction, rating, score, thumbs, preference
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPrompt:
+    """A prompt no training stage ever sees."""
+
+    prompt_id: str
+    prompt: Prompt
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What a reward function is asked to score."""
+
+    prompt: Prompt
+    completion: str
+    references: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RewardFunction(Protocol):
+    """Any reward: a learned model, a rule, a remote service, a composite. Higher is better."""
+
+    def __call__(self, items: Sequence[RewardInput], /) -> Sequence[float]:
+        """Return one finite score per item, in order."""
+        ...
+
+
+Progress = Callable[[Mapping[str, float | int | str]], None]
+"""Called by long work with facts as they happen, e.g. {"update": 3, "score_mean": 0.4}."""
+
+
+def ignore_progress(facts: Mapping[str, float | int | str]) -> None:
+    """The Progress for callers that do not watch."""
+
+
+def uuid7() -> str:
+    """Return a time-ordered id (RFC 9562 version 7): 48 bits of milliseconds, then random bits."""
+    milliseconds = time.time_ns() // 1_000_000
+    value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")
+    value = (value & ~(0xF << 76)) | (0x7 << 76)
+    value = (value & ~(0x3 << 62)) | (0x2 << 62)
+    return str(uuid.UUID(int=value))
+
+
+def now() -> datetime:
+    """Return the time in UTC, with its zone."""
+    return datetime.now(UTC)
+
+
+def hashed(*parts: str) -> str:
+    """Return the SHA-256 hex digest of the parts; a separator keeps ("ab", "c") and ("a", "bc") apart."""
+    return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def hash_rater(agent_id: str, rater: str) -> str:
+    """Return what the store keeps of a person: stable within an agent, meaningless elsewhere."""
+    return hashed("rater", agent_id, rater)[:32]
+
+
+def prompt_to_json(prompt: Prompt) -> str:
+    """Return the canonical JSON of a prompt: what is stored, hashed and compared."""
+    return json.dumps([[m.role, m.content] for m in prompt], ensure_ascii=False)
+
+
+def prompt_from_json(text: str) -> Prompt:
+    """Return the prompt that `prompt_to_json` wrote."""
+    return tuple(Message(role, content) for role, content in json.loads(text))
+
+
+def user_prompt(content: str) -> Prompt:
+    """Return the one-message prompt for a plain question."""
+    return (Message("user", content),)
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedRow:
+    """One row that broke a rule: kept with its reason, never dropped, never repaired."""
+
+    agent_id: str
+    rule: str
+    detail: str  # what was needed, what was found
+    origin: str
+    line: int | None = None
+    raw: str | None = None
+    feedback_id: str | None = None
