@@ -65,7 +65,7 @@ class Interaction:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """One event, as it is kept for ever. Either `interaction_id` or an inline prompt and completion.
+    """One event, kept for ever, about an interaction or about an inline prompt and completion.
 
     Which value fields are set follows from `kind`:
     thumbs -> number 1 (up) or 0 (down); rating -> number 1..5; score -> number 0..1;
@@ -187,7 +187,7 @@ def now() -> datetime:
 
 
 def hashed(*parts: str) -> str:
-    """Return the SHA-256 hex digest of the parts; a separator keeps ("ab", "c") and ("a", "bc") apart."""
+    """Return the SHA-256 hex digest of the parts; ("ab", "c") and ("a", "bc") differ."""
     return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 

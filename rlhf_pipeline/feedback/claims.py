@@ -1,0 +1,242 @@
+"""Claims: which run may train from which fingerprint; lease, heartbeat and fencing token.
+
+Whoever asks for training (sensor, schedule, API, person) claims first. One claim per agent is held
+at a time; the database's unique index says so, not this code. A holder that stops its heartbeat
+loses the claim to the next one, whose token is higher; everything the old holder still tries is
+refused by `check`. Protects against two trainings of one fingerprint and against a run that wakes
+up late. Does not stop the late run's computing, only its writing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import ClaimLost, ClaimRefused
+from rlhf_pipeline.records import now
+
+LEASE = timedelta(minutes=3)
+BEAT_SECONDS = 20.0
+
+ClaimState = Literal["held", "failed", "lost", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to train one agent from one fingerprint."""
+
+    token: int  # higher is newer
+    agent_id: str
+    fingerprint: str
+    watermark: int
+    attempt: int  # 1 for the first try at this fingerprint
+    state: ClaimState
+    holder: str  # the run's id
+    asked_by: str
+    heartbeat_at: datetime
+    expires_at: datetime
+    reason: str | None = None
+
+
+class ClaimBook:
+    """The claims table of one database."""
+
+    def __init__(self, database: db.Database, *, clock: Callable[[], datetime] = now) -> None:
+        self.database = database
+        self.clock = clock
+
+    def claim(
+        self,
+        agent_id: str,
+        fingerprint: str,
+        watermark: int,
+        *,
+        holder: str,
+        asked_by: str,
+        lease: timedelta = LEASE,
+        again: bool = False,
+    ) -> Claim:
+        """Return the claim; the same holder asking again (a retried step) gets the one it has.
+
+        Raises ClaimRefused while another holder's lease lives, and for a fingerprint that was
+        trained on already unless `again`. A failed attempt leaves the fingerprint free; a stale
+        lease is taken over with a higher token.
+        """
+        try:
+            with self.database.write() as connection:
+                return self._claim(
+                    connection, agent_id, fingerprint, watermark, holder, asked_by, lease, again
+                )
+        except sa.exc.IntegrityError as error:
+            # Two asked in the same instant; the index let one through.
+            raise ClaimRefused(f"agent {agent_id!r} was claimed by another run just now") from error
+
+    def _claim(
+        self,
+        connection: sa.Connection,
+        agent_id: str,
+        fingerprint: str,
+        watermark: int,
+        holder: str,
+        asked_by: str,
+        lease: timedelta,
+        again: bool,
+    ) -> Claim:
+        c = db.claims.c
+        moment = self.clock()
+        held = _one(connection, db.claims.select().where(c.agent_id == agent_id, c.state == "held"))
+        if held is not None and held.holder == holder and held.fingerprint == fingerprint:
+            _update(connection, held.token, heartbeat_at=moment, expires_at=moment + lease)
+            return held
+        if held is not None and held.expires_at > moment:
+            raise ClaimRefused(
+                f"agent {agent_id!r} is being trained by run {held.holder} (token {held.token}, "
+                f"heartbeat {held.heartbeat_at:%H:%M:%S} UTC); wait for it or stop it"
+            )
+        if held is not None:
+            _update(
+                connection, held.token, state="lost", reason=f"lease ran out; {holder} took over"
+            )
+        earlier = _all(
+            connection,
+            db.claims.select().where(c.agent_id == agent_id, c.fingerprint == fingerprint),
+        )
+        if any(claim.state == "done" for claim in earlier) and not again:
+            raise ClaimRefused(
+                f"fingerprint {fingerprint[:16]} of agent {agent_id!r} was trained on already; "
+                "collect new feedback, or ask for it `again`"
+            )
+        key = connection.execute(
+            db.claims.insert().values(
+                agent_id=agent_id,
+                fingerprint=fingerprint,
+                watermark=watermark,
+                attempt=len(earlier) + 1,
+                state="held",
+                holder=holder,
+                asked_by=asked_by,
+                created_at=moment,
+                heartbeat_at=moment,
+                expires_at=moment + lease,
+            )
+        ).inserted_primary_key
+        assert key is not None  # one row was inserted
+        claim = _one(connection, db.claims.select().where(c.token == key[0]))
+        assert claim is not None  # the same row, in the same transaction
+        return claim
+
+    def check(self, token: int) -> None:
+        """Raise ClaimLost unless this token is still the one that counts."""
+        with self.database.read() as connection:
+            check_token(connection, token)
+
+    def beat(self, token: int, *, lease: timedelta = LEASE) -> None:
+        """Say that the holder lives; raises ClaimLost if somebody has taken over."""
+        moment = self.clock()
+        with self.database.write() as connection:
+            check_token(connection, token)
+            _update(connection, token, heartbeat_at=moment, expires_at=moment + lease)
+
+    @contextmanager
+    def kept_alive(self, token: int, *, every_seconds: float = BEAT_SECONDS) -> Iterator[None]:
+        """Keep the claim's heartbeat going from a thread while the block runs."""
+        self.beat(token)
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(every_seconds):
+                try:
+                    self.beat(token)
+                except ClaimLost:
+                    return  # the work finds out at its next check
+
+        thread = threading.Thread(target=beat, name=f"claim-{token}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def finish(self, token: int, state: Literal["done", "failed"], reason: str = "") -> None:
+        """Close the claim; raises ClaimLost if it is no longer this holder's to close."""
+        with self.database.write() as connection:
+            check_token(connection, token)
+            _update(connection, token, state=state, reason=reason or None)
+
+    def held(self, agent_id: str) -> Claim | None:
+        """Return the claim that is held now, its lease alive or stale, or None."""
+        c = db.claims.c
+        with self.database.read() as connection:
+            return _one(
+                connection, db.claims.select().where(c.agent_id == agent_id, c.state == "held")
+            )
+
+    def of_holder(self, holder: str) -> Claim | None:
+        """Return the newest claim of a run, whatever its state, or None."""
+        c = db.claims.c
+        query = db.claims.select().where(c.holder == holder).order_by(c.token.desc()).limit(1)
+        with self.database.read() as connection:
+            return _one(connection, query)
+
+    def last_done(self, agent_id: str) -> Claim | None:
+        """Return the newest claim that was trained to its verdict, or None."""
+        c = db.claims.c
+        query = (
+            db.claims.select()
+            .where(c.agent_id == agent_id, c.state == "done")
+            .order_by(c.token.desc())
+            .limit(1)
+        )
+        with self.database.read() as connection:
+            return _one(connection, query)
+
+    def history(self, agent_id: str) -> list[Claim]:
+        """Return every claim of the agent, oldest first."""
+        c = db.claims.c
+        with self.database.read() as connection:
+            return _all(
+                connection, db.claims.select().where(c.agent_id == agent_id).order_by(c.token)
+            )
+
+    def stale(self) -> list[Claim]:
+        """Return the held claims whose lease has run out: their holders are gone or stuck."""
+        c = db.claims.c
+        query = db.claims.select().where(c.state == "held", c.expires_at <= self.clock())
+        with self.database.read() as connection:
+            return _all(connection, query)
+
+
+def check_token(connection: sa.Connection, token: int) -> None:
+    """Raise ClaimLost unless the token's claim is held; for use inside another transaction."""
+    c = db.claims.c
+    claim = _one(connection, db.claims.select().where(c.token == token))
+    if claim is None or claim.state != "held":
+        found = "no such claim" if claim is None else f"{claim.state}: {claim.reason or 'closed'}"
+        raise ClaimLost(f"needed claim {token} to be held, found {found}; this run must stop")
+
+
+def _one(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> Claim | None:
+    row = connection.execute(query).first()
+    return None if row is None else _claim_of(row)
+
+
+def _all(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> list[Claim]:
+    return [_claim_of(row) for row in connection.execute(query)]
+
+
+def _claim_of(row: sa.Row[tuple[object, ...]]) -> Claim:
+    values = dict(row._mapping)
+    del values["created_at"]
+    return Claim(**values)
+
+
+def _update(connection: sa.Connection, token: int, **values: object) -> None:
+    connection.execute(db.claims.update().where(db.claims.c.token == token).values(**values))

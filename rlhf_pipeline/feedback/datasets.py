@@ -1,0 +1,205 @@
+"""From validated votes to what training reads: pairs, reward examples, SFT examples, prompts.
+
+Splits go by the hash of the prompt, so a prompt is in one split for ever, however the data grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    FeedbackKind,
+    Message,
+    PreferencePair,
+    Prompt,
+    RewardExample,
+    SftExample,
+    Split,
+    hashed,
+    prompt_from_json,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Record = TypeVar("Record", PreferencePair, RewardExample, SftExample, EvaluationPrompt)
+Job = Literal["proxy", "stopping", "gate"]
+JOBS: tuple[Job, ...] = ("proxy", "stopping", "gate")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Datasets:
+    """Everything one snapshot yields."""
+
+    preference_pairs: tuple[PreferencePair, ...]
+    reward_examples: tuple[RewardExample, ...]
+    sft_examples: tuple[SftExample, ...]  # training prompts only
+    evaluation_prompts: tuple[EvaluationPrompt, ...]
+
+
+def unit_interval(*parts: str) -> float:
+    """Return a number in [0, 1) that depends on the parts alone."""
+    return int(hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:15], 16) / 16**15
+
+
+def split_of(prompt_json: str, evaluation_share: float) -> Split:
+    """Return the split of a prompt (as `records.prompt_to_json` writes it)."""
+    return "evaluation" if unit_interval("split", prompt_json) < evaluation_share else "train"
+
+
+def job_of(voter: str, shares: Mapping[Job, float]) -> Job:
+    """Return which reward model learns from this voter: each voter serves exactly one.
+
+    `shares` are the parts of the voters per job and sum to 1.
+    """
+    position = unit_interval("reward job", voter)
+    for job in JOBS:
+        position -= shares[job]
+        if position < 0:
+            return job
+    return JOBS[-1]
+
+
+def build(
+    frame: pd.DataFrame,
+    *,
+    evaluation_share: float,
+    min_rating: int,
+    max_samples: int | None = None,
+) -> Datasets:
+    """Return the data sets of a validated snapshot frame.
+
+    A completion is worth imitating when it is a correction, was rated at least `min_rating` (or the
+    same on the 0-1 scale), or was chosen over another. `max_samples` keeps that many rows per data
+    set, the same ones for the same data: those whose hash comes first.
+    """
+    pairs: list[PreferencePair] = []
+    examples: list[RewardExample] = []
+    imitate: dict[tuple[str, str], SftExample] = {}
+    references: dict[str, list[str]] = {}
+    prompts: dict[str, Prompt] = {}
+    min_score = (min_rating - 1) / 4
+    rows: Iterable[Any] = frame.itertuples(index=False)
+    for row in rows:
+        prompt_json = str(row.prompt)
+        if prompt_json not in prompts:
+            prompts[prompt_json] = prompt_from_json(prompt_json)
+        prompt = prompts[prompt_json]
+        split = split_of(prompt_json, evaluation_share)
+        kind = FeedbackKind(row.kind)
+        good: str | None = None
+        if kind in (FeedbackKind.preference, FeedbackKind.correction):
+            pair = _pair(row, kind, prompt, split)
+            if pair is not None:
+                pairs.append(pair)
+                good = None if pair.tie else pair.chosen
+        elif kind is not FeedbackKind.comment:
+            number = None if row.number != row.number else float(row.number)  # NaN: not set
+            examples.append(
+                RewardExample(
+                    example_id=row.feedback_id,
+                    prompt=prompt,
+                    completion=row.completion,
+                    kind=kind,
+                    number=number,
+                    criteria=json.loads(row.criteria) if isinstance(row.criteria, str) else None,
+                    voter=row.voter,
+                    split=split,
+                )
+            )
+            rated = kind is FeedbackKind.rating and number is not None and number >= min_rating
+            scored = kind is FeedbackKind.score and number is not None and number >= min_score
+            good = row.completion if rated or scored else None
+        if good is not None:
+            if split == "train":
+                imitate.setdefault((prompt_json, good), SftExample(prompt, good, kind.value))
+            elif good not in references.setdefault(prompt_json, []):
+                references[prompt_json].append(good)
+    evaluation = [
+        EvaluationPrompt(hashed(text)[:32], prompt, tuple(references.get(text, ())[:4]))
+        for text, prompt in prompts.items()
+        if split_of(text, evaluation_share) == "evaluation"
+    ]
+    return Datasets(
+        tuple(_capped(pairs, max_samples, lambda pair: pair.pair_id)),
+        tuple(_capped(examples, max_samples, lambda example: example.example_id)),
+        tuple(_capped(list(imitate.values()), max_samples, lambda e: hashed(e.completion))),
+        tuple(sorted(evaluation, key=lambda prompt: prompt.prompt_id)),
+    )
+
+
+def _pair(row: Any, kind: FeedbackKind, prompt: Prompt, split: Split) -> PreferencePair | None:
+    """Return the row's pair: a correction beats the original, a preference says which it is."""
+    if kind is FeedbackKind.correction:
+        chosen, rejected, choice = row.text, row.completion, "correction"
+    else:
+        left, right = row.completion, row.other_completion
+        if row.shown_first == "other":
+            left, right = right, left
+        choice = row.choice
+        chosen, rejected = (right, left) if choice == "right" else (left, right)
+    return PreferencePair(
+        pair_id=row.feedback_id,
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        voter=row.voter,
+        origin=row.origin,
+        split=split,
+        tie=choice in ("tie", "both_bad"),
+        both_bad=choice == "both_bad",
+    )
+
+
+def _capped(records: list[Any], most: int | None, key: Any) -> list[Any]:
+    if most is None or len(records) <= most:
+        return records
+    kept = set(
+        sorted(range(len(records)), key=lambda i: unit_interval("cap", key(records[i])))[:most]
+    )
+    return [record for i, record in enumerate(records) if i in kept]
+
+
+def write_jsonl(path: Path, records: Iterable[Record]) -> int:
+    """Write one JSON object a line, whole or not at all, and return how many."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    count = 0
+    with aside.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n")
+            count += 1
+    aside.replace(path)
+    return count
+
+
+def read_jsonl(path: Path, kind: type[Record]) -> list[Record]:
+    """Return the records that `write_jsonl` wrote.
+
+    Raises FeedbackError when the file is not there: the stage that writes it has not run.
+    """
+    if not path.exists():
+        raise FeedbackError(f"needed {path}, found nothing; run the stage that writes it first")
+    records = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            values = json.loads(line)
+            values["prompt"] = tuple(Message(**message) for message in values["prompt"])
+            if "references" in values:
+                values["references"] = tuple(values["references"])
+            if "kind" in values:
+                values["kind"] = FeedbackKind(values["kind"])
+            records.append(kind(**values))
+    return records
+
+
+def voters_of(pairs: Sequence[PreferencePair], job: Job, shares: Mapping[Job, float]) -> set[str]:
+    """Return the voters whose pairs this reward model learns from."""
+    return {pair.voter for pair in pairs if job_of(pair.voter, shares) == job}

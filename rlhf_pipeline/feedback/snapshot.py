@@ -1,0 +1,207 @@
+"""A snapshot: the effective votes up to a watermark, frozen in a file, known by a fingerprint.
+
+A training run reads a snapshot, never "the table now", so what it learned from can be said, and
+done again, later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import NotEnoughData
+from rlhf_pipeline.records import now, uuid7
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHUNK_ROWS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A frozen set of effective votes."""
+
+    agent_id: str
+    fingerprint: str  # SHA-256 over the votes' ids: the same votes, the same fingerprint
+    watermark: int  # the newest feedback.seq that was looked at
+    rows: int
+    path: str
+    sha256: str  # of the file
+
+
+def newest_seq(database: db.Database, agent_id: str) -> int:
+    """Return the agent's newest feedback number, 0 where there is none."""
+    f = db.feedback.c
+    with database.read() as connection:
+        query = sa.select(f.seq).where(f.agent_id == agent_id).order_by(f.seq.desc()).limit(1)
+        return int(connection.execute(query).scalar() or 0)
+
+
+def fingerprint(database: db.Database, agent_id: str, watermark: int) -> str:
+    """Return the fingerprint of the effective votes up to the watermark."""
+    digest = hashlib.sha256(agent_id.encode())
+    query = _effective(agent_id, watermark, [db.feedback.c.feedback_id])
+    with database.read() as connection:
+        for some in connection.execution_options(yield_per=CHUNK_ROWS).execute(query).partitions():
+            digest.update("".join(row[0] for row in some).encode())
+    return digest.hexdigest()
+
+
+def take(database: db.Database, agent_id: str, watermark: int, path: Path) -> Snapshot:
+    """Write the votes up to the watermark to `path` (parquet) and record the snapshot.
+
+    Memory stays bounded: rows stream from the database to the file. Raises NotEnoughData where the
+    agent has no feedback at all.
+    """
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    mark = fingerprint(database, agent_id, watermark)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{uuid7()}.partial")
+    rows = 0
+    with pq.ParquetWriter(aside, _schema(pa)) as writer:
+        for some in _rows(database, agent_id, watermark):
+            frame = pd.DataFrame(some, columns=_schema(pa).names)
+            writer.write_table(pa.Table.from_pandas(frame, _schema(pa), preserve_index=False))
+            rows += len(some)
+    if rows == 0:
+        aside.unlink()
+        raise NotEnoughData(
+            f"needed feedback of agent {agent_id!r}, found none; send some with `rlhf ingest`"
+        )
+    aside.replace(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with database.write() as connection:
+        s = db.snapshots
+        connection.execute(
+            s.delete().where(s.c.agent_id == agent_id, s.c.fingerprint == mark)
+        )  # taken before by an attempt that failed: the same votes, so the same snapshot
+        connection.execute(
+            s.insert().values(
+                snapshot_id=uuid7(),
+                agent_id=agent_id,
+                fingerprint=mark,
+                watermark=watermark,
+                rows=rows,
+                path=str(path),
+                sha256=digest,
+                created_at=now(),
+            )
+        )
+    return Snapshot(agent_id, mark, watermark, rows, str(path), digest)
+
+
+def find(database: db.Database, agent_id: str, mark: str) -> Snapshot | None:
+    """Return the recorded snapshot with this fingerprint, or None."""
+    s = db.snapshots.c
+    query = db.snapshots.select().where(s.agent_id == agent_id, s.fingerprint == mark)
+    with database.read() as connection:
+        row = connection.execute(query).first()
+    if row is None:
+        return None
+    return Snapshot(row.agent_id, row.fingerprint, row.watermark, row.rows, row.path, row.sha256)
+
+
+def read(path: str | Path) -> pd.DataFrame:
+    """Return a snapshot's rows (one per effective vote) with a clean 0..n-1 index."""
+    import pandas as pd
+
+    return pd.read_parquet(path).reset_index(drop=True)
+
+
+def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[Any]:
+    f, newer = db.feedback, db.feedback.alias("newer")
+    superseded = sa.exists().where(
+        newer.c.agent_id == f.c.agent_id,
+        newer.c.voter == f.c.voter,
+        newer.c.target == f.c.target,
+        newer.c.kind == f.c.kind,
+        newer.c.seq > f.c.seq,
+        newer.c.seq <= watermark,
+    )
+    return (
+        sa.select(*columns)
+        .where(f.c.agent_id == agent_id, f.c.seq <= watermark, ~superseded)
+        .order_by(f.c.seq)
+    )
+
+
+def _rows(database: db.Database, agent_id: str, watermark: int) -> Iterator[list[tuple[Any, ...]]]:
+    f = db.feedback.c
+    this, other = db.interactions.alias("this"), db.interactions.alias("other_one")
+    columns = [
+        f.feedback_id,
+        f.seq,
+        f.agent_id,
+        f.kind,
+        f.voter,
+        f.rater_id,
+        f.source,
+        f.origin,
+        f.occurred_at,
+        f.received_at,
+        f.interaction_id,
+        this.c.model_version,
+        sa.func.coalesce(f.prompt, this.c.prompt).label("prompt"),
+        sa.func.coalesce(f.completion, this.c.completion).label("completion"),
+        f.number,
+        f.text,
+        f.criteria,
+        sa.func.coalesce(f.other_completion, other.c.completion).label("other_completion"),
+        sa.func.coalesce(f.other_prompt, other.c.prompt).label("other_prompt"),
+        f.choice,
+        f.shown_first,
+        f.topic,
+        f.comment,
+    ]
+    query = _effective(agent_id, watermark, columns).select_from(
+        db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id).outerjoin(
+            other, other.c.interaction_id == f.other_interaction_id
+        )
+    )
+    with database.read() as connection:
+        result = connection.execution_options(yield_per=CHUNK_ROWS).execute(query)
+        for some in result.partitions():
+            yield [tuple(row) for row in some]
+
+
+def _schema(pa: Any) -> Any:
+    text = pa.string()
+    moment = pa.timestamp("us", tz="UTC")
+    return pa.schema(
+        [
+            ("feedback_id", text),
+            ("seq", pa.int64()),
+            ("agent_id", text),
+            ("kind", text),
+            ("voter", text),
+            ("rater_id", text),
+            ("source", text),
+            ("origin", text),
+            ("occurred_at", moment),
+            ("received_at", moment),
+            ("interaction_id", text),
+            ("model_version", pa.int64()),
+            ("prompt", text),
+            ("completion", text),
+            ("number", pa.float64()),
+            ("text", text),
+            ("criteria", text),
+            ("other_completion", text),
+            ("other_prompt", text),
+            ("choice", text),
+            ("shown_first", text),
+            ("topic", text),
+            ("comment", text),
+        ]
+    )

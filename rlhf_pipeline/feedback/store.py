@@ -1,0 +1,475 @@
+"""The feedback store: append-only events, each stored once, acknowledged only when synced.
+
+Protects against: a crash after the acknowledgement (the commit is synced before `append` returns),
+a sender's retry (idempotency key), a sender who reuses a key for something else (refused). Does not
+protect against a lost disk: that is what backups are for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    QuarantinedRow,
+    hashed,
+    now,
+    prompt_from_json,
+    prompt_to_json,
+    uuid7,
+)
+
+T = TypeVar("T")
+
+LOOKUP = 400  # keys per IN (...): SQLite takes 999 variables in its oldest builds
+LONGEST_RAW = 20_000  # characters of a quarantined line that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The answer to one event: its id, and whether it was already there."""
+
+    feedback_id: str
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewFeedback:
+    """What came in after a watermark."""
+
+    votes: int  # distinct (rater, target, kind)
+    newest_seq: int
+    newest_received_at: datetime | None
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One caller's events on their way through a group commit."""
+
+    events: Sequence[Feedback]
+    outcomes: list[Stored | FeedbackError] = field(default_factory=list)
+    error: BaseException | None = None
+    done: bool = False
+
+
+class FeedbackStore:
+    """Interactions, feedback and quarantine of every agent, in one database."""
+
+    def __init__(self, database: db.Database) -> None:
+        self.database = database
+        self._waiting: list[_Ticket] = []
+        self._queue = threading.Lock()
+        self._leader = threading.Lock()
+
+    # -- agents ---------------------------------------------------------------------------------
+
+    def ensure_agent(self, agent_id: str, *, recipe: str | None = None) -> None:
+        """Make the agent known; one that is already known keeps its settings."""
+        with self.database.write() as connection:
+            known = connection.execute(
+                sa.select(db.agents.c.agent_id).where(db.agents.c.agent_id == agent_id)
+            ).first()
+            if known is None:
+                connection.execute(
+                    db.agents.insert().values(agent_id=agent_id, created_at=now(), recipe=recipe)
+                )
+
+    def agents(self) -> list[str]:
+        """Return every agent's id, oldest first."""
+        with self.database.read() as connection:
+            query = sa.select(db.agents.c.agent_id).order_by(
+                db.agents.c.created_at, db.agents.c.agent_id
+            )
+            return list(connection.execute(query).scalars())
+
+    def agent(self, agent_id: str) -> sa.Row[Any] | None:
+        """Return the agent's row (recipe, automatic_promotion, paused_reason), or None."""
+        with self.database.read() as connection:
+            return connection.execute(
+                db.agents.select().where(db.agents.c.agent_id == agent_id)
+            ).first()
+
+    def set_agent(self, agent_id: str, **values: bool | str | None) -> None:
+        """Change the agent's `recipe`, `automatic_promotion` or `paused_reason`.
+
+        Raises FeedbackRefused for an agent nobody has named yet.
+        """
+        with self.database.write() as connection:
+            changed = connection.execute(
+                db.agents.update().where(db.agents.c.agent_id == agent_id).values(**values)
+            )
+            if changed.rowcount == 0:
+                raise FeedbackRefused(
+                    "unknown_agent",
+                    f"agent {agent_id!r} is not known; known: {', '.join(self.agents()) or 'none'}",
+                )
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def append(
+        self,
+        events: Sequence[Feedback],
+        *,
+        on_refused: Callable[[Feedback, FeedbackError], None] | None = None,
+    ) -> list[Stored]:
+        """Store the events and return one answer each, in order, once they are synced to disk.
+
+        Callers that arrive while a commit is under way share the next one (group commit). An event
+        that repeats a known key with the same body is answered as known; one with another body, or
+        one about an interaction nobody has seen, raises (IdempotencyConflict, FeedbackRefused)
+        after the others are stored; with `on_refused` it is handed over instead and left out.
+        """
+        ticket = _Ticket(events)
+        with self._queue:
+            self._waiting.append(ticket)
+        with (
+            self._leader
+        ):  # whoever gets here first commits for all who wait; they find theirs done
+            if not ticket.done:
+                with self._queue:
+                    tickets, self._waiting = self._waiting, []
+                self._commit(tickets)
+        if ticket.error is not None:
+            raise ticket.error
+        stored = []
+        for event, outcome in zip(events, ticket.outcomes, strict=True):
+            if isinstance(outcome, Stored):
+                stored.append(outcome)
+            elif on_refused is None:
+                raise outcome
+            else:
+                on_refused(event, outcome)
+        return stored
+
+    def _commit(self, tickets: Sequence[_Ticket]) -> None:
+        events = [event for ticket in tickets for event in ticket.events]
+        try:
+            with self.database.write() as connection:
+                outcomes = iter(_insert_events(connection, events))
+        except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it
+            for ticket in tickets:
+                ticket.error, ticket.done = error, True
+            return
+        for ticket in tickets:
+            ticket.outcomes = [next(outcomes) for _ in ticket.events]
+            ticket.done = True
+
+    def add_interactions(self, interactions: Sequence[Interaction]) -> None:
+        """Store what was said; an id that is already there is left as it is."""
+        with self.database.write() as connection:
+            for some in _chunks(interactions, LOOKUP):
+                ids = [i.interaction_id for i in some]
+                known = set(
+                    connection.execute(
+                        sa.select(db.interactions.c.interaction_id).where(
+                            db.interactions.c.interaction_id.in_(ids)
+                        )
+                    ).scalars()
+                )
+                rows = [_interaction_row(i) for i in some if i.interaction_id not in known]
+                if rows:
+                    connection.execute(db.interactions.insert(), rows)
+
+    def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
+        """Set the rows aside and return how many were not there yet."""
+        added = 0
+        with self.database.write() as connection:
+            for some in _chunks(rows, LOOKUP):
+                by_id = {_quarantine_id(row): row for row in some}
+                known = set(
+                    connection.execute(
+                        sa.select(db.quarantine.c.quarantine_id).where(
+                            db.quarantine.c.quarantine_id.in_(list(by_id))
+                        )
+                    ).scalars()
+                )
+                fresh = [
+                    {
+                        "quarantine_id": key,
+                        "agent_id": row.agent_id,
+                        "rule": row.rule,
+                        "detail": _clean(row.detail),
+                        "origin": row.origin[-400:],
+                        "line": row.line,
+                        "feedback_id": row.feedback_id,
+                        "raw": None if row.raw is None else _shortened(_clean(row.raw)),
+                        "created_at": now(),
+                    }
+                    for key, row in by_id.items()
+                    if key not in known
+                ]
+                if fresh:
+                    connection.execute(db.quarantine.insert(), fresh)
+                added += len(fresh)
+        return added
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def interaction(self, interaction_id: str) -> Interaction | None:
+        """Return the interaction, or None where there is none."""
+        with self.database.read() as connection:
+            row = connection.execute(
+                db.interactions.select().where(db.interactions.c.interaction_id == interaction_id)
+            ).first()
+        if row is None:
+            return None
+        values = dict(row._mapping)
+        values["prompt"] = prompt_from_json(values["prompt"])
+        return Interaction(**values)
+
+    def new_since(self, agent_id: str, watermark: int) -> NewFeedback:
+        """Return what arrived after the watermark; costs what is new, not what is there."""
+        f = db.feedback.c
+        with self.database.read() as connection:
+            fresh = sa.select(f.voter, f.target, f.kind).where(
+                f.agent_id == agent_id, f.seq > watermark
+            )
+            votes = connection.execute(
+                sa.select(sa.func.count()).select_from(fresh.distinct().subquery())
+            ).scalar_one()
+            last = connection.execute(
+                sa.select(f.seq, f.received_at)
+                .where(f.agent_id == agent_id, f.seq > watermark)
+                .order_by(f.seq.desc())
+                .limit(1)
+            ).first()
+        return NewFeedback(votes, last.seq if last else watermark, last and last.received_at)
+
+    def counts(self, agent_id: str) -> dict[str, int]:
+        """Return how many effective votes of each kind there are."""
+        e = db.effective_feedback
+        with self.database.read() as connection:
+            query = (
+                sa.select(e.c.kind, sa.func.count())
+                .where(e.c.agent_id == agent_id)
+                .group_by(e.c.kind)
+                .order_by(e.c.kind)
+            )
+            return {str(kind): int(count) for kind, count in connection.execute(query)}
+
+    def quarantined(self, agent_id: str) -> dict[str, int]:
+        """Return how many rows each rule has set aside."""
+        q = db.quarantine.c
+        with self.database.read() as connection:
+            query = (
+                sa.select(q.rule, sa.func.count())
+                .where(q.agent_id == agent_id)
+                .group_by(q.rule)
+                .order_by(q.rule)
+            )
+            return {str(rule): int(count) for rule, count in connection.execute(query)}
+
+
+def target_of(event: Feedback) -> str:
+    """Return what the event is about, as one string: the same target and rater supersede.
+
+    The interaction, or for inline rows the hash of agent, prompt and completion. A preference is
+    about two completions, so the other one is part of its target: a person who ranks A over B and
+    A over C has cast two votes.
+    """
+    this = event.interaction_id or hashed(
+        event.agent_id, prompt_to_json(event.prompt or ()), event.completion or ""
+    )
+    if event.kind is not FeedbackKind.preference:
+        return this
+    other = event.other_interaction_id or hashed(
+        event.agent_id,
+        prompt_to_json(event.other_prompt or event.prompt or ()),
+        event.other_completion or "",
+    )
+    return hashed(this, other)
+
+
+def body_sha256(event: Feedback) -> str:
+    """Return the hash of what the sender said; equal for a retry, different for another vote."""
+    return hashed(
+        *(
+            repr(value)
+            for value in (
+                event.kind.value,
+                event.interaction_id,
+                event.prompt,
+                event.completion,
+                event.number,
+                event.text,
+                sorted((event.criteria or {}).items()),
+                event.other_interaction_id,
+                event.other_completion,
+                event.other_prompt,
+                event.choice,
+                event.shown_first,
+                event.rater_id,
+                event.source,
+                event.tags,
+                event.comment,
+            )
+        )
+    )
+
+
+def _insert_events(
+    connection: sa.Connection, events: Sequence[Feedback]
+) -> list[Stored | FeedbackError]:
+    """Insert what is new and return an answer or a refusal for each event, in order."""
+    if connection.dialect.name == "postgresql":
+        # One writer at a time: sequence numbers then appear in the order of commits, so no reader
+        # ever sees a number below its watermark turn up late.
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+    known = _known_keys(connection, events)
+    missing = _missing_interactions(connection, events)
+    received = now()
+    rows: list[dict[str, Any]] = []
+    outcomes: list[Stored | FeedbackError] = []
+    for event in events:
+        body = body_sha256(event)
+        before = known.get((event.agent_id, event.idempotency_key))
+        if before is not None and before[1] != body:
+            outcomes.append(
+                IdempotencyConflict(
+                    f"key {event.idempotency_key!r} was used before for another body; "
+                    "send a new key for a new vote"
+                )
+            )
+            continue
+        if before is not None:
+            outcomes.append(Stored(before[0], known=True))
+            continue
+        lost = missing & {(event.agent_id, i) for i in _interaction_ids(event)}
+        if lost:
+            outcomes.append(
+                FeedbackRefused(
+                    "unknown_interaction",
+                    f"needed an interaction of agent {event.agent_id!r}, found no "
+                    f"{', '.join(sorted(i for _, i in lost))}; send both texts inline",
+                )
+            )
+            continue
+        row = _feedback_row(event, uuid7(), body, received)
+        known[event.agent_id, event.idempotency_key] = (row["feedback_id"], body)
+        rows.append(row)
+        outcomes.append(Stored(row["feedback_id"], known=False))
+    for agent_id in {row["agent_id"] for row in rows}:
+        present = connection.execute(
+            sa.select(db.agents.c.agent_id).where(db.agents.c.agent_id == agent_id)
+        ).first()
+        if present is None:
+            connection.execute(db.agents.insert().values(agent_id=agent_id, created_at=received))
+    if rows:
+        connection.execute(db.feedback.insert(), rows)
+    return outcomes
+
+
+def _known_keys(
+    connection: sa.Connection, events: Sequence[Feedback]
+) -> dict[tuple[str, str], tuple[str, str]]:
+    f = db.feedback.c
+    known: dict[tuple[str, str], tuple[str, str]] = {}
+    for agent_id in {event.agent_id for event in events}:
+        keys = [e.idempotency_key for e in events if e.agent_id == agent_id]
+        for some in _chunks(keys, LOOKUP):
+            query = sa.select(f.idempotency_key, f.feedback_id, f.body_sha256).where(
+                f.agent_id == agent_id, f.idempotency_key.in_(some)
+            )
+            for key, feedback_id, body in connection.execute(query):
+                known[agent_id, key] = (feedback_id, body)
+    return known
+
+
+def _missing_interactions(
+    connection: sa.Connection, events: Sequence[Feedback]
+) -> set[tuple[str, str]]:
+    i = db.interactions.c
+    wanted = {(event.agent_id, key) for event in events for key in _interaction_ids(event)}
+    found: set[tuple[str, str]] = set()
+    for some in _chunks(sorted({key for _, key in wanted}), LOOKUP):
+        query = sa.select(i.agent_id, i.interaction_id).where(i.interaction_id.in_(some))
+        found |= {(agent, key) for agent, key in connection.execute(query)}
+    return wanted - found
+
+
+def _interaction_ids(event: Feedback) -> list[str]:
+    return [i for i in (event.interaction_id, event.other_interaction_id) if i is not None]
+
+
+def _feedback_row(
+    event: Feedback, feedback_id: str, body: str, received: datetime
+) -> dict[str, Any]:
+    return {
+        "feedback_id": feedback_id,
+        "agent_id": event.agent_id,
+        "idempotency_key": event.idempotency_key,
+        "body_sha256": body,
+        "kind": event.kind.value,
+        "target": target_of(event),
+        "voter": event.rater_id or f"anonymous:{feedback_id}",
+        "interaction_id": event.interaction_id,
+        "prompt": None if event.prompt is None else prompt_to_json(event.prompt),
+        "completion": event.completion,
+        "number": event.number,
+        "text": event.text,
+        "criteria": None if event.criteria is None else json.dumps(dict(event.criteria)),
+        "other_interaction_id": event.other_interaction_id,
+        "other_completion": event.other_completion,
+        "other_prompt": None if event.other_prompt is None else prompt_to_json(event.other_prompt),
+        "choice": event.choice,
+        "shown_first": event.shown_first,
+        "rater_id": event.rater_id,
+        "source": event.source,
+        "origin": event.origin[-400:],
+        "tags": json.dumps(list(event.tags)),
+        "comment": event.comment,
+        "topic": event.topic,
+        "occurred_at": event.occurred_at or received,
+        "received_at": received,
+    }
+
+
+def _interaction_row(interaction: Interaction) -> dict[str, Any]:
+    return {
+        "interaction_id": interaction.interaction_id,
+        "agent_id": interaction.agent_id,
+        "session_id": interaction.session_id,
+        "user_id": interaction.user_id,
+        "model_version": interaction.model_version,
+        "experiment": interaction.experiment,
+        "arm": interaction.arm,
+        "prompt": prompt_to_json(interaction.prompt),
+        "completion": interaction.completion,
+        "sampling": dict(interaction.sampling),
+        "latency_seconds": interaction.latency_seconds,
+        "created_at": interaction.created_at,
+    }
+
+
+def _quarantine_id(row: QuarantinedRow) -> str:
+    if row.feedback_id is not None:
+        return hashed(row.agent_id, row.feedback_id)  # a stored row is set aside once
+    return hashed(row.agent_id, row.rule, row.raw if row.raw is not None else row.detail)
+
+
+def _clean(text: str) -> str:
+    """Return text a database can hold: lone surrogates and NUL shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= LONGEST_RAW:
+        return text
+    half = LONGEST_RAW // 2
+    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
