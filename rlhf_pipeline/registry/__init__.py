@@ -1,0 +1,1 @@
+"""Which model is champion, since when, why, and where its files are."""

@@ -1,0 +1,573 @@
+"""The promotion ledger: the append-only truth about which version of an agent is champion.
+
+A version is registered once and never changed; the champion is what the newest entry says. Three
+things are checked inside the transaction that appends: the caller's view of the champion (the
+primary key (agent, entry) is the compare-and-set), the claim's fencing token where a training run
+acts, and the gate's verdict. MLflow aliases are a projection of this (models.py). What it does not
+protect against: somebody who edits the tables by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import records
+from rlhf_pipeline.database import Database, claims, model_versions, promotions
+from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
+
+Action = Literal["baseline", "promote", "rollback", "adopt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One registered version: what it is, where it came from, what the gate said."""
+
+    agent_id: str
+    version: int  # 0 is the first baseline
+    label: str  # v{feedback count}
+    path: Path
+    files: Mapping[str, str]  # relative name -> SHA-256
+    lineage: Mapping[str, Any]
+    gate: Mapping[str, Any] | None  # GateDecision.to_json(); None: never judged
+    fingerprint: str | None  # of the snapshot it was trained from
+    created_at: datetime
+    mlflow_version: str | None = None
+    mlflow_run_id: str | None = None
+
+    @property
+    def passed_gate(self) -> bool:
+        """Say whether the gate judged this version and let it through."""
+        return self.gate is not None and self.gate.get("passed") is True
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """One line of the ledger: from this moment `version` is the champion."""
+
+    agent_id: str
+    entry: int  # 1, 2, 3, ... per agent
+    action: Action
+    version: int
+    previous_version: int | None
+    token: int | None
+    actor: str
+    reason: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call did. `changed` is False where the champion already was what was asked for."""
+
+    promotion: Promotion  # the entry that holds now
+    changed: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One consistent look at an agent: its history and who stands where."""
+
+    history: tuple[Promotion, ...]
+    champion: ModelVersion | None
+    challenger: ModelVersion | None
+    previous: ModelVersion | None
+
+    @property
+    def entry(self) -> int:
+        """Return the newest entry's number, 0 where there is none."""
+        return self.history[-1].entry if self.history else 0
+
+
+class PromotionLedger:
+    """Appends and reads versions and promotions. Paths under `root` are kept relative to it.
+
+    With a root, a state folder that is moved or restored elsewhere still finds its models.
+    """
+
+    def __init__(self, database: Database, root: Path | None = None) -> None:
+        self.database = database
+        self.root = root.resolve() if root is not None else None
+
+    # ---- reading
+
+    def version(self, agent_id: str, version: int) -> ModelVersion:
+        """Return one registered version. Raises RegistryError where that number is unknown."""
+        with self.database.read() as connection:
+            return self._version(connection, agent_id, version)
+
+    def versions(self, agent_id: str) -> list[ModelVersion]:
+        """Return every registered version, oldest first."""
+        with self.database.read() as connection:
+            return self._versions(connection, agent_id)
+
+    def history(self, agent_id: str) -> list[Promotion]:
+        """Return every entry, oldest first."""
+        with self.database.read() as connection:
+            return _history(connection, agent_id)
+
+    def champion(self, agent_id: str) -> ModelVersion | None:
+        """Return the version that serves, None before the baseline is registered."""
+        with self.database.read() as connection:
+            newest = _newest(connection, agent_id)
+            return self._version(connection, agent_id, newest.version) if newest else None
+
+    def baseline(self, agent_id: str) -> ModelVersion | None:
+        """Return the version that drift is measured against: the newest `baseline` entry's."""
+        with self.database.read() as connection:
+            entries = [e for e in _history(connection, agent_id) if e.action == "baseline"]
+            return self._version(connection, agent_id, entries[-1].version) if entries else None
+
+    def challenger(self, agent_id: str) -> ModelVersion | None:
+        """Return the newest version that passed the gate, is newer than the champion and was not
+        rolled back from; None where there is none.
+        """
+        return self.standing(agent_id).challenger
+
+    def standing(self, agent_id: str) -> Standing:
+        """Return history, champion, challenger and previous as of one moment."""
+        with self.database.read() as connection:
+            history = _history(connection, agent_id)
+            by_number = {v.version: v for v in self._versions(connection, agent_id)}
+        line = _line_of_champions(history)
+        champion = by_number[line[-1]] if line else None
+        gone = _withdrawn(history)
+        waiting = [
+            v
+            for v in by_number.values()
+            if champion and v.version > champion.version and v.passed_gate and v.version not in gone
+        ]
+        return Standing(
+            history=tuple(history),
+            champion=champion,
+            challenger=max(waiting, key=lambda v: v.version, default=None),
+            previous=by_number[line[-2]] if len(line) > 1 else None,
+        )
+
+    # ---- registering
+
+    def add_baseline(
+        self,
+        agent_id: str,
+        *,
+        label: str,
+        path: Path,
+        files: Mapping[str, str],
+        lineage: Mapping[str, Any],
+        actor: str,
+        fingerprint: str | None = None,
+        token: int | None = None,
+    ) -> ModelVersion:
+        """Return version 0, registered and made the first champion in one transaction.
+
+        Called again with the same files it returns what is there; with others it raises
+        RegistryError, because a baseline is fixed (`reset_baseline` moves it, on the record).
+        """
+        _need_files(files)
+        with self.database.write() as connection:
+            _check_token(connection, agent_id, token)
+            known = self._versions(connection, agent_id)
+            if known:
+                if dict(known[0].files) == dict(files):
+                    return known[0]
+                raise RegistryError(
+                    f"agent {agent_id} needs one baseline, found version 0 already registered "
+                    "with other files; use reset_baseline to move it"
+                )
+            added = self._insert_version(
+                connection, agent_id, 0, label, path, files, lineage, None, fingerprint
+            )
+            _append(connection, agent_id, None, "baseline", 0, token, actor, "the first version")
+            return added
+
+    def add_version(
+        self,
+        agent_id: str,
+        *,
+        label: str,
+        path: Path,
+        files: Mapping[str, str],
+        lineage: Mapping[str, Any],
+        gate: Mapping[str, Any] | None,
+        fingerprint: str | None,
+        token: int | None = None,
+    ) -> ModelVersion:
+        """Return the next version, registered; nobody is promoted by this.
+
+        The same files from the same snapshot come back as the version they already are, so a
+        retried step registers nothing twice. Raises ClaimLost on a stale token.
+        """
+        _need_files(files)
+        with self.database.write() as connection:
+            _check_token(connection, agent_id, token)
+            known = self._versions(connection, agent_id)
+            if not known:
+                raise RegistryError(
+                    f"agent {agent_id} needs a baseline before other versions, found none; "
+                    "register the SFT policy with add_baseline"
+                )
+            for earlier in known[1:]:
+                if earlier.fingerprint == fingerprint and dict(earlier.files) == dict(files):
+                    return earlier
+            number = known[-1].version + 1
+            return self._insert_version(
+                connection, agent_id, number, label, path, files, lineage, gate, fingerprint
+            )
+
+    def link_mlflow(
+        self, agent_id: str, version: int, *, mlflow_version: str, mlflow_run_id: str | None
+    ) -> ModelVersion:
+        """Return the version with its MLflow numbers written down (they are found, not chosen)."""
+        with self.database.write() as connection:
+            self._version(connection, agent_id, version)
+            connection.execute(
+                model_versions.update()
+                .where(model_versions.c.agent_id == agent_id, model_versions.c.version == version)
+                .values(mlflow_version=mlflow_version, mlflow_run_id=mlflow_run_id)
+            )
+            return self._version(connection, agent_id, version)
+
+    # ---- moving the champion
+
+    def promote(
+        self,
+        agent_id: str,
+        version: int,
+        *,
+        actor: str,
+        reason: str,
+        expected_champion: int,
+        token: int | None = None,
+        force: bool = False,
+    ) -> Outcome:
+        """Make `version` the champion if the champion still is `expected_champion`.
+
+        Promoting the champion again changes nothing and says so. `force` takes a version that
+        the gate refused or never judged, or that was rolled back from; the ledger says so.
+        Raises StalePromotion, ClaimLost or RegistryError.
+        """
+        return self._move(
+            agent_id, version, "promote", actor, reason, expected_champion, token, force=force
+        )
+
+    def adopt(
+        self, agent_id: str, version: int, *, actor: str, reason: str, expected_champion: int
+    ) -> Outcome:
+        """Take over a champion that a person chose elsewhere (the MLflow page), if the gate allows.
+
+        A version that was rolled back from may be adopted: a person looked at it.
+        """
+        return self._move(agent_id, version, "adopt", actor, reason, expected_champion, None)
+
+    def reset_baseline(self, agent_id: str, *, actor: str, reason: str) -> Outcome:
+        """Make the current champion the baseline that later versions are measured against."""
+        _need_words(actor, reason)
+        with self.database.write() as connection:
+            newest = _need_champion(_newest(connection, agent_id), agent_id)
+            if newest.action == "baseline":
+                return Outcome(newest, False, f"version {newest.version} already is the baseline")
+            entry = _append(
+                connection, agent_id, newest, "baseline", newest.version, None, actor, reason
+            )
+            return Outcome(entry, True, f"version {newest.version} is the baseline now")
+
+    def rollback(
+        self,
+        agent_id: str,
+        *,
+        actor: str,
+        reason: str,
+        to: int | None = None,
+        expected_champion: int | None = None,
+    ) -> Outcome:
+        """Make an earlier champion the champion again: the one before, or `to`.
+
+        Rolling back twice goes two back, not to and fro. Give `expected_champion` where two
+        watchers may act on the same trouble: the second gets StalePromotion instead of going one
+        too far. Raises RegistryError where there is nothing earlier or `to` never was champion.
+        """
+        _need_words(actor, reason)
+        with self.database.write() as connection:
+            history = _history(connection, agent_id)
+            newest = _need_champion(history[-1] if history else None, agent_id)
+            if to is not None and to == newest.version:
+                return Outcome(newest, False, f"version {to} already is the champion")
+            _check_view(agent_id, newest, expected_champion)
+            earlier = _line_of_champions(history)[:-1]
+            if not earlier or (to is not None and to not in {e.version for e in history}):
+                wanted = "an earlier champion" if to is None else f"version {to} as one"
+                raise RegistryError(
+                    f"rolling back agent {agent_id} needs {wanted}, found champions "
+                    f"{_line_of_champions(history)}; use promote for another version"
+                )
+            version = earlier[-1] if to is None else to
+            entry = _append(connection, agent_id, newest, "rollback", version, None, actor, reason)
+            return Outcome(entry, True, f"rolled back from {newest.version} to {version}")
+
+    @contextmanager
+    def one_projection_at_a_time(self, agent_id: str) -> Iterator[None]:
+        """Hold an agent's projection lock: across processes of one machine with SQLite, across
+        machines with PostgreSQL. It does not keep others from appending to the ledger.
+        """
+        if self.database.is_sqlite:
+            import fcntl
+
+            name = hashlib.sha256(agent_id.encode()).hexdigest()[:16]
+            file = Path(f"{self.database.url.database}.projection-{name}.lock")
+            with file.open("w") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go when the process dies
+                yield
+        else:
+            with self.database.engine.begin() as connection:
+                connection.execute(
+                    sa.text("SELECT pg_advisory_xact_lock(712008, hashtext(:agent))"),
+                    {"agent": agent_id},
+                )
+                yield
+
+    # ---- inside a transaction
+
+    def _move(
+        self,
+        agent_id: str,
+        version: int,
+        action: Action,
+        actor: str,
+        reason: str,
+        expected_champion: int,
+        token: int | None,
+        *,
+        force: bool = False,
+    ) -> Outcome:
+        _need_words(actor, reason)
+        with self.database.write() as connection:
+            history = _history(connection, agent_id)
+            newest = _need_champion(history[-1] if history else None, agent_id)
+            if newest.version == version:
+                return Outcome(newest, False, f"version {version} already is the champion")
+            _check_token(connection, agent_id, token)
+            _check_view(agent_id, newest, expected_champion)
+            wanted = self._version(connection, agent_id, version)
+            objection = _objection(wanted, history, action)
+            if objection and not force:
+                raise RegistryError(objection)
+            if objection:
+                reason = f"forced ({objection.split(';')[0]}): {reason}"
+            entry = _append(connection, agent_id, newest, action, version, token, actor, reason)
+            return Outcome(entry, True, f"champion moved from {newest.version} to {version}")
+
+    def _versions(self, connection: sa.Connection, agent_id: str) -> list[ModelVersion]:
+        rows = connection.execute(
+            model_versions.select()
+            .where(model_versions.c.agent_id == agent_id)
+            .order_by(model_versions.c.version)
+        )
+        return [self._to_version(row) for row in rows]
+
+    def _version(self, connection: sa.Connection, agent_id: str, version: int) -> ModelVersion:
+        row = connection.execute(
+            model_versions.select().where(
+                model_versions.c.agent_id == agent_id, model_versions.c.version == version
+            )
+        ).one_or_none()
+        if row is None:
+            raise RegistryError(
+                f"version {version} of agent {agent_id} is needed, found none registered; "
+                "`rlhf versions` lists them"
+            )
+        return self._to_version(row)
+
+    def _to_version(self, row: sa.Row[Any]) -> ModelVersion:
+        values = dict(row._mapping)
+        path = Path(values.pop("path"))
+        return ModelVersion(**values, path=self.root / path if self.root else path)
+
+    def _insert_version(
+        self,
+        connection: sa.Connection,
+        agent_id: str,
+        version: int,
+        label: str,
+        path: Path,
+        files: Mapping[str, str],
+        lineage: Mapping[str, Any],
+        gate: Mapping[str, Any] | None,
+        fingerprint: str | None,
+    ) -> ModelVersion:
+        absolute = path.resolve()
+        if self.root and absolute.is_relative_to(self.root):
+            absolute = absolute.relative_to(self.root)
+        try:
+            connection.execute(
+                model_versions.insert().values(
+                    agent_id=agent_id,
+                    version=version,
+                    label=label,
+                    path=str(absolute),
+                    files=dict(files),
+                    lineage=dict(lineage),
+                    gate=dict(gate) if gate is not None else sa.null(),
+                    fingerprint=fingerprint,
+                    created_at=records.now(),
+                )
+            )
+        except sa.exc.IntegrityError as error:
+            raise StalePromotion(
+                f"registering version {version} of agent {agent_id} needs that number free, found "
+                "it taken by another writer just now; ask again"
+            ) from error
+        return self._version(connection, agent_id, version)
+
+
+def _history(connection: sa.Connection, agent_id: str) -> list[Promotion]:
+    rows = connection.execute(
+        promotions.select().where(promotions.c.agent_id == agent_id).order_by(promotions.c.entry)
+    )
+    return [Promotion(**row._mapping) for row in rows]
+
+
+def _newest(connection: sa.Connection, agent_id: str) -> Promotion | None:
+    row = connection.execute(
+        promotions.select()
+        .where(promotions.c.agent_id == agent_id)
+        .order_by(promotions.c.entry.desc())
+        .limit(1)
+    ).one_or_none()
+    return Promotion(**row._mapping) if row else None
+
+
+def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
+    """Return the champions that rolling back walks along, the current one last.
+
+    Promotions push; a rollback cuts the line back to its target.
+    """
+    line: list[int] = []
+    for entry in history:
+        if entry.action == "rollback" and entry.version in line:
+            while line[-1] != entry.version:
+                line.pop()
+        elif not line or line[-1] != entry.version:
+            line.append(entry.version)
+    return line
+
+
+def _withdrawn(history: Sequence[Promotion]) -> set[int]:
+    """Return the versions that were rolled back from and not made champion again since."""
+    gone: set[int] = set()
+    for entry in history:
+        if entry.action == "rollback" and entry.previous_version is not None:
+            gone.add(entry.previous_version)
+        gone.discard(entry.version)
+    return gone
+
+
+def _objection(version: ModelVersion, history: Sequence[Promotion], action: Action) -> str | None:
+    """Return why this version should not become champion, None where nothing speaks against it."""
+    name = f"version {version.version} of agent {version.agent_id}"
+    was_baseline = any(e.action == "baseline" and e.version == version.version for e in history)
+    if not was_baseline and version.gate is None:
+        return f"{name} was never judged by the gate; evaluate it, or use force with a reason"
+    if not was_baseline and not version.passed_gate:
+        return f"{name} was refused by the gate; see `rlhf explain`, or use force with a reason"
+    if action == "promote" and version.version in _withdrawn(history):
+        return f"{name} was rolled back from; train a new one, or use force with a reason"
+    return None
+
+
+def _check_view(agent_id: str, newest: Promotion, expected_champion: int | None) -> None:
+    if expected_champion is not None and newest.version != expected_champion:
+        raise StalePromotion(
+            f"the champion of agent {agent_id} had to be version {expected_champion}, found "
+            f"version {newest.version} since entry {newest.entry}; look again and decide anew"
+        )
+
+
+def _check_token(connection: sa.Connection, agent_id: str, token: int | None) -> None:
+    """Raise ClaimLost unless the token is held, not expired, and the agent's newest."""
+    if token is None:
+        return
+    claim = connection.execute(
+        sa.select(claims.c.state, claims.c.expires_at)
+        .where(claims.c.token == token, claims.c.agent_id == agent_id)
+        .with_for_update()  # PostgreSQL: a take-over waits until this transaction is through
+    ).one_or_none()
+    newest = connection.scalar(
+        sa.select(sa.func.max(claims.c.token)).where(claims.c.agent_id == agent_id)
+    )
+    if claim is None:
+        found = "no such claim"
+    elif newest != token:
+        found = f"the newer token {newest}"
+    elif claim.state != "held":
+        found = f"the claim {claim.state}"
+    elif claim.expires_at <= records.now():
+        found = f"it expired at {claim.expires_at:%Y-%m-%d %H:%M:%S} UTC"
+    else:
+        return
+    raise ClaimLost(
+        f"writing for agent {agent_id} needs token {token} held, found {found}; "
+        "stop this run, its work belongs to the newer holder"
+    )
+
+
+def _append(
+    connection: sa.Connection,
+    agent_id: str,
+    newest: Promotion | None,
+    action: Action,
+    version: int,
+    token: int | None,
+    actor: str,
+    reason: str,
+) -> Promotion:
+    entry = Promotion(
+        agent_id=agent_id,
+        entry=newest.entry + 1 if newest else 1,
+        action=action,
+        version=version,
+        previous_version=newest.version if newest else None,
+        token=token,
+        actor=actor,
+        reason=reason,
+        created_at=records.now(),
+    )
+    values = {name: getattr(entry, name) for name in Promotion.__slots__}
+    try:
+        connection.execute(promotions.insert().values(**values))
+    except sa.exc.IntegrityError as error:
+        raise StalePromotion(
+            f"entry {entry.entry} of agent {agent_id} had to be free, found it written by another "
+            "just now; look again and decide anew"
+        ) from error
+    return entry
+
+
+def _need_champion(newest: Promotion | None, agent_id: str) -> Promotion:
+    if newest is None:
+        raise RegistryError(
+            f"agent {agent_id} needs a champion, found an empty ledger; register its baseline"
+        )
+    return newest
+
+
+def _need_words(actor: str, reason: str) -> None:
+    if not actor.strip() or not reason.strip():
+        raise RegistryError(
+            f"the ledger needs an actor and a reason, found {actor!r} and {reason!r}; "
+            "say who and why"
+        )
+
+
+def _need_files(files: Mapping[str, str]) -> None:
+    if not files:
+        raise RegistryError(
+            "a version needs at least one file with its SHA-256, found none; check the folder"
+        )
