@@ -1,0 +1,141 @@
+"""Chat to tokens and back: the one layout that SFT, sampling, PPO and the reward model share.
+
+A tokenizer with a chat template uses it. One without (GPT-2, OPT, Phi-2) gets a plain layout:
+
+    System: ...\\nUser: ...\\nAssistant: ...\\nUser: ...\\nAssistant:
+
+and there the completion's tokens begin with the space after the colon.
+
+Text that spells a special token ("<|assistant|>") cannot act as one: it is broken with a space
+before it is encoded, so a user cannot write the assistant's turn or end it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.records import Message, Prompt
+
+PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Return the prompt as the text the model reads; it ends where the assistant is to begin.
+
+    A system message that a template has no place for stands at the head of the first user message.
+    Raises ModelError if the prompt does not end with a user message or the template refuses it.
+    """
+    if not prompt or prompt[-1].role != "user":
+        found = f"one that ends with {prompt[-1].role!r}" if prompt else "an empty one"
+        raise ModelError(f"a prompt must end with a user message, found {found}; add the question")
+    prompt = tuple(Message(m.role, _disarm(tokenizer, m.content)) for m in prompt)
+    if not tokenizer.chat_template:
+        turns = [f"{PLAIN_ROLES[m.role]}: {m.content}" for m in prompt]
+        return "\n".join([*turns, f"{PLAIN_ROLES['assistant']}:"])
+    try:
+        return _apply_template(tokenizer, prompt)
+    except TemplateError as error:
+        if prompt[0].role == "system" and len(prompt) > 1:
+            head = Message(prompt[1].role, f"{prompt[0].content}\n\n{prompt[1].content}")
+            try:
+                return _apply_template(tokenizer, (head, *prompt[2:]))
+            except TemplateError:
+                pass  # the template's first complaint is the one to show
+        raise ModelError(
+            f"a prompt that fits the model's chat template is needed; the template says: {error}; "
+            "change the order or the roles of the messages"
+        ) from error
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int
+) -> list[int]:
+    """Return the prompt's tokens, ending with the assistant's header; the latest are kept.
+
+    Where the layout begins with a beginning-of-text token, a shortened prompt keeps that too.
+    """
+    return encode_prompts(tokenizer, [prompt], max_tokens=max_tokens)[0]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_tokens: int
+) -> list[list[int]]:
+    """Return `encode_prompt` of each, in order; equal prompts are encoded once."""
+    if not prompts:
+        return []
+    distinct = list(dict.fromkeys(prompts))
+    rows = tokenizer(
+        [render(tokenizer, p) for p in distinct],
+        add_special_tokens=not tokenizer.chat_template,  # templates write their own
+        return_attention_mask=False,
+    )["input_ids"]
+    eos = tokenizer.eos_token_id
+    if not tokenizer.chat_template:  # a tokenizer may end plain text with eos; a prompt goes on
+        rows = [row[:-1] if row and row[-1] == eos else row for row in rows]
+    encoded = {
+        p: _keep_latest(tokenizer, row, max_tokens) for p, row in zip(distinct, rows, strict=True)
+    }
+    return [list(encoded[p]) for p in prompts]
+
+
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, max_tokens: int
+) -> list[int]:
+    """Return the completion's tokens with eos at the end if it fits, else the first ones."""
+    return encode_completions(tokenizer, [text], max_tokens=max_tokens)[0]
+
+
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_tokens: int
+) -> list[list[int]]:
+    """Return `encode_completion` of each, in order."""
+    if not texts:
+        return []
+    texts = [_disarm(tokenizer, text) for text in texts]
+    if not tokenizer.chat_template:
+        texts = [text if text[:1].isspace() or not text else f" {text}" for text in texts]
+    rows = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    return [[*row, tokenizer.eos_token_id][:max_tokens] for row in rows["input_ids"]]
+
+
+def decode_completions(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]
+) -> list[str]:
+    """Return the text of each row of completion tokens, special tokens left out."""
+    texts: list[str] = tokenizer.batch_decode(
+        [list(row) for row in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    if not tokenizer.chat_template:
+        texts = [text.removeprefix(" ") for text in texts]
+    return texts
+
+
+def _keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens: int) -> list[int]:
+    if len(row) <= max_tokens:
+        return row
+    if max_tokens > 1 and row[0] == tokenizer.bos_token_id:
+        return [row[0], *row[1 - max_tokens :]]
+    return row[-max_tokens:]
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    messages = [{"role": m.role, "content": m.content} for m in prompt]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _disarm(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text with every special token's spelling broken by one space."""
+    pattern = _special_pattern(tuple(tokenizer.added_tokens_encoder))
+    return pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if pattern else text
+
+
+@lru_cache(maxsize=32)
+def _special_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    spelled = [re.escape(t) for t in sorted(tokens, key=len, reverse=True) if len(t) > 1]
+    return re.compile("|".join(spelled)) if spelled else None

@@ -1,0 +1,245 @@
+"""Loading and saving a policy: a language model and the tokenizer it was trained with.
+
+Weights are untrusted input: only safetensors are read, code that ships with a model is never run,
+and files can be held against the digests that were registered. What this does not protect: the
+files may change between the check and the load if someone else can write to the folder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from rlhf_pipeline.errors import HashMismatch, ModelError
+from rlhf_pipeline.files import folder_sha256, new_folder
+
+PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
+ADAPTER = "adapter_config.json"
+
+
+@dataclass
+class Policy:
+    """A causal language model and its tokenizer; pad is never eos, dropout is off."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills a rectangle; it never carries meaning."""
+        return int(self.tokenizer.pad_token_id)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of prompt and completion together."""
+        config = self.model.config
+        for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+            length = getattr(config, name, None)
+            if isinstance(length, int) and length > 0:
+                return length
+        return 2048  # no stated limit (rotary or ALiBi positions without a table)
+
+
+def load_policy(
+    source: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    expected_sha256: Mapping[str, str] | None = None,
+) -> Policy:
+    """Return the policy kept at a local folder or under a hub id, in eval mode with dropout off.
+
+    A folder with a PEFT adapter gives its base model with the adapter merged in.
+    `device` is "auto" (GPU if there is one), "cpu", "cuda" or "cuda:1"; `dtype` a torch name or
+    "auto". Raises HashMismatch if a file differs from `expected_sha256`, ModelError if the model
+    cannot be used.
+    """
+    source = _local_folder(source)
+    if expected_sha256 is not None:
+        check_sha256(source, expected_sha256)
+    target = choose_device(device)
+    if isinstance(source, Path) and (source / ADAPTER).is_file():
+        model = _load_adapter(source, dtype)
+    else:
+        model = load_weights(AutoModelForCausalLM, source, dtype)
+    policy = Policy(model, load_tokenizer(source))
+    _give_pad_token(policy)
+    switch_off_dropout(model)
+    policy.model = model.to(target).eval()
+    return policy
+
+
+def save_policy(policy: Policy, directory: str | Path) -> None:
+    """Write a plain transformers folder (safetensors) that replaces `directory` in one rename.
+
+    Adapters, if the model carries any, are merged into the copy that is written.
+    """
+    model: Any = policy.model
+    if hasattr(model, "merge_and_unload"):  # a PeftModel, without the 5 s that importing peft takes
+        model = copy.deepcopy(model).merge_and_unload()
+    with new_folder(directory) as folder, no_progress_bars():
+        model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+
+
+def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:
+    """Raise HashMismatch unless the folder holds exactly the expected files."""
+    if not Path(source).is_dir():
+        raise ModelError(
+            f"expected_sha256 needs a local folder, found the hub id {source!r}; download it first"
+        )
+    found = folder_sha256(source)
+    differing = sorted(
+        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+    )
+    if differing:
+        raise HashMismatch(
+            f"the files in {source} must be the registered ones, found {len(differing)} that "
+            f"differ, are missing or are extra ({', '.join(differing[:5])}); restore them from "
+            "the registry"
+        )
+
+
+def choose_device(device: str = "auto") -> torch.device:
+    """Return the torch device; "auto" is the first GPU, or the CPU where there is none."""
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Make train() and eval() compute the same, so the first PPO ratio is exactly 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "layerdrop", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    config = getattr(model, "config", None)
+    for name, setting in vars(config).items() if config is not None else ():
+        if isinstance(setting, float) and ("drop" in name):
+            setattr(config, name, 0.0)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off standard error inside the block."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any) -> Any:
+    """Return what an Auto class reads from `source`: safetensors only, no code from the model."""
+    try:
+        with no_progress_bars():
+            return auto_class.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"a model that transformers knows, with safetensors weights, is needed at {source}; "
+            f"found: {error}; convert its weights to safetensors or choose another model"
+        ) from error
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer; raises ModelError where there is none or it has no end token."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, padding_side="left"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"a tokenizer is needed at {source}; found: {error}; save it beside the model"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"a tokenizer with an end token is needed, found none at {source}; set eos_token"
+        )
+    return tokenizer
+
+
+def _local_folder(source: str | Path) -> str | Path:
+    """Return a Path for what is a folder here, else the hub id as it was given."""
+    path = Path(source)
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", ADAPTER)):
+            raise ModelError(
+                f"a model folder holds config.json or {ADAPTER}, found neither in {path}; "
+                "check the path"
+            )
+        return path
+    if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
+        raise ModelError(f"a model folder is needed, found none at {source}; check the path")
+    return str(source)
+
+
+def _load_adapter(source: Path, dtype: str) -> PreTrainedModel:
+    from peft import PeftConfig, PeftModel
+
+    if not (source / "adapter_model.safetensors").is_file():
+        raise ModelError(
+            f"adapter_model.safetensors is needed in {source}, found none; save the adapter again "
+            "with safe_serialization on"
+        )
+    base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
+    if not base:
+        raise ModelError(
+            f"the adapter in {source} must name its base model, found none; set "
+            f"base_model_name_or_path in {ADAPTER}"
+        )
+    model = load_weights(AutoModelForCausalLM, _local_folder(base), dtype)
+    merged: PreTrainedModel = PeftModel.from_pretrained(model, str(source)).merge_and_unload()
+    return merged
+
+
+def _give_pad_token(policy: Policy) -> None:
+    """Make pad differ from eos, adding a token (and its row of weights) where there is none.
+
+    Rows that are added are the mean of the others: a row of zeros would score above every real
+    token in models whose logits are all negative, such as GPT-2.
+    """
+    tokenizer, model = policy.tokenizer, policy.model
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        with torch.no_grad():
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                weight = layer.weight if layer is not None else None
+                if weight is not None:
+                    weight[rows:] = weight[:rows].float().mean(0).to(weight.dtype)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,444 @@
+"""The one decode loop, and the log-probabilities that belong to it.
+
+PPO, evaluation, serving and simulation all sample here, so a completion means the same everywhere:
+prompts are padded on the left and completions on the right, position ids count real tokens only,
+and a log-probability is that of the whole temperature-scaled distribution,
+log softmax(logits / temperature), whether or not top_k or top_p narrowed the draw.
+
+Speed: keys and values are cached; a row that has ended leaves the batch; of the logits only the
+chosen token's log-probability is kept. Training computes logits at completion positions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel
+
+from rlhf_pipeline.errors import ModelError, ShapeMismatch
+from rlhf_pipeline.policy.cache import empty_cache
+from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
+from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.records import Progress, Prompt
+
+COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
+LOGITS_AT_ONCE = 2**26  # elements of a logits matrix held at a time: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """B completions of at most T tokens, on the prompts' device."""
+
+    completion_ids: Tensor  # (B, T) int64; pad after the end
+    completion_mask: Tensor  # (B, T) bool; True on completion tokens, eos among them
+    logprobs: Tensor  # (B, T) float32, nats, at the sampling temperature; 0 where the mask is False
+    finished: Tensor  # (B,) bool; True where the completion ends with eos
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a policy wrote."""
+
+    text: str
+    tokens: int  # eos counts
+    finished: bool  # False: cut off at the token limit
+
+
+def sample(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    *,
+    max_completion_tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_id: int,
+    pad_id: int,
+    generator: torch.Generator,
+) -> Sampled:
+    """Return one completion for each left-padded prompt; T is the longest one's length.
+
+    Shapes: prompt_ids and prompt_mask (B, P). Each row draws its own T uniform numbers from
+    `generator` beforehand, so a row's completion does not depend on when other rows end.
+    temperature 0 takes the likeliest token; its log-probabilities are at temperature 1.
+    top_k 0 and top_p 1 leave the distribution whole. Raises ModelError on settings out of range.
+    """
+    shape = (prompt_ids.shape[0], max(max_completion_tokens, 0))
+    uniforms = torch.rand(shape, generator=generator, device=generator.device)
+    return decode(
+        model,
+        prompt_ids,
+        prompt_mask,
+        uniforms.to(prompt_ids.device),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_id=eos_id,
+        pad_id=pad_id,
+    )
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_id: int,
+    pad_id: int,
+) -> Sampled:
+    """Return the completions that `uniforms` (B, T), numbers in [0, 1), choose.
+
+    1. Run the prompts once; 2. draw a token for each row from the last position's logits;
+    3. now and then, drop rows that have ended from the batch and the cache; 4. run the new tokens;
+    5. after the loop, cut everything after the first eos.
+    """
+    _check_settings(prompt_ids, prompt_mask, uniforms, temperature, top_k, top_p)
+    B, P = prompt_ids.shape
+    T = uniforms.shape[1]
+    device = prompt_ids.device
+    trunk = trunk_of(model)
+    completion_ids = torch.full((B, T), pad_id, dtype=torch.long, device=device)
+    logprobs = torch.zeros(B, T, device=device)
+    # A look at which rows have ended waits for a GPU to catch up, so there it is taken less often.
+    look_every = 1 if device.type == "cpu" else 8
+
+    cache = empty_cache(trunk.config)
+    mask = torch.ones(B, P + T, dtype=torch.long, device=device)
+    mask[:, :P] = prompt_mask
+    positions = position_ids(prompt_mask)
+    rows = torch.arange(B, device=device)
+    ended = torch.zeros(B, dtype=torch.bool, device=device)
+    inputs, last = prompt_ids, positions[:, -1:]
+    for t in range(T):
+        hidden = _run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
+        tokens, token_logprobs = draw(
+            logits_of(model, hidden), uniforms[rows, t], temperature, top_k, top_p
+        )
+        completion_ids[rows, t] = tokens
+        logprobs[rows, t] = token_logprobs
+        ended |= tokens == eos_id
+        inputs, last = tokens[:, None], last + 1
+        if (t + 1) % look_every == 0:
+            alive = int((~ended).sum())
+            if alive == 0:
+                break
+            if alive <= COMPACT_BELOW * len(rows):
+                keep = (~ended).nonzero()[:, 0]
+                cache.batch_select_indices(keep)
+                rows, mask, inputs = rows[keep], mask[keep], inputs[keep]
+                last, ended = last[keep], ended[keep]
+        positions = last
+
+    is_eos = completion_ids == eos_id
+    completion_mask = is_eos.cumsum(1) - is_eos.long() == 0  # True up to and on the first eos
+    finished = is_eos.any(1)
+    longest = int(completion_mask.sum(1).max()) if B and T else 0
+    completion_mask = completion_mask[:, :longest].clone()
+    return Sampled(
+        completion_ids[:, :longest].masked_fill(~completion_mask, pad_id),
+        completion_mask,
+        logprobs[:, :longest].masked_fill(~completion_mask, 0.0),
+        finished,
+    )
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return a token for each row of logits (N, V) and its log-probability, both (N,).
+
+    The token is where the cumulative distribution passes the row's uniform number (inverse
+    transform sampling), so equal numbers give equal tokens whatever else is in the batch.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        logits = logits / temperature
+        probabilities = narrow(logits, top_k, top_p).softmax(-1)
+        cumulative = probabilities.cumsum(-1)
+        total = cumulative[:, -1:]
+        # Stay below the total: rounding must not choose a last token that has no probability.
+        below = torch.nextafter(total, torch.zeros_like(total))
+        passed = torch.minimum(uniforms[:, None] * total, below)
+        tokens = torch.searchsorted(cumulative, passed, right=True)[:, 0]
+    chosen = logits.gather(-1, tokens[:, None])[:, 0]
+    return tokens, chosen - logits.logsumexp(-1)
+
+
+def narrow(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return logits (N, V) with -inf outside the top_k likeliest and the top_p nucleus.
+
+    The nucleus is the smallest set of likeliest tokens whose probability reaches top_p, taken
+    after top_k. Source: Holtzman et al., arXiv:1904.09751 section 3.1.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        outside = probabilities.cumsum(-1) - probabilities >= top_p  # what came before suffices
+        outside[:, 0] = False
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+    return logits
+
+
+def complete(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    *,
+    max_completion_tokens: int,
+    max_prompt_tokens: int,
+    temperature: float = 0.7,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int,
+    batch_size: int = 64,
+    report: Progress | None = None,
+) -> list[Completion]:
+    """Return one completion per prompt, in the prompts' order.
+
+    Prompts of like length are run together. The n-th prompt's random numbers follow from `seed`
+    and n alone, so neither batch_size nor the other prompts change its completion (but for ties
+    within rounding). `report` hears {"completions": done, "of": all} after each batch.
+    Raises ModelError if prompt and completion do not fit the context together.
+    """
+    if max_prompt_tokens < 1 or max_prompt_tokens + max_completion_tokens > policy.context_length:
+        raise ModelError(
+            f"prompt and completion must fit a context of {policy.context_length} tokens, found "
+            f"{max_prompt_tokens} + {max_completion_tokens}; lower one of the two"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(len(prompts), max_completion_tokens, generator=generator)
+    encoded = encode_prompts(policy.tokenizer, prompts, max_tokens=max_prompt_tokens)
+    order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]))
+    completions: list[Completion | None] = [None] * len(prompts)
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        prompt_ids, prompt_mask = pad_left([encoded[i] for i in members], policy.pad_id)
+        sampled = decode(
+            policy.model,
+            prompt_ids.to(policy.device),
+            prompt_mask.to(policy.device),
+            uniforms[members].to(policy.device),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_id=policy.eos_id,
+            pad_id=policy.pad_id,
+        )
+        lengths = sampled.completion_mask.sum(1).tolist()
+        rows = [row[:n] for row, n in zip(sampled.completion_ids.tolist(), lengths, strict=True)]
+        texts = decode_completions(policy.tokenizer, rows)
+        endings = sampled.finished.tolist()
+        for i, text, tokens, finished in zip(members, texts, lengths, endings, strict=True):
+            completions[i] = Completion(text, tokens, finished)
+        if report is not None:
+            report({"completions": min(start + batch_size, len(order)), "of": len(order)})
+    return [c for c in completions if c is not None]
+
+
+def completion_logprobs(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    *,
+    temperature: float,
+) -> Tensor:
+    """Return each completion token's log-probability, (B, T) float32, with gradients.
+
+    Positions where completion_mask is False come back as 0. Logits are computed only where it is
+    True. At the temperature of sampling these are the log-probabilities that `sample` returned.
+    """
+    hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    return hidden_logprobs(model, hidden, completion_ids, completion_mask, temperature=temperature)
+
+
+def completion_hidden(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+) -> Tensor:
+    """Return the trunk's last hidden states from which each completion token follows, (B, T, H).
+
+    hidden[:, t] has seen the prompt and the completion's tokens before t, and nothing later: the
+    state whose logits choose token t, and whose value a critic estimates. Positions where
+    completion_mask is False hold finite numbers without meaning.
+    Shapes: prompts (B, P) padded on the left, completions (B, T) on the right.
+    """
+    if prompt_ids.shape != prompt_mask.shape or completion_ids.shape != completion_mask.shape:
+        raise ShapeMismatch(
+            "ids and masks must agree in shape, found prompts "
+            f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}, completions "
+            f"{tuple(completion_ids.shape)} and {tuple(completion_mask.shape)}; pass pairs"
+        )
+    # The last completion token predicts nothing, so it need not be run.
+    ids = torch.cat([prompt_ids, completion_ids[:, :-1]], dim=1)
+    mask = torch.cat([prompt_mask, completion_mask[:, :-1]], dim=1)
+    hidden = _run_trunk(trunk_of(model), ids, mask.long(), position_ids(mask), None)
+    return hidden[:, prompt_ids.shape[1] - 1 :]
+
+
+def hidden_logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    *,
+    temperature: float,
+) -> Tensor:
+    """Return log-probabilities (B, T) from `completion_hidden`'s states, 0 outside the mask.
+
+    Never holds more than LOGITS_AT_ONCE logits: beyond that they are computed in pieces, and again
+    in the backward pass.
+    """
+    states, tokens = hidden[completion_mask], completion_ids[completion_mask]
+    head = output_head(model)
+    piece = max(1, LOGITS_AT_ONCE // int(head.weight.shape[0]))
+    if len(tokens) <= piece:
+        packed = _token_logprobs(model, states, tokens, temperature)
+    else:
+        packed = torch.cat(
+            [
+                checkpoint(_token_logprobs, model, s, t, temperature, use_reentrant=False)
+                for s, t in zip(torch.split(states, piece), torch.split(tokens, piece), strict=True)
+            ]
+        )
+    logprobs = packed.new_zeros(completion_ids.shape)
+    return logprobs.masked_scatter(completion_mask, packed)
+
+
+def _token_logprobs(
+    model: PreTrainedModel, states: Tensor, tokens: Tensor, temperature: float
+) -> Tensor:
+    logits = logits_of(model, states).float() / (temperature or 1.0)
+    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the model's own logits for hidden states (..., H), its scaling and cap included."""
+    logits: Tensor = output_head(model)(hidden)
+    config = plain_model(model).config
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
+    if scale is not None:
+        logits = logits * scale
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides
+    if divisor is not None:
+        logits = logits / divisor
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, arXiv:2408.00118
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def plain_model(model: Any) -> Any:
+    """Return the causal LM inside a PEFT wrapper (its adapters stay active), or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def output_head(model: Any) -> nn.Linear:
+    """Return the layer that turns hidden states into logits."""
+    head: nn.Linear | None = plain_model(model).get_output_embeddings()
+    if head is None:
+        raise ModelError(
+            f"a causal language model with an output layer is needed, found "
+            f"{type(model).__name__}; load it with load_policy"
+        )
+    return head
+
+
+def trunk_of(model: Any) -> nn.Module:
+    """Return the causal LM without its output layer: ids to last hidden states."""
+    plain = plain_model(model)
+    trunk: nn.Module = plain.base_model
+    if trunk is plain:
+        raise ModelError(
+            f"a causal language model with a trunk of its own is needed, found "
+            f"{type(plain).__name__}; load it with load_policy"
+        )
+    return trunk
+
+
+def position_ids(mask: Tensor) -> Tensor:
+    """Return the position of each token among the real ones of its row; padding gets 0."""
+    return (mask.long().cumsum(-1) - 1).clamp_(min=0)
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return ids (B, P) and mask (B, P) of rows that end together."""
+    width = max(map(len, rows), default=0)
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
+    starts = torch.tensor([width - len(row) for row in rows])
+    return ids, torch.arange(width)[None] >= starts[:, None]
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T) and mask (B, T) of rows that begin together."""
+    width = max(map(len, rows), default=0)
+    ids = torch.tensor([list(row) + [pad_id] * (width - len(row)) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(width)[None] < lengths[:, None]
+
+
+def _run_trunk(
+    trunk: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None
+) -> Tensor:
+    forward: Callable[..., Any] = type(trunk).forward
+    places = {"position_ids": positions} if _takes_positions(forward) else {}
+    hidden: Tensor = trunk(
+        input_ids=ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=cache is not None,
+        **places,
+    ).last_hidden_state
+    return hidden
+
+
+@lru_cache(maxsize=64)
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    """True but for models, such as BLOOM, that count positions from the mask themselves."""
+    return "position_ids" in signature(forward).parameters
+
+
+def _check_settings(
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    uniforms: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    if prompt_ids.shape != prompt_mask.shape or uniforms.shape[0] != prompt_ids.shape[0]:
+        raise ShapeMismatch(
+            f"prompt_ids and prompt_mask must agree in shape, found {tuple(prompt_ids.shape)} and "
+            f"{tuple(prompt_mask.shape)} for {uniforms.shape[0]} rows; pass one mask per prompt"
+        )
+    if prompt_ids.numel() and not bool(prompt_mask[:, -1].all()):
+        raise ShapeMismatch(
+            "prompts must be padded on the left, found one whose last token is padding; "
+            "use pad_left"
+        )
+    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1) or uniforms.shape[1] < 1:
+        raise ModelError(
+            "sampling needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and room for one token, "
+            f"found {temperature}, {top_k}, {top_p} and {uniforms.shape[1]}; correct the setting"
+        )

@@ -1,0 +1,107 @@
+"""A policy built from nothing: a byte-level BPE tokenizer trained here and a small Llama.
+
+It exists so that a fresh machine runs the whole loop offline and without a GPU. It knows nothing
+until `train_sft` teaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.policy.loading import Policy
+
+PAD, EOS = "<|pad|>", "<|eos|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+BYTES = 256  # the alphabet of byte-level BPE: any text can be written
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] -}}"
+    "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def build_tiny(
+    texts: Iterable[str],
+    *,
+    vocabulary: int,
+    layers: int,
+    width: int,
+    heads: int,
+    context: int,
+    seed: int,
+) -> Policy:
+    """Return an untrained policy on the CPU whose tokenizer is fitted to `texts`.
+
+    `vocabulary` is the most tokens there may be; few texts give fewer. The same arguments give the
+    same tokenizer and the same weights. Raises ModelError where the sizes do not fit together.
+    """
+    smallest = BYTES + len(ROLES) + 2
+    if vocabulary < smallest:
+        raise ModelError(
+            f"a byte-level vocabulary needs at least {smallest} tokens, found {vocabulary}; "
+            "raise `vocabulary`"
+        )
+    if width % heads or (width // heads) % 2:
+        raise ModelError(
+            f"width / heads must be a whole even number (rotary positions), found {width} / "
+            f"{heads}; choose e.g. width 128 and heads 4"
+        )
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 32) * 32,  # SwiGLU's 8/3, arXiv:2002.05202
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return Policy(model.eval(), tokenizer)
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocabulary: int, context: int
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with role tokens, pad, eos and a chat template.
+
+    Source of byte-level BPE: Radford et al. 2019 (GPT-2), section 2.2.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[PAD, EOS, *ROLES],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=list(ROLES),
+        padding_side="left",
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
