@@ -1,0 +1,1 @@
+"""Simulated people with a hidden preference: the demo's and the tests' users."""
