@@ -1,0 +1,515 @@
+"""One row of a known file format in, feedback events out. Pure: no files, no clock, no store.
+
+| format | fields |
+|---|---|
+| events | `kind` (thumbs, rating, score, correction, preference, criteria, comment), `value`; the target: `interaction_id`, or `prompt` (text or messages) and `completion`; for a preference also `other_completion` or `other_interaction_id`, and `shown_first` (this, other); optional: `rater` (any text, hashed here) or `rater_id` (hashed already), `source`, `occurred_at`, `tags`, `comment`, `topic`, `idempotency_key`, `agent_id`, `other_prompt` |
+| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `rater`, `tie`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
+| hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
+| oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
+| quality | `messages` ending with the assistant's, or `prompt` and `completion`, or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
+
+`text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
+is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
+unknown field is refused: a misspelt one would lose what somebody said.
+
+Sources of the formats: arXiv:2204.05862 (HH-RLHF), arXiv:2304.07327 (OASST).
+"""  # noqa: E501 - table rows cannot be broken
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import combinations
+from typing import Any
+
+from rlhf_pipeline.feedback.rules import Rule, refuse
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Message,
+    Prompt,
+    Role,
+    Source,
+    hash_rater,
+    hashed,
+)
+
+Values = Mapping[str, Any]
+
+ROLES: Mapping[str, Role] = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "model"), "assistant"),
+    "system": "system",
+}
+VALUE_FIELD: Mapping[FeedbackKind, str] = {
+    FeedbackKind.thumbs: "number",
+    FeedbackKind.rating: "number",
+    FeedbackKind.score: "number",
+    FeedbackKind.correction: "text",
+    FeedbackKind.comment: "text",
+    FeedbackKind.preference: "choice",
+    FeedbackKind.criteria: "criteria",
+}
+EVENT_TEXTS = (
+    "interaction_id",
+    "completion",
+    "other_interaction_id",
+    "other_completion",
+    "comment",
+    "topic",
+)
+EVENT_FIELDS = {
+    *EVENT_TEXTS,
+    *("agent_id", "kind", "value", "number", "text", "criteria", "choice", "shown_first"),
+    *("prompt", "other_prompt", "rater", "rater_id", "source", "occurred_at", "tags"),
+    "idempotency_key",
+}
+STORE_FIELDS = {
+    "feedback_id",
+    "seq",
+    "origin",
+    "received_at",
+    "target",
+    "voter",
+}  # our own, ignored
+HASHED_RATER = re.compile(r"[0-9a-f]{32}")
+TURN = re.compile(r"\n\n(Human|Assistant):")
+LAST_TURN = "\n\nAssistant:"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and where it came from."""
+
+    values: Values
+    agent_id: str
+    origin: str
+    source: Source  # whose judgement the file holds, where the row does not say
+
+    @property
+    def key(self) -> str:
+        """The idempotency key of a row without one: the same row again is the same key."""
+        return "row:" + hashed(self.agent_id, canonical(self.values))
+
+    def event(self, kind: FeedbackKind, **fields: Any) -> Feedback:
+        """Return an event of this row."""
+        fields = {"source": self.source, "idempotency_key": self.key} | fields
+        return Feedback(agent_id=self.agent_id, kind=kind, origin=self.origin, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format: how its rows are known, and what they mean."""
+
+    name: str
+    matches: Callable[[Values], bool]
+    events: Callable[[Row], Iterable[Feedback]]
+
+
+# -- our own events -----------------------------------------------------------------------------
+
+
+def events(row: Row) -> Iterator[Feedback]:
+    """Yield the one event an `events` row holds."""
+    values = row.values
+    unknown = sorted(values.keys() - EVENT_FIELDS - STORE_FIELDS)
+    if unknown:
+        refuse(Rule.unknown_field, f"fields out of {', '.join(sorted(EVENT_FIELDS))}", unknown)
+    if values.get("agent_id", row.agent_id) != row.agent_id:
+        refuse(Rule.other_agent, f"rows of agent {row.agent_id!r}", values["agent_id"])
+    kind = _kind(values)
+    fields: dict[str, Any] = {name: _text(values, name) for name in EVENT_TEXTS}
+    fields[VALUE_FIELD[kind]] = _value(values, kind)
+    for name in ("prompt", "other_prompt"):
+        if values.get(name) is not None:
+            fields[name] = messages_of(values[name], name)
+    fields["shown_first"] = values.get("shown_first") or "this"
+    fields["rater_id"] = _rater(row)
+    fields["source"] = values.get("source") or row.source
+    fields["occurred_at"] = _moment(values)
+    fields["tags"] = _tags(values)
+    key = _text(values, "idempotency_key")
+    yield row.event(kind, **fields, **({} if key is None else {"idempotency_key": key}))
+
+
+def to_row(event: Feedback) -> dict[str, Any]:
+    """Return the `events` row of an event: reading it back gives the same event."""
+    row: dict[str, Any] = {
+        "agent_id": event.agent_id,
+        "kind": event.kind.value,
+        "idempotency_key": event.idempotency_key,
+        "value": getattr(event, VALUE_FIELD[event.kind]),
+        "shown_first": event.shown_first,
+        "rater_id": event.rater_id,
+        "source": event.source,
+        "tags": list(event.tags),
+    }
+    if event.criteria is not None:
+        row["value"] = dict(event.criteria)
+    for name in EVENT_TEXTS:
+        row[name] = getattr(event, name)
+    for name in ("prompt", "other_prompt"):
+        prompt: Prompt | None = getattr(event, name)
+        if prompt is not None:
+            row[name] = [{"role": m.role, "content": m.content} for m in prompt]
+    if event.occurred_at is not None:
+        row["occurred_at"] = event.occurred_at.isoformat()
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _kind(values: Values) -> FeedbackKind:
+    try:
+        return FeedbackKind(values["kind"])
+    except KeyError:
+        refuse(Rule.missing_field, "the field kind", None)
+    except ValueError:
+        refuse(Rule.unknown_kind, f"a kind out of {', '.join(FeedbackKind)}", values["kind"])
+
+
+def _value(values: Values, kind: FeedbackKind) -> Any:
+    value = values.get("value", values.get(VALUE_FIELD[kind]))
+    if kind is FeedbackKind.thumbs:
+        if isinstance(value, str):
+            value = {"up": 1.0, "down": 0.0}.get(value.lower(), value)
+        elif isinstance(value, bool):
+            value = float(value)
+    if value is not None and VALUE_FIELD[kind] == "number":
+        return _number(value, f"{kind} value")
+    if kind is FeedbackKind.criteria and isinstance(value, dict):
+        return {name: _number(v, f"criterion {name!r}") for name, v in value.items()}
+    return value
+
+
+def _moment(values: Values) -> datetime | None:
+    text = _text(values, "occurred_at")
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
+    if moment.tzinfo is None:
+        refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", text)
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        refuse(Rule.bad_time, "a moment between the years 1 and 9999 in UTC", text)
+
+
+def _tags(values: Values) -> tuple[str, ...]:
+    tags = values.get("tags") or []
+    if not isinstance(tags, list):
+        refuse(Rule.wrong_type, "a list of tags", tags)
+    return tuple(tags)
+
+
+# -- pairs --------------------------------------------------------------------------------------
+
+
+def pairs(row: Row) -> Iterator[Feedback]:
+    """Yield the preference a `pairs` row holds."""
+    values = row.values
+    given = _prompt(values)
+    context, chosen = _side(values, "chosen", given)
+    other_context, rejected = _side(values, "rejected", given)
+    yield _preference(row, (context, chosen), (other_context, rejected), tie=_is_tie(values))
+
+
+def hh_rlhf(row: Row) -> Iterator[Feedback]:
+    """Yield the preference two whole dialogues hold."""
+    chosen, rejected = (
+        split_dialogue(_needed_text(row.values, name), name) for name in ("chosen", "rejected")
+    )
+    yield _preference(row, chosen, rejected, tie=False)
+
+
+def split_dialogue(text: str, name: str) -> tuple[Prompt, str]:
+    """Return prompt and completion of a dialogue, split at its last assistant's turn.
+
+    Each message is stripped of the blanks around it, which are the format's, not the speaker's.
+    """
+    context, found, completion = text.rpartition(LAST_TURN)
+    before, *turns = TURN.split(context)
+    if not found or not turns or before.strip():
+        refuse(Rule.no_prompt, f"{name} as \\n\\nHuman: ... \\n\\nAssistant: ...", text[:40])
+    roles = ("user" if who == "Human" else "assistant" for who in turns[::2])
+    prompt = tuple(Message(ROLES[r], t.strip()) for r, t in zip(roles, turns[1::2], strict=True))
+    return prompt, completion.strip()
+
+
+def _preference(
+    row: Row, chosen: tuple[Prompt, str], rejected: tuple[Prompt, str], *, tie: bool
+) -> Feedback:
+    """Return the event; where the contexts differ each side keeps its own.
+
+    `prompt` must end with the user's message, so of two contexts the one that does is put there.
+    """
+    this, other = chosen, rejected
+    if this[0] != other[0] and this[0][-1].role != "user":
+        this, other = other, this
+    choice = "tie" if tie else "left" if this is chosen else "right"
+    return row.event(
+        FeedbackKind.preference,
+        prompt=this[0],
+        completion=this[1],
+        other_completion=other[1],
+        other_prompt=other[0] if other[0] != this[0] else None,
+        choice=choice,
+        rater_id=_rater(row),
+    )
+
+
+def _prompt(values: Values) -> Prompt:
+    """Return the prompt the row gives for both sides; empty where it gives none."""
+    for name in ("prompt", "messages", "conversations", "question"):
+        if values.get(name) is not None:
+            return messages_of(values[name], name)
+    return ()
+
+
+def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
+    """Return one side's context and completion; whole conversations bring their own context."""
+    value = values.get(name)
+    if isinstance(value, str):
+        context, completion = given, value
+    else:
+        *before, last = messages_of([value] if isinstance(value, dict) else value, name)
+        if last.role != "assistant":
+            refuse(Rule.wrong_type, f"{name} ending with the assistant's message", last.role)
+        context, completion = tuple(before) or given, last.content
+    if not context:
+        refuse(Rule.no_prompt, "prompt, or chosen and rejected with their contexts", None)
+    return context, completion
+
+
+def _is_tie(values: Values) -> bool:
+    tie = values.get("tie", False)
+    if not isinstance(tie, bool | None):
+        refuse(Rule.wrong_type, "tie as true or false", tie)
+    scores = []
+    for side in ("chosen", "rejected"):
+        score = values.get(f"{side}_score", values.get(f"score_{side}"))
+        if score is not None:
+            scores.append(_number(score, f"{side}_score"))
+    if len(scores) == 2 and scores[0] < scores[1]:
+        refuse(Rule.value_out_of_range, "chosen_score not below rejected_score", scores)
+    return bool(tie) or (len(scores) == 2 and scores[0] == scores[1])
+
+
+# -- ranked trees -------------------------------------------------------------------------------
+
+
+def oasst(row: Row) -> Iterator[Feedback]:
+    """Yield every pair of ranked sibling answers and every message's reactions in a tree.
+
+    Rank 0 is best. Keys follow from what an event says, so a tree and its flat messages give the
+    same events. Reactions come as counts, without raters: a message's are one unsigned vote, the
+    majority's, and an even split says nothing. Deleted messages are left out with their replies.
+    """
+    root = row.values["prompt"] if isinstance(row.values.get("prompt"), dict) else row.values
+    path: tuple[Message, ...] = ()
+    waiting: list[tuple[Any, tuple[Message, ...]]] = [(root, path)]
+    while waiting:
+        node, before = waiting.pop()
+        if not isinstance(node, dict):
+            refuse(Rule.wrong_type, "a message as an object", node)
+        if node.get("deleted") is True:
+            continue
+        path = (*before, Message(_role(node.get("role")), _needed_text(node, "text")))
+        replies = node.get("replies") or []
+        if not isinstance(replies, list):
+            refuse(Rule.wrong_type, "replies as a list", replies)
+        waiting.extend((reply, path) for reply in reversed(replies))
+        if path[-1].role == "user":
+            for better, worse in combinations(_ranked(replies), 2):
+                choice = "tie" if better["rank"] == worse["rank"] else "left"
+                yield _with_key(
+                    row.event(
+                        FeedbackKind.preference,
+                        prompt=path,
+                        completion=_needed_text(better, "text"),
+                        other_completion=_needed_text(worse, "text"),
+                        choice=choice,
+                    )
+                )
+        vote = _reactions(node)
+        if vote is not None and path[-1].role == "assistant" and before:
+            yield _with_key(
+                row.event(
+                    FeedbackKind.thumbs, prompt=before, completion=path[-1].content, number=vote
+                )
+            )
+
+
+def _ranked(replies: list[Any]) -> list[Values]:
+    ranked = [
+        reply
+        for reply in replies
+        if isinstance(reply, dict)
+        and reply.get("rank") is not None
+        and reply.get("deleted") is not True
+        and _role(reply.get("role")) == "assistant"
+    ]
+    return sorted(ranked, key=lambda reply: _number(reply["rank"], "rank"))
+
+
+def _reactions(node: Values) -> float | None:
+    emojis = node.get("emojis") or {}
+    if isinstance(emojis, dict) and isinstance(emojis.get("name"), list):  # as the hub's rows have
+        emojis = dict(zip(emojis["name"], emojis.get("count") or [], strict=False))
+    if not isinstance(emojis, dict):
+        refuse(Rule.wrong_type, "emojis as counts by name", emojis)
+    up, down = (_number(emojis.get(name) or 0, f"emoji {name}") for name in ("+1", "-1"))
+    return None if up == down else float(up > down)
+
+
+def _with_key(event: Feedback) -> Feedback:
+    said = canonical(to_row(event) | {"idempotency_key": None})
+    return replace(event, idempotency_key="said:" + hashed(event.agent_id, said))
+
+
+# -- quality and labels -------------------------------------------------------------------------
+
+
+def quality(row: Row) -> Iterator[Feedback]:
+    """Yield the score or thumbs a `quality` row holds."""
+    values = row.values
+    if values.get("messages") is not None:
+        prompt, completion = _last_answer(messages_of(values["messages"], "messages"))
+    elif values.get("completion") is not None:
+        prompt, completion = _prompt(values), _needed_text(values, "completion")
+        if not prompt:
+            refuse(Rule.no_prompt, "the prompt this completion answers", None)
+    else:
+        prompt, completion = split_dialogue(_needed_text(values, "text"), "text")
+    if values.get("quality") is not None:
+        kind, number = FeedbackKind.score, _number(values["quality"], "quality")
+    else:
+        label = values.get("label")
+        if not isinstance(label, bool):
+            refuse(Rule.wrong_type, "quality from 0 to 1, or label as true or false", label)
+        kind, number = FeedbackKind.thumbs, float(label)
+    yield row.event(kind, prompt=prompt, completion=completion, number=number, rater_id=_rater(row))
+
+
+def _last_answer(messages: Prompt) -> tuple[Prompt, str]:
+    *before, last = messages
+    if last.role != "assistant":
+        refuse(Rule.wrong_type, "messages ending with the assistant's", last.role)
+    if not before:
+        refuse(Rule.no_prompt, "a user's message before the assistant's", None)
+    return tuple(before), last.content
+
+
+# -- fields -------------------------------------------------------------------------------------
+
+
+def messages_of(value: Any, name: str) -> Prompt:
+    """Return a text as one user's message, or a list of messages as it is."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    if not isinstance(value, list) or not value:
+        refuse(Rule.wrong_type, f"{name} as text or a list of messages", value)
+    messages = []
+    for item in value:
+        if not isinstance(item, dict):
+            refuse(Rule.wrong_type, f"{name}: each message as an object", item)
+        content = item.get("content", item.get("value"))
+        if not isinstance(content, str):
+            refuse(Rule.wrong_type, f"{name}: each message's content as text", content)
+        messages.append(Message(_role(item.get("role", item.get("from"))), content))
+    return tuple(messages)
+
+
+def _role(value: Any) -> Role:
+    role = ROLES.get(value) if isinstance(value, str) else None
+    if role is None:
+        refuse(Rule.wrong_type, f"a role out of {', '.join(ROLES)}", value)
+    return role
+
+
+def _rater(row: Row) -> str | None:
+    """Return the hashed rater, or None where nobody signed."""
+    ready = row.values.get("rater_id")
+    if ready is not None:
+        if not isinstance(ready, str) or not HASHED_RATER.fullmatch(ready):
+            refuse(Rule.wrong_type, "rater_id as 32 hex digits; else name it rater", type(ready))
+        return ready
+    rater = row.values.get("rater", row.values.get("annotator"))
+    if rater is None or rater == "":
+        return None
+    if isinstance(rater, bool) or not isinstance(rater, str | int):
+        refuse(Rule.wrong_type, "rater as text", type(rater))
+    return hash_rater(row.agent_id, str(rater))
+
+
+def _text(values: Values, name: str) -> str | None:
+    value = values.get(name)
+    if value is not None and not isinstance(value, str):
+        refuse(Rule.wrong_type, f"{name} as text", value)
+    return value
+
+
+def _needed_text(values: Values, name: str) -> str:
+    text = _text(values, name)
+    if text is None:
+        refuse(Rule.missing_field, f"the field {name}", None)
+    return text
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(Rule.wrong_type, f"{name} as a number", value)
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(Rule.value_out_of_range, f"{name} that fits a number", "more digits")
+
+
+def canonical(values: Values) -> str:
+    """Return the one JSON text of the values, whatever the order of their fields."""
+    return json.dumps(values, sort_keys=True, ensure_ascii=False, default=str)
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+def _is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and LAST_TURN in value
+
+
+OASST = Format(
+    "oasst",
+    lambda row: (
+        ("message_tree_id" in row and isinstance(row.get("prompt"), dict))
+        or {"message_id", "text", "role"} <= row.keys()
+    ),
+    oasst,
+)
+
+FORMATS: tuple[Format, ...] = (
+    Format("events", lambda row: "kind" in row, events),
+    Format(
+        "hh_rlhf",
+        lambda row: (
+            _is_dialogue(row.get("chosen"))
+            and _is_dialogue(row.get("rejected"))
+            and "prompt" not in row
+        ),
+        hh_rlhf,
+    ),
+    Format("pairs", lambda row: "chosen" in row and "rejected" in row, pairs),
+    OASST,
+    Format(
+        "quality",
+        lambda row: (
+            bool({"quality", "label"} & row.keys())
+            and bool({"messages", "text", "completion"} & row.keys())
+        ),
+        quality,
+    ),
+)
+"""Tried in this order on the first row that can be read."""

@@ -1,0 +1,146 @@
+"""Files into the store: whatever is sound goes in once, whatever is not goes to quarantine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
+from rlhf_pipeline.feedback.formats import canonical, to_row
+from rlhf_pipeline.feedback.lines import Position
+from rlhf_pipeline.feedback.rules import Rule
+from rlhf_pipeline.feedback.sources import HUB, SUFFIXES, is_supported, read
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import (
+    Feedback,
+    Progress,
+    QuarantinedRow,
+    Source,
+    ignore_progress,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class IngestSummary:
+    """What became of everything that was read; `read` is stored + known + quarantined."""
+
+    read: int
+    stored: int
+    known: int  # the same row was there already
+    quarantined: Mapping[str, int]  # by rule
+    seconds: float
+    files: int
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # of a folder: file -> why
+
+
+def ingest(
+    store: FeedbackStore,
+    paths: str | Path | Sequence[str | Path],
+    agent_id: str,
+    format: str = "auto",
+    *,
+    batch: int = 1000,
+    source: Source = "human",
+    split: str = "train",
+    on_progress: Progress = ignore_progress,
+) -> IngestSummary:
+    """Store the feedback in the paths and return what became of it.
+
+    A path is a file, a folder (every file with a supported name in it) or `hf://NAME`. The same
+    file again stores nothing twice. Memory is bounded by `batch` rows. `on_progress` hears file,
+    bytes_read, bytes_total, read, stored after each batch.
+
+    Raises SourceError where a named file cannot be read; nothing is stored if one is not there. In
+    a folder, a file that cannot be read is listed in `unreadable` and the others go in.
+    """
+    started = time.monotonic()
+    files = _files([paths] if isinstance(paths, str | Path) else paths)
+    totals: Counter[str] = Counter()
+    rules: Counter[str] = Counter()
+    unreadable: dict[str, str] = {}
+    for path, in_folder in files:
+        position = Position()
+        rows = read(path, agent_id, format, source=source, split=split, position=position)
+        try:
+            while some := _numbered(rows, batch, position):
+                _take(store, some, totals, rules)
+                on_progress(
+                    {
+                        "file": str(path),
+                        "bytes_read": position.bytes_read,
+                        "bytes_total": position.bytes_total,
+                        "read": totals["read"],
+                        "stored": totals["stored"],
+                    }
+                )
+        except SourceError as error:
+            if not in_folder:
+                raise
+            unreadable[str(path)] = str(error)
+    return IngestSummary(
+        read=totals["read"],
+        stored=totals["stored"],
+        known=totals["known"],
+        quarantined=dict(sorted(rules.items())),
+        seconds=time.monotonic() - started,
+        files=len(files) - len(unreadable),
+        unreadable=unreadable,
+    )
+
+
+def _numbered(
+    rows: Iterator[Feedback | QuarantinedRow], batch: int, position: Position
+) -> list[tuple[int, Feedback | QuarantinedRow]]:
+    return [(position.line, row) for row in islice(rows, batch)]
+
+
+def _take(
+    store: FeedbackStore,
+    rows: Sequence[tuple[int, Feedback | QuarantinedRow]],
+    totals: Counter[str],
+    rules: Counter[str],
+) -> None:
+    """Store one batch; what the store refuses joins what the reader set aside."""
+    events = [row for _, row in rows if isinstance(row, Feedback)]
+    aside = [row for _, row in rows if isinstance(row, QuarantinedRow)]
+    lines = {id(row): line for line, row in rows}
+
+    def set_aside(event: Feedback, error: FeedbackError) -> None:
+        rule = error.rule if isinstance(error, FeedbackRefused) else Rule.idempotency_conflict
+        raw = canonical(to_row(event))
+        aside.append(
+            QuarantinedRow(event.agent_id, rule, str(error), event.origin, lines[id(event)], raw)
+        )
+
+    stored = store.append(events, on_refused=set_aside)
+    if aside:
+        store.quarantine(aside)
+    rules.update(row.rule for row in aside)
+    totals["read"] += len(rows)
+    totals["known"] += sum(each.known for each in stored)
+    totals["stored"] += sum(not each.known for each in stored)
+
+
+def _files(paths: Sequence[str | Path]) -> list[tuple[str | Path, bool]]:
+    """Return every file to read, and whether it was found in a folder rather than named."""
+    files: list[tuple[str | Path, bool]] = []
+    for path in paths:
+        if str(path).startswith(HUB):
+            files.append((path, False))
+        elif Path(path).is_dir():
+            found = sorted(p for p in Path(path).rglob("*") if p.is_file() and is_supported(p))
+            if not found:
+                raise SourceError(
+                    f"needed a file named {', '.join('*' + s for s in SUFFIXES)} in {path}, "
+                    "found none; check the folder"
+                )
+            files += [(p, True) for p in found]
+        elif Path(path).is_file():
+            files.append((path, False))
+        else:
+            raise SourceError(f"needed a file or folder at {path}, found none; check the path")
+    return files

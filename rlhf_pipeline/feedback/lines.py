@@ -1,0 +1,211 @@
+"""Rows out of a file in bounded memory: JSON lines or one JSON array, plain or gzip.
+
+A row longer than the limit is walked past, never held. What this does not protect against: a file
+that grows while it is read, and a limit set above the memory there is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from rlhf_pipeline.errors import FeedbackRefused
+from rlhf_pipeline.feedback.rules import Rule
+
+LONGEST_ROW = 8 << 20  # bytes
+SHOWN = 2_000  # bytes of a row too long to hold that are kept to show
+BLOCK = 1 << 16
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(slots=True)
+class Position:
+    """How far a reader is; it is updated while the rows are drawn."""
+
+    line: int = 0  # of the row drawn last; for an array the line its element begins on
+    bytes_read: int = 0  # of the file on disk, so compressed where it is
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row's bytes, or with `problem` the beginning of what could not be taken."""
+
+    line: int
+    content: bytes
+    problem: Rule | None = None
+    detail: str = ""
+
+
+def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iterator[RawRow]:
+    """Yield every non-blank row of the file, whatever is inside it."""
+    position.bytes_total = path.stat().st_size
+    with path.open("rb") as file:
+        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        stream: IO[bytes] = io.BufferedReader(_Unpacked(file), BLOCK) if packed else file
+        try:
+            for row in _rows(stream, path, longest):
+                position.line, position.bytes_read = row.line, file.tell()
+                yield row
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            yield RawRow(
+                position.line + 1,
+                str(error).encode(),
+                Rule.damaged_file,
+                f"needed a whole gzip file, found: {error}; make it again and ingest it again",
+            )
+        position.bytes_read = file.tell()
+
+
+def parse(row: RawRow) -> dict[str, Any]:
+    """Return the row's JSON object. Raises FeedbackRefused with the rule it breaks."""
+    if row.problem is not None:
+        raise FeedbackRefused(row.problem, row.detail)
+    try:
+        text = row.content.decode("utf-8-sig" if row.line == 1 else "utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        message = f"needed UTF-8, found {error.reason} at byte {error.start}; save it as UTF-8"
+        raise FeedbackRefused(Rule.not_utf8, message) from error
+    except (ValueError, RecursionError) as error:
+        message = f"needed one JSON value, found {error}; mend the line"
+        raise FeedbackRefused(Rule.broken_json, message) from error
+    if not isinstance(value, dict):
+        raise FeedbackRefused(
+            Rule.not_an_object,
+            f"needed an object with named fields, found {type(value).__name__}; see the formats",
+        )
+    return value
+
+
+class _Unpacked(io.RawIOBase):
+    """A gzip file's content for BufferedReader, whose readline is in C and takes a limit."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._stream = gzip.GzipFile(fileobj=file, mode="rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._stream.readinto(buffer)
+
+
+def _rows(stream: IO[bytes], path: Path, longest: int) -> Iterator[RawRow]:
+    is_array = ".json" in path.suffixes and _first_byte(stream) == b"["
+    return _elements(stream, longest) if is_array else _lines(stream, longest)
+
+
+def _first_byte(stream: IO[bytes]) -> bytes:
+    assert isinstance(stream, io.BufferedReader)
+    return stream.peek(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+
+
+def _lines(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
+    line = 0
+    while content := stream.readline(longest + 1):
+        line += 1
+        if len(content) > longest and not content.endswith(b"\n"):
+            length, rest = len(content), content
+            while rest and not rest.endswith(b"\n"):
+                rest = stream.readline(BLOCK)
+                length += len(rest)
+            yield _too_long(line, content[:SHOWN], length, longest)
+        elif content.strip():
+            yield RawRow(line, content)
+
+
+def _too_long(line: int, shown: bytes, length: int, longest: int) -> RawRow:
+    detail = f"needed at most {longest} bytes in a row, found {length}; split it or leave it out"
+    return RawRow(line, shown, Rule.line_too_long, detail)
+
+
+_OUTSIDE = re.compile(rb'["\[\]{},]')
+_INSIDE = re.compile(rb'["\\]')
+
+
+@dataclass(slots=True)
+class _Element:
+    """The array element being gathered."""
+
+    longest: int
+    line: int  # where the next element begins
+    content: bytearray
+    length: int = 0
+    newlines: int = 0
+
+    def add(self, piece: bytes) -> None:
+        self.length += len(piece)
+        self.newlines += piece.count(b"\n")
+        if self.length <= self.longest:
+            self.content += piece
+        elif len(self.content) > SHOWN:
+            del self.content[SHOWN:]
+
+    def take(self) -> RawRow | None:
+        content, length = bytes(self.content), self.length
+        stripped = content.lstrip()
+        line = self.line + content[: len(content) - len(stripped)].count(b"\n")
+        self.line += self.newlines
+        self.content.clear()
+        self.length = self.newlines = 0
+        if length > self.longest:
+            return _too_long(line, content[:SHOWN], length, self.longest)
+        return RawRow(line, content) if stripped else None
+
+
+def _elements(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
+    """Yield a JSON array's elements unparsed: only quotes, commas and brackets are looked at."""
+    element = _Element(longest, 1, bytearray())
+    depth, inside, escaped = 0, False, False
+    while block := stream.read(BLOCK):
+        begin = at = 0
+        if escaped:
+            at, escaped = 1, False
+        while found := (_INSIDE if inside else _OUTSIDE).search(block, at):
+            at = found.end()
+            match found[0]:
+                case b'"':
+                    inside = not inside
+                case b"\\":
+                    escaped = at == len(block)
+                    at += 1
+                case b"[" | b"{":
+                    depth += 1
+                    if depth == 1:  # the array itself opens
+                        element.line += block[:at].count(b"\n")
+                        begin = at
+                case b"]" | b"}" | b",":
+                    depth -= found[0] != b","
+                    if depth == 0 or (depth == 1 and found[0] == b","):
+                        element.add(block[begin : found.start()])
+                        if row := element.take():
+                            yield row
+                        begin = at
+                    if depth == 0:
+                        yield from _after_array(block[at:] + stream.read(SHOWN), element.line)
+                        return
+        element.add(block[begin:])
+    if row := element.take():
+        yield row
+    detail = "needed a closing ] at the end of the file, found none; it may have been cut short"
+    yield RawRow(element.line, b"", Rule.damaged_file, detail)
+
+
+def _after_array(rest: bytes, line: int) -> Iterator[RawRow]:
+    if rest.strip():
+        detail = "needed nothing after the array's ], found more; put one value in a .json file"
+        yield RawRow(line, rest[:SHOWN], Rule.damaged_file, detail)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise FeedbackRefused(
+        Rule.not_finite, f"needed finite numbers, found {name}; leave the row out or mend it"
+    )

@@ -1,0 +1,229 @@
+"""Feedback files and data sets as a stream of events; what cannot be taken comes out beside them.
+
+`read` holds one row at a time (of flat OASST messages one tree), whatever the file's size, and goes
+on after a bad row. What it does not protect against: a file that lies about who rated what.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import FeedbackRefused, SourceError
+from rlhf_pipeline.feedback import formats
+from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
+from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
+from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
+from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+HUB = "hf://"
+MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
+
+FORMAT_NAMES = ("auto", *(each.name for each in FORMATS))
+
+
+def read(
+    path: str | Path,
+    agent_id: str,
+    format: str = "auto",
+    *,
+    source: Source = "human",
+    split: str = "train",
+    longest_row: int = LONGEST_ROW,
+    position: Position | None = None,
+) -> Iterator[Feedback | QuarantinedRow]:
+    """Yield the file's events, in order, and in their places the rows that break a rule.
+
+    `path` is a file (`SUFFIXES`, gzip or not) or `hf://NAME` for a Hugging Face data set's `split`.
+    `source` says whose judgement the file holds where its rows do not. `position`, where given,
+    tells line and bytes of what was yielded last.
+
+    Raises SourceError where the file or data set cannot be read at all, or where the first row that
+    is an object fits no format.
+    """
+    position = position or Position()
+    if str(path).startswith(HUB):
+        origin = str(path)
+        rows = _hub_rows(origin.removeprefix(HUB), split, position)
+    else:
+        origin = Path(path).name
+        rows = _file_rows(Path(path), position, longest_row)
+    chosen = _named(format)
+    trees = _FlatTrees()
+    for line, raw, values in rows:
+        if isinstance(values, FeedbackRefused):
+            yield _aside(agent_id, origin, line, values, raw)
+            continue
+        chosen = chosen or _detect(values, origin)
+        if chosen.name == "oasst" and _is_flat(values):
+            ready = trees.add(line, raw, values)
+        else:
+            ready = [(line, raw, values)]
+        for each in ready:
+            position.line = each[0]
+            yield from _events(chosen, each, agent_id, origin, source)
+        position.line = line
+    for each in trees.finish():
+        position.line = each[0]
+        yield from _events(formats.OASST, each, agent_id, origin, source)
+
+
+def is_supported(path: Path) -> bool:
+    """Tell whether a file in a folder is one to read, by its name."""
+    return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".")
+
+
+_Parsed = tuple[int, str, "Values | FeedbackRefused"]
+
+
+def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Parsed]:
+    try:
+        for row in raw_rows(path, position, longest_row):
+            try:
+                yield row.line, _shown(row), parse(row)
+            except FeedbackRefused as refusal:
+                yield row.line, _shown(row), refusal
+    except OSError as error:
+        raise SourceError(
+            f"a readable file is needed at {path}, found none ({error}); check the path"
+        ) from error
+
+
+def _shown(row: RawRow) -> str:
+    return row.content.decode("utf-8", "backslashreplace").strip()
+
+
+def _hub_rows(name: str, split: str, position: Position) -> Iterator[_Parsed]:
+    """Stream a data set from the hub, or from a folder in the hub's layout."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import datasets
+
+    try:
+        for values in datasets.load_dataset(name, split=split, streaming=True):
+            position.line += 1
+            yield position.line, formats.canonical(values), values
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        kind = type(error).__name__
+        raise SourceError(
+            f"the data set {name!r} (split {split!r}) is needed from the hub, found {kind}: "
+            f"{str(error)[:300]}; check name, split, network and HF_ENDPOINT, or download its "
+            ".jsonl files where there is a network and ingest those"
+        ) from error
+
+
+def _named(name: str) -> Format | None:
+    if name == "auto":
+        return None
+    for each in FORMATS:
+        if each.name == name:
+            return each
+    raise SourceError(f"needed a format out of {', '.join(FORMAT_NAMES)}, found {name!r}")
+
+
+def _detect(values: Values, origin: str) -> Format:
+    for each in FORMATS:
+        if each.matches(values):
+            return each
+    raise SourceError(
+        f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
+        f"with the fields {ascii(sorted(map(str, values)))[:200]}; name the format, or turn the "
+        "rows into `events` or `pairs`"
+    )
+
+
+def _events(
+    chosen: Format,
+    parsed: _Parsed,
+    agent_id: str,
+    origin: str,
+    source: Source,
+) -> Iterator[Feedback | QuarantinedRow]:
+    line, raw, values = parsed
+    if isinstance(values, FeedbackRefused):
+        yield _aside(agent_id, origin, line, values, raw)
+        return
+    count = 0
+    try:
+        for event in chosen.events(Row(values, agent_id, origin[-400:], source)):
+            count += 1
+            try:
+                check_event(event)
+            except FeedbackRefused as refusal:
+                said = raw if count == 1 else formats.canonical(formats.to_row(event))
+                yield _aside(agent_id, origin, line, refusal, said)
+            else:
+                yield event
+    except FeedbackRefused as refusal:
+        yield _aside(agent_id, origin, line, refusal, raw)
+    except RecursionError:
+        deep = FeedbackRefused(Rule.broken_json, "needed flatter JSON, found it nested too deep")
+        yield _aside(agent_id, origin, line, deep, raw)
+
+
+def _aside(
+    agent_id: str, origin: str, line: int, refusal: FeedbackRefused, raw: str
+) -> QuarantinedRow:
+    return QuarantinedRow(agent_id, refusal.rule, str(refusal), origin, line, raw)
+
+
+def _is_flat(values: Values) -> bool:
+    return "parent_id" in values and not isinstance(values.get("replies"), list)
+
+
+@dataclass(slots=True)
+class _FlatTrees:
+    """Flat OASST messages on their way back into a tree; one tree is held at a time."""
+
+    tree_id: object = None
+    rows: list[tuple[int, str, Values]] = field(default_factory=list)
+
+    def add(self, line: int, raw: str, values: Values) -> list[_Parsed]:
+        """Take one message and return what it completes: the tree before, when a new one begins."""
+        is_root = values.get("parent_id") is None
+        tree_id = values.get("message_tree_id") or (
+            values.get("message_id") if is_root else self.tree_id
+        )
+        finished: list[_Parsed] = []
+        if tree_id != self.tree_id:
+            finished = self.finish()
+            self.tree_id = tree_id
+        if len(self.rows) >= MOST_MESSAGES:
+            message = f"needed trees of at most {MOST_MESSAGES} messages, found more; split it"
+            return [*finished, (line, raw, FeedbackRefused(Rule.too_long, message))]
+        self.rows.append((line, raw, values))
+        return finished
+
+    def finish(self) -> list[_Parsed]:
+        """Return the held tree as one nested row, and its messages that have no parent in it."""
+        rows, self.rows = self.rows, []
+        nodes: dict[object, dict[str, Any]] = {}
+        parsed: list[_Parsed] = []
+        for line, raw, values in rows:
+            message_id = values.get("message_id")
+            if isinstance(message_id, str):
+                nodes[message_id] = {**values, "replies": []}
+            else:
+                parsed.append((line, raw, _refusal(Rule.missing_field, "message_id as text", None)))
+        for line, raw, values in rows:
+            node, parent_id = nodes.get(values.get("message_id")), values.get("parent_id")
+            if node is None:
+                continue
+            if parent_id is None:
+                parsed.append((line, raw, node))
+            elif isinstance(parent_id, str) and parent_id in nodes:
+                nodes[parent_id]["replies"].append(node)
+            else:
+                found = f"parent {parent_id!r}"
+                parsed.append((line, raw, _refusal(Rule.orphan_message, "its parent", found)))
+        return parsed
+
+
+def _refusal(rule: Rule, needed: str, found: object) -> FeedbackRefused:
+    try:
+        refuse(rule, needed, found)
+    except FeedbackRefused as refusal:
+        return refusal
