@@ -1,0 +1,112 @@
+"""From rewards to advantages: pure functions on (B, T) tensors, B rollouts, T completion tokens.
+
+completion_mask is True on tokens that count. Whatever stands elsewhere (NaN, 1e9) changes nothing:
+every function replaces it by 0 before it computes anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import ShapeMismatch
+
+_SMALLEST_VARIANCE = 1e-8
+
+
+def estimate_advantages(
+    rewards: Tensor, values: Tensor, completion_mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Return per-token advantages and returns by generalised advantage estimation.
+
+    Shapes: all five tensors are (B, T). values[:, t] is the value of the state in which token t is
+    chosen. Positions where completion_mask is False come back as 0. Neither result is whitened.
+
+    Raises ShapeMismatch if the inputs disagree.
+    Source: arXiv:1506.02438 eq. 16. The value after the last token is 0: a completion ends its
+    episode, at its end token or at the length limit (which `missing_eos_score` penalises).
+    """
+    same_shape(rewards, values, completion_mask)
+    rewards, values = counted(rewards, completion_mask), counted(values, completion_mask)
+    advantages = torch.zeros_like(rewards)
+    following_advantage = following_value = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        surprise = rewards[:, t] + gamma * following_value - values[:, t]
+        following_advantage = surprise + gamma * gae_lambda * following_advantage
+        following_advantage = counted(following_advantage, completion_mask[:, t])
+        following_value = values[:, t]
+        advantages[:, t] = following_advantage
+    return advantages, advantages + values
+
+
+def leave_one_out_advantages(
+    rewards: Tensor, completion_mask: Tensor, *, completions_per_prompt: int
+) -> Tensor:
+    """Return (B, T) advantages: a completion's total reward less the mean of its siblings'.
+
+    Rows come in blocks of completions_per_prompt with the same prompt; every token of a completion
+    gets the same advantage. Source: RLOO, arXiv:2402.14740 eq. 8.
+    """
+    same_shape(rewards, completion_mask)
+    k = completions_per_prompt
+    totals = counted(rewards, completion_mask).sum(1).view(-1, k)
+    siblings = (totals.sum(1, keepdim=True) - totals) / (k - 1)
+    return counted((totals - siblings).view(-1, 1).expand_as(rewards), completion_mask)
+
+
+def whiten(x: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return x with mean 0 and variance 1 over counted positions, 0 elsewhere.
+
+    Shapes (B, T). The mean is not added back. One counted token, or all equal, comes back as 0.
+    """
+    x, count, mean = _moments(x, completion_mask)
+    centred = counted(x - mean, completion_mask)
+    variance = centred.square().sum() / count
+    return centred * torch.rsqrt(variance + _SMALLEST_VARIANCE)
+
+
+def scale_to_unit_variance(x: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return x divided by its deviation over counted positions, 0 elsewhere; signs are kept."""
+    x, count, mean = _moments(x, completion_mask)
+    variance = counted(x - mean, completion_mask).square().sum() / count
+    return x * torch.rsqrt(variance + _SMALLEST_VARIANCE)
+
+
+def explained_variance(values: Tensor, returns: Tensor, completion_mask: Tensor) -> float:
+    """Return 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, <= 0 a useless one.
+
+    Where all returns are equal there is nothing to explain, and the answer is 0.
+    """
+    returns, count, mean = _moments(returns, completion_mask)
+    variance = counted(returns - mean, completion_mask).square().sum() / count
+    errors, _, mean_error = _moments(returns - counted(values, completion_mask), completion_mask)
+    unexplained = counted(errors - mean_error, completion_mask).square().sum() / count
+    return float(1 - unexplained / variance) if variance > _SMALLEST_VARIANCE else 0.0
+
+
+def masked_mean(x: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return the mean of x over counted positions; 0 where none counts."""
+    return _moments(x, completion_mask)[2]
+
+
+def counted(x: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return x where the mask is True and 0 elsewhere, also where x is NaN there."""
+    return torch.where(completion_mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def same_shape(*tensors: Tensor) -> None:
+    """Raise ShapeMismatch unless all tensors have one shape."""
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) > 1:
+        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ShapeMismatch(
+            f"needed tensors of one shape (rollouts, tokens), found {found}; pad them alike"
+        )
+
+
+def _moments(x: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x with 0 where nothing counts, how many count (at least 1), and their mean."""
+    same_shape(x, completion_mask)
+    x = counted(x, completion_mask)
+    count = completion_mask.sum().clamp(min=1)
+    return x, count, x.sum() / count

@@ -1,0 +1,105 @@
+"""What goes wrong in PPO, recognised from the metrics, with its usual cause and remedy.
+
+An alarm informs; it stops nothing. What stops training is max_kl, patience and a loss or gradient
+that is not finite (which is an alarm too, so that the report names it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+KL_TARGETS = 4.0  # times kl_target
+ENTROPY_SHARE = 0.1  # of the first update's
+LENGTH_GROWTH, LENGTH_SHARE = 1.5, 0.8  # times the first update's, and of the limit
+EOS_SHARE, EOS_LOSS = 0.1, 0.5  # of all completions, and of the first update's share
+CRITIC_PATIENCE = 5  # updates in a row with explained variance below 0
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One thing that went wrong, first seen at `update`."""
+
+    name: str
+    update: int
+    found: str
+    cause: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at update {self.update}: {self.found}. {self.cause}. {self.remedy}."
+
+
+def not_finite(update: int, what: str) -> Alarm:
+    """Return the alarm for a loss or gradient that is NaN or infinite."""
+    return Alarm(
+        "not_finite",
+        update,
+        f"{what} is not finite",
+        "Scores of a wild range, a learning rate that is too large, or bfloat16 overflow",
+        "Set ppo.score_normalisation to running, lower ppo.learning_rate, or train in float32",
+    )
+
+
+def find_alarms(
+    history: Sequence[Mapping[str, float]], *, kl_target: float, max_completion_tokens: int
+) -> list[Alarm]:
+    """Return what the latest update shows; `history` holds one dict of metrics per update."""
+    first, now, update = history[0], history[-1], len(history)
+    alarms = []
+    kl = now["rollout/kl_per_completion"]
+    if kl > KL_TARGETS * kl_target:
+        alarms.append(
+            Alarm(
+                "kl_blow_up",
+                update,
+                f"KL to the reference is {kl:.1f} nats per completion",
+                "The policy runs from the reference faster than the KL penalty pulls",
+                "Raise ppo.kl_coef, set ppo.kl_controller to adaptive, or lower ppo.learning_rate",
+            )
+        )
+    entropy, first_entropy = now["rollout/entropy"], first["rollout/entropy"]
+    if entropy < ENTROPY_SHARE * first_entropy:
+        alarms.append(
+            Alarm(
+                "entropy_collapse",
+                update,
+                f"entropy fell from {first_entropy:.2f} to {entropy:.2f} nats per token",
+                "The policy writes one completion over and over",
+                "Raise ppo.kl_coef or ppo.temperature, lower ppo.learning_rate or ppo.epochs",
+            )
+        )
+    length, first_length = now["rollout/length_mean"], first["rollout/length_mean"]
+    if length > LENGTH_GROWTH * first_length and length > LENGTH_SHARE * max_completion_tokens:
+        alarms.append(
+            Alarm(
+                "length_explosion",
+                update,
+                f"completions grew from {first_length:.0f} to {length:.0f} tokens",
+                "The reward model likes length",
+                "Train it on pairs of matched length, or add a length penalty to the reward",
+            )
+        )
+    eos, first_eos = now["rollout/eos_share"], first["rollout/eos_share"]
+    if eos < max(EOS_SHARE, EOS_LOSS * first_eos):
+        alarms.append(
+            Alarm(
+                "eos_loss",
+                update,
+                f"{eos:.0%} of completions end with the end token, {first_eos:.0%} at first",
+                "Not ending pays, or the baseline never learned to end",
+                "Lower ppo.missing_eos_score, raise ppo.max_completion_tokens, or train SFT longer",
+            )
+        )
+    recent = [m.get("critic/explained_variance", 1.0) for m in history[-CRITIC_PATIENCE:]]
+    if len(recent) == CRITIC_PATIENCE and max(recent) < 0:
+        alarms.append(
+            Alarm(
+                "critic_useless",
+                update,
+                f"explained variance below 0 for {CRITIC_PATIENCE} updates, now {recent[-1]:.2f}",
+                "The critic is worse than a constant: a fresh head, or values that cannot follow",
+                "Start it from the reward model, raise ppo.critic_learning_rate or ppo.value_coef",
+            )
+        )
+    return alarms

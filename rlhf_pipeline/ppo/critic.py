@@ -1,0 +1,99 @@
+"""The critic: what a state is worth. A network of its own, or a head on the policy's trunk.
+
+values[:, t] is the value of the state in which completion token t is chosen: it is read where that
+token's logits are, at the token before.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.policy.loading import Policy, load_tokenizer, load_weights
+from rlhf_pipeline.policy.sampling import completion_hidden
+from rlhf_pipeline.ppo.rollout import Tokens
+
+
+def fresh_head(width: int, generator: torch.Generator) -> nn.Linear:
+    """Return a scalar head with weights of deviation 1 / sqrt(width + 1) and no bias.
+
+    Larger ones start with values far outside the scores' range. Source: N+ (arXiv:2403.17031),
+    after openai/lm-human-preferences.
+    """
+    head = nn.Linear(width, 1)
+    with torch.no_grad():
+        head.weight.normal_(0.0, 1 / math.sqrt(width + 1), generator=generator)
+        head.bias.zero_()
+    return head
+
+
+def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return values (B, T) of hidden states (B, T, width), in float32 whatever the trunk ran in."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.float())[..., 0]
+    return values
+
+
+class SharedCritic(nn.Module):
+    """A scalar head on the policy's own hidden states."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+
+class SeparateCritic(nn.Module):
+    """A trunk of its own and a scalar head.
+
+    The trunk is called base_model because `policy.sampling.completion_hidden` looks for it there.
+    """
+
+    def __init__(self, trunk: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.base_model = trunk
+        self.head = head
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """Return values (B, T)."""
+        hidden = completion_hidden(
+            self,
+            tokens.prompt_ids,
+            tokens.prompt_mask,
+            tokens.completion_ids,
+            tokens.completion_mask,
+        )
+        return head_values(self.head, hidden)
+
+
+def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Linear] | None:
+    """Return the trunk and the scalar head of the reward model kept at directory.
+
+    None, with a warning, where it cannot be a critic: it reads other tokens than the policy writes
+    (an encoder, another vocabulary). Raises ModelError if there is no reward model.
+    """
+    trunk_dir, head_file = directory / "trunk", directory / "head.safetensors"
+    if not trunk_dir.is_dir() or not head_file.is_file():
+        raise ModelError(
+            f"a reward model is needed at {directory} to start the critic from, found no trunk "
+            "folder with head.safetensors beside it; check the path or leave value_init out"
+        )
+    if load_tokenizer(trunk_dir).get_vocab() != policy.tokenizer.get_vocab():
+        warnings.warn(
+            f"the reward model at {directory} has another vocabulary than the policy, so the "
+            "critic starts from the policy's trunk; set ppo.critic to shared, or train the reward "
+            "model on the policy's base, to silence this",
+            stacklevel=2,
+        )
+        return None
+    trunk: nn.Module = load_weights(AutoModel, trunk_dir, "float32")
+    saved = load_file(head_file)
+    head = nn.Linear(saved["weight"].shape[1], 1)
+    head.load_state_dict(saved)
+    return trunk, head

@@ -1,0 +1,91 @@
+"""The one table of training metrics: name, unit, range and how the number is reduced.
+
+Every number that PPO reports is a row here and is computed in exactly one place; `checked` refuses
+a name that is not. `as_markdown` writes the table the documentation shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """What one reported number means."""
+
+    unit: str
+    sign: str  # its range, or which direction is which
+    reduction: str
+    meaning: str
+
+
+_ROLLOUTS = "mean over the update's rollouts"
+_TOKENS = "mean over the update's completion tokens"
+_MINIBATCHES = "mean over the update's optimizer steps"
+
+METRICS: Mapping[str, Metric] = {
+    "rollout/score_mean": Metric("score", "any", _ROLLOUTS, "raw score of the reward function"),
+    "rollout/score_std": Metric("score", ">= 0", "deviation over rollouts", "its spread"),
+    "rollout/reward_mean": Metric(
+        "reward", "any", _ROLLOUTS, "sum of per-token rewards: what is maximised"
+    ),
+    "rollout/kl_mean": Metric("nats per token", ">= 0 in expectation", _TOKENS, "k1 to reference"),
+    "rollout/kl_per_completion": Metric(
+        "nats per completion", ">= 0 in expectation", _ROLLOUTS, "k1 to reference, summed"
+    ),
+    "rollout/entropy": Metric(
+        "nats per token", ">= 0", _TOKENS, "minus the sampled log-probability: unbiased"
+    ),
+    "rollout/length_mean": Metric("tokens", ">= 1", _ROLLOUTS, "completion tokens with the end"),
+    "rollout/eos_share": Metric("share", "0 to 1", _ROLLOUTS, "completions with an end token"),
+    "policy/loss": Metric("advantage", "any", _MINIBATCHES, "clipped surrogate, minimised"),
+    "policy/approx_kl": Metric("nats per token", ">= 0", _MINIBATCHES, "rollout policy to now"),
+    "policy/last_approx_kl": Metric(
+        "nats per token", ">= 0", "the update's last minibatch", "how far one update moved"
+    ),
+    "policy/clip_fraction": Metric("share", "0 to 1", _MINIBATCHES, "tokens where the clip acts"),
+    "policy/first_ratio": Metric("ratio", "1", "the update's first minibatch", "smoke test: 1"),
+    "policy/logprob_gap": Metric(
+        "nats per token", ">= 0", "the update's first minibatch", "sampling against training"
+    ),
+    "policy/grad_norm": Metric("norm", ">= 0", _MINIBATCHES, "before clipping, critic included"),
+    "critic/loss": Metric("score squared", ">= 0", _MINIBATCHES, "half squared error, clipped"),
+    "critic/clip_fraction": Metric("share", "0 to 1", _MINIBATCHES, "tokens where the clip acts"),
+    "critic/explained_variance": Metric(
+        "share", "<= 1; 0 explains nothing", "over the update's tokens", "values against returns"
+    ),
+    "train/loss": Metric("loss", "any", _MINIBATCHES, "policy loss + value_coef * critic loss"),
+    "train/kl_coef": Metric("score per nat", ">= 0", "used in this update", "KL penalty weight"),
+    "train/learning_rate": Metric("rate", ">= 0", "used in this update", "of the policy"),
+    "train/optimizer_steps": Metric("steps", ">= 0", "since the start", "steps taken so far"),
+    "watch/score_mean": Metric("score", "any", "mean over watch prompts", "proxy reward"),
+    "watch/score_std": Metric("score", ">= 0", "deviation over watch prompts", "its spread"),
+    "watch/stopping_mean": Metric("score", "any", "mean over watch prompts", "stopping reward"),
+    "watch/kl": Metric(
+        "nats per completion", ">= 0 in expectation", "mean over watch prompts", "k1 to reference"
+    ),
+    "watch/length_mean": Metric("tokens", ">= 1", "mean over watch prompts", "completion tokens"),
+    "watch/eos_share": Metric("share", "0 to 1", "mean over watch prompts", "with an end token"),
+    "time/sample": Metric("seconds", ">= 0", "this update", "sampling completions"),
+    "time/score": Metric("seconds", ">= 0", "this update", "the reward function"),
+    "time/measure": Metric("seconds", ">= 0", "this update", "reference log-probs and values"),
+    "time/train": Metric("seconds", ">= 0", "this update", "forward, backward, step"),
+}
+
+
+def checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics as plain floats; KeyError names one that the table does not have."""
+    unknown = sorted(metrics.keys() - METRICS.keys())
+    if unknown:
+        raise KeyError(f"ppo.metrics.METRICS has no row for {', '.join(unknown)}; add one")
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def as_markdown() -> str:
+    """Return the table as Markdown."""
+    rows = [
+        f"| `{name}` | {m.meaning} | {m.unit} | {m.sign} | {m.reduction} |"
+        for name, m in METRICS.items()
+    ]
+    head = "| metric | what | unit | range | reduction |\n|---|---|---|---|---|"
+    return "\n".join([head, *rows])

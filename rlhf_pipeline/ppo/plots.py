@@ -1,0 +1,78 @@
+"""Curves of a training run as PNG files; matplotlib is loaded only when they are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
+
+CURVES = (
+    ("rollout/score_mean", "score"),
+    ("rollout/kl_per_completion", "KL to reference\n(nats per completion)"),
+    ("rollout/entropy", "entropy\n(nats per token)"),
+    ("critic/loss", "value loss"),
+    ("critic/explained_variance", "explained variance\nof the critic"),
+    ("rollout/length_mean", "completion length\n(tokens)"),
+)
+
+
+def draw_plots(result: TrainingResult, directory: Path) -> tuple[str, ...]:
+    """Write training.png and over_optimisation.png into directory; return their file names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    directory.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {
+        "training.png": Figure(figsize=(10, 6), layout="constrained"),
+        "over_optimisation.png": Figure(figsize=(6, 4.5), layout="constrained"),
+    }
+    _draw_training(figures["training.png"], result)
+    _draw_over_optimisation(
+        figures["over_optimisation.png"], result.evaluations, result.chosen_update
+    )
+    for name, figure in figures.items():
+        FigureCanvasAgg(figure).print_png(str(directory / name))
+    return tuple(figures)
+
+
+def _draw_training(figure: Any, result: TrainingResult) -> None:
+    axes = figure.subplots(2, 3, sharex=True).flat
+    updates = range(1, result.updates + 1)
+    for axis, (name, label) in zip(axes, CURVES, strict=True):
+        numbers = [m.get(name, math.nan) for m in result.history]
+        axis.plot(updates, numbers, color="tab:blue")
+        if result.chosen_update:
+            axis.axvline(result.chosen_update, color="tab:green", linestyle=":", linewidth=1)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    for axis in figure.axes[3:]:
+        axis.set_xlabel("update")
+    figure.suptitle(
+        f"PPO: {result.updates} updates, the policy after update {result.chosen_update}"
+        " was chosen (dotted)"
+    )
+
+
+def _draw_over_optimisation(
+    figure: Any, evaluations: Sequence[Evaluation], chosen_update: int
+) -> None:
+    """Scores against the distance from the reference: arXiv:2210.10760 figure 1."""
+    axis = figure.subplots()
+    looks = sorted(evaluations, key=lambda e: e.update)
+    distances = [math.sqrt(max(e.kl, 0.0)) for e in looks]
+    axis.plot(distances, [e.score_mean for e in looks], "o-", label="proxy reward (maximised)")
+    if any(e.stopping_mean is not None for e in looks):
+        stopping = [math.nan if e.stopping_mean is None else e.stopping_mean for e in looks]
+        axis.plot(distances, stopping, "s--", label="stopping reward (watches)")
+    for look, distance in zip(looks, distances, strict=True):
+        if look.update == chosen_update:
+            axis.axvline(
+                distance, color="tab:green", linestyle=":", label=f"chosen: update {look.update}"
+            )
+    axis.set_xlabel("sqrt(KL to the reference), nats per completion")
+    axis.set_ylabel("mean score on the watch prompts")
+    axis.grid(alpha=0.3)
+    axis.legend()

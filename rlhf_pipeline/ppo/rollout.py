@@ -1,0 +1,227 @@
+"""Prompts to rollouts: sample, score, apply the EOS trick, turn scores and KL into rewards.
+
+Letters: B rollouts, P prompt tokens (padded on the left), T completion tokens (padded on the
+right). Masks are True on real tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.policy.chat import decode_completions
+from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.sampling import decode, pad_left
+from rlhf_pipeline.ppo.advantages import counted
+from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Prompts and their completions as two rectangles."""
+
+    prompt_ids: Tensor  # (B, P)
+    prompt_mask: Tensor  # (B, P)
+    completion_ids: Tensor  # (B, T)
+    completion_mask: Tensor  # (B, T)
+
+    def __len__(self) -> int:
+        return self.prompt_ids.shape[0]
+
+    def rows(self, members: Tensor) -> Tokens:
+        """Return some of the rollouts, without the columns that are padding in all of them."""
+        prompt_mask, completion_mask = self.prompt_mask[members], self.completion_mask[members]
+        P = self.prompt_ids.shape[1] - int(prompt_mask.sum(1).max())
+        T = max(int(completion_mask.sum(1).max()), 1)
+        return Tokens(
+            self.prompt_ids[members, P:],
+            prompt_mask[:, P:],
+            self.completion_ids[members, :T],
+            completion_mask[:, :T],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What one update learns from."""
+
+    tokens: Tokens
+    logprobs: Tensor  # (B, T), nats, of the policy that sampled: PPO's old log-probabilities
+    reference_logprobs: Tensor  # (B, T), nats, at the same temperature
+    values: Tensor  # (B, T), the critic's before the update; 0 where there is none
+    rewards: Tensor  # (B, T), KL penalty, plus the score on the last token
+    advantages: Tensor  # (B, T)
+    returns: Tensor  # (B, T), the critic's targets
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCompletions:
+    """Completions with what sampling knows of them."""
+
+    tokens: Tokens
+    logprobs: Tensor  # (B, T)
+    texts: list[str]
+
+
+def sample_completions(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_completion_tokens: int,
+    temperature: float,
+    at_once: int,
+    generator: torch.Generator,
+) -> SampledCompletions:
+    """Return one completion per encoded prompt, in order.
+
+    Every row's random numbers are drawn beforehand from `generator`, on the CPU, so neither
+    `at_once` nor the device's own generator decides what is sampled.
+    """
+    T = max_completion_tokens
+    prompt_ids, prompt_mask = pad_left(prompts, policy.pad_id)
+    prompt_ids, prompt_mask = prompt_ids.to(policy.device), prompt_mask.to(policy.device)
+    uniforms = torch.rand(len(prompts), T, generator=generator).to(policy.device)
+    ids = torch.full((len(prompts), T), policy.pad_id, device=policy.device)
+    mask = torch.zeros(len(prompts), T, dtype=torch.bool, device=policy.device)
+    logprobs = torch.zeros(len(prompts), T, device=policy.device)
+    for start in range(0, len(prompts), at_once):
+        some = slice(start, start + at_once)
+        sampled = decode(
+            policy.model,
+            prompt_ids[some],
+            prompt_mask[some],
+            uniforms[some],
+            temperature=temperature,
+            eos_id=policy.eos_id,
+            pad_id=policy.pad_id,
+        )
+        longest = sampled.completion_ids.shape[1]
+        ids[some, :longest] = sampled.completion_ids
+        mask[some, :longest] = sampled.completion_mask
+        logprobs[some, :longest] = sampled.logprobs
+    longest = max(int(mask.sum(1).max()), 1)
+    tokens = Tokens(prompt_ids, prompt_mask, ids[:, :longest], mask[:, :longest])
+    rows = [
+        row[:length]
+        for row, length in zip(tokens.completion_ids.tolist(), mask.sum(1).tolist(), strict=True)
+    ]
+    texts = decode_completions(policy.tokenizer, rows)
+    return SampledCompletions(tokens, logprobs[:, :longest], texts)
+
+
+def score_completions(
+    reward: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[str], *, name: str
+) -> list[float]:
+    """Return one finite raw score per completion; raises TrainingError if the reward gives others.
+
+    `name` says in the message whose scores they are.
+    """
+    items = [RewardInput(p, c) for p, c in zip(prompts, completions, strict=True)]
+    scores = [float(score) for score in reward(items)]
+    if len(scores) != len(items):
+        raise TrainingError(
+            f"the {name} reward must give one score per completion: needed {len(items)}, found "
+            f"{len(scores)}; correct the reward function"
+        )
+    wrong = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+    if wrong:
+        raise TrainingError(
+            f"the {name} reward must give finite scores, found {scores[wrong[0]]} for completion "
+            f"{wrong[0]} and {len(wrong)} such in all; correct the reward function"
+        )
+    return scores
+
+
+@dataclass
+class ScoreMoments:
+    """Mean and variance of all scores so far; kept in checkpoints. Source: Welford (1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+
+    def add(self, scores: Sequence[float]) -> None:
+        """Take more scores into account."""
+        for score in scores:
+            self.count += 1
+            distance = score - self.mean
+            self.mean += distance / self.count
+            self.squares += distance * (score - self.mean)
+
+    def normalised(self, scores: Sequence[float]) -> list[float]:
+        """Return the scores less the mean, over the deviation; only centred where that is 0."""
+        deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return [(score - self.mean) / (deviation or 1.0) for score in scores]
+
+
+def ends_with_stop_token(tokens: Tokens, stop_id: int) -> Tensor:
+    """Return (B,) bool: the completion itself, not its prompt or padding, holds the stop token."""
+    return ((tokens.completion_ids == stop_id) & tokens.completion_mask).any(1)
+
+
+def apply_eos_trick(scores: Tensor, ended: Tensor, missing_eos_score: float | None) -> Tensor:
+    """Return scores (B,) where completions that did not end get missing_eos_score instead.
+
+    None leaves all as they are. Source: N+ (arXiv:2403.17031), the "EOS trick".
+    """
+    if missing_eos_score is None:
+        return scores
+    return torch.where(ended, scores, torch.full_like(scores, missing_eos_score))
+
+
+def rewards_per_token(
+    scores: Tensor, kl: Tensor, completion_mask: Tensor, *, kl_coef: float
+) -> Tensor:
+    """Return (B, T) rewards: -kl_coef * kl on every token, plus the score on the last real one.
+
+    scores is (B,), kl (B, T). The last real token is the end token where there is one. A row
+    without tokens has nothing to reward. Source: arXiv:1909.08593 eq. 2.
+    """
+    rewards = counted(-kl_coef * kl, completion_mask)
+    positions = torch.arange(completion_mask.shape[1], device=scores.device)
+    last = torch.where(completion_mask, positions, -1).amax(1, keepdim=True)
+    is_last = (positions == last) & completion_mask
+    return rewards + torch.where(is_last, scores[:, None].to(rewards.dtype), 0.0)
+
+
+def microbatches(tokens: Tokens, members: Tensor, *, token_budget: int) -> Iterator[Tensor]:
+    """Yield the members in groups of like length that hold at most token_budget tokens, padded.
+
+    A group holds at least one rollout. Which group a rollout is in changes speed and memory only.
+    """
+    prompts = tokens.prompt_mask.sum(1)[members]
+    completions = tokens.completion_mask.sum(1)[members]
+    order = torch.argsort(prompts + completions, stable=True, descending=True)
+    group: list[int] = []
+    widest_prompt = widest_completion = 0
+    lengths = torch.stack([prompts, completions], 1)[order].tolist()
+    for i, (prompt, completion) in zip(order.tolist(), lengths, strict=True):
+        wide = max(widest_prompt, prompt) + max(widest_completion, completion)
+        if group and wide * (len(group) + 1) > token_budget:
+            yield members[group]
+            group, widest_prompt, widest_completion = [], 0, 0
+        group.append(i)
+        widest_prompt = max(widest_prompt, prompt)
+        widest_completion = max(widest_completion, completion)
+    if group:
+        yield members[group]
+
+
+@torch.no_grad()
+def measure(function: Callable[[Tokens], Tensor], tokens: Tokens, *, token_budget: int) -> Tensor:
+    """Return function(tokens), (B, T) float32 with 0 outside the mask, run in microbatches."""
+    result = torch.zeros(tokens.completion_ids.shape, device=tokens.completion_ids.device)
+    everyone = torch.arange(len(tokens), device=result.device)
+    for members in microbatches(tokens, everyone, token_budget=token_budget):
+        some = tokens.rows(members)
+        numbers = counted(function(some).float(), some.completion_mask)
+        result[members, : numbers.shape[1]] = numbers
+    return result

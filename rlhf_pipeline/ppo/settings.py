@@ -1,0 +1,241 @@
+"""Every knob of PPO training, described once, beside the field.
+
+Where a default follows a source it is the N+ recipe ("The N+ Implementation Details of RLHF with
+PPO", arXiv:2403.17031); where it departs from it, the line says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from rlhf_pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PpoSettings:
+    """How PPO trains. Frozen; contradictions are refused with a ConfigError when it is made."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+
+    # how long
+    updates: int = 50
+    """PPO iterations; each samples, then trains on what it sampled."""
+    rollouts_per_update: int = 128
+    """Completions sampled per update. N+ takes 512; 128 keeps a laptop's update at seconds."""
+    completions_per_prompt: int = 1
+    """Completions of one prompt within an update; rloo needs at least 2."""
+    epochs: int = 4
+    """Passes over an update's rollouts (N+: 4)."""
+    minibatches: int = 4
+    """Optimizer steps per epoch. N+ takes 1 of 512 rollouts; 4 learn more from fewer."""
+
+    # lengths and sampling
+    max_prompt_tokens: int = 64
+    """Longest prompt, in tokens, with the chat template's own."""
+    max_completion_tokens: int = 48
+    """Longest completion, in tokens, its end token counted (N+: 53)."""
+    long_prompts: Literal["refuse", "keep_latest"] = "refuse"
+    """What a prompt over max_prompt_tokens does: stop the run at its start, or lose its oldest tokens."""
+    temperature: float = 0.7
+    """Divides the logits in sampling and in every log-probability, reference alike (N+: 0.7)."""
+
+    # what is maximised
+    kl_coef: float = 0.05
+    """Weight of the per-token KL penalty in the reward (N+: 0.05)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of that KL (N+: k1, the plain log-ratio)."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive moves kl_coef towards kl_target after every update (arXiv:1909.08593 eq. 4)."""
+    kl_target: float = 6.0
+    """Nats per completion the adaptive controller aims at."""
+    kl_horizon: int = 10_000
+    """Episodes over which the adaptive controller corrects."""
+    missing_eos_score: float | None = -1.0
+    """Score of a completion without an end token, instead of its own (N+: -1); None keeps its own.
+    Either way the completion ends its episode: nothing is bootstrapped past the length limit."""
+    score_normalisation: Literal["none", "running"] = "none"
+    """running subtracts the mean and divides by the deviation of all scores so far (kept in the
+    checkpoint); none trusts the reward model to be centred, as N+ does."""
+    score_clip: float | None = None
+    """Largest absolute score after normalisation; None leaves it (N+)."""
+    whiten_rewards: bool = False
+    """Divide rewards by their deviation over completion tokens; the mean stays (N+: off)."""
+
+    # the estimator
+    estimator: Literal["gae", "rloo"] = "gae"
+    """gae needs a critic; rloo compares completions of one prompt instead (arXiv:2402.14740)."""
+    gamma: float = 1.0
+    """Discount per token (N+: 1)."""
+    gae_lambda: float = 0.95
+    """Decay of the advantage estimate per token (N+: 0.95)."""
+    whiten_advantages: bool = True
+    """Zero mean, unit variance over the update's completion tokens (N+)."""
+
+    # the losses
+    clip_range: float = 0.2
+    """Policy ratios beyond 1 +- this earn nothing more (N+: 0.2)."""
+    value_clip_range: float = 0.2
+    """Values may move this far from the rollout's before the clipped loss counts (N+: 0.2)."""
+    value_coef: float = 0.1
+    """Weight of the value loss (N+: 0.1)."""
+    critic: Literal["separate", "shared"] = "separate"
+    """A network of its own (N+), or a head on the policy's trunk: half the memory and time."""
+
+    # the optimizer
+    learning_rate: float = 3e-6
+    """At the first update (N+: 3e-6, for billions of weights). Small models want larger rates."""
+    critic_learning_rate: float | None = None
+    """For the critic's own weights; None takes learning_rate, as N+ does."""
+    anneal: bool = True
+    """Lower the rates linearly to 0 over the updates (N+)."""
+    adam_eps: float = 1e-5
+    """Adam's epsilon (N+: 1e-5, not the framework's 1e-8)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm. N+ has none; a guard against one bad batch."""
+
+    # adapters
+    lora_rank: int = 0
+    """0 trains every weight; above, low-rank adapters on all linear layers (arXiv:2106.09685)."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+
+    # stopping
+    evaluate_every: int = 5
+    """Updates between looks at the watch prompts: the scores that choose the checkpoint."""
+    patience: int | None = None
+    """Stop after this many looks without a better stopping score; None never does."""
+    max_kl: float | None = None
+    """Nats per completion from the reference: training stops beyond, and no checkpoint beyond is
+    chosen; None sets no bound."""
+
+    # the machine
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs forward passes under autocast; weights and sums stay float32."""
+    tokens_per_microbatch: int = 8192
+    """Tokens, padding counted, per forward pass; changes memory and speed, never the gradient."""
+    completions_at_once: int = 512
+    """Completions decoded together; bounds the cache of keys and values, never what is sampled."""
+    device: str = "auto"
+    """auto takes the GPU where there is one."""
+    ratio_tolerance: float = 0.05
+    """Largest mean |log ratio| on the first minibatch of an update, before any step. 0.05 leaves
+    room for bfloat16 kernels; float32 shows about 1e-6."""
+    seed: int = 0
+    """Of sampling, shuffling and fresh heads."""
+
+    # checkpoints
+    checkpoint_every: int = 5
+    """Updates between checkpoints; a new best is written too, whenever it comes."""
+    keep_checkpoints: int = 2
+    """Latest checkpoints kept, beside the best one. At least 2: if one is damaged, one is left."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            _need(self, name, self._is_none(name) or getattr(self, name) >= 1, "at least 1")
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            fine = value is None or (math.isfinite(value) and value > 0)
+            _need(self, name, fine, "above 0")
+        for name in ("kl_coef", "value_coef"):
+            value = getattr(self, name)
+            _need(self, name, math.isfinite(value) and value >= 0, "0 or more")
+        for name in ("gamma", "gae_lambda"):
+            _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        _need(self, "clip_range", self.clip_range < 1, "below 1")
+        _need(self, "lora_rank", self.lora_rank >= 0, "0 or more")
+        _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
+        for name, allowed in _CHOICES.items():
+            _need(self, name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
+        if self.rollouts_per_update % (self.minibatches * self.completions_per_prompt):
+            raise ConfigError(
+                "ppo.rollouts_per_update must divide into minibatches of whole prompts: "
+                f"found {self.rollouts_per_update} rollouts, {self.minibatches} minibatches and "
+                f"{self.completions_per_prompt} completions per prompt; take a multiple of "
+                f"{self.minibatches * self.completions_per_prompt}"
+            )
+        if self.estimator == "rloo" and self.completions_per_prompt < 2:
+            raise ConfigError(
+                "ppo.estimator rloo compares completions of one prompt: needed "
+                f"ppo.completions_per_prompt of at least 2, found {self.completions_per_prompt}; "
+                "raise it or take estimator gae"
+            )
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        if self.tokens_per_microbatch < longest:
+            raise ConfigError(
+                "ppo.tokens_per_microbatch must hold one rollout: needed max_prompt_tokens + "
+                f"max_completion_tokens = {longest}, found {self.tokens_per_microbatch}; raise it"
+            )
+
+    def _is_none(self, name: str) -> bool:
+        return getattr(self, name) is None
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimizer steps in one update."""
+        return self.epochs * self.minibatches
+
+    @property
+    def prompts_per_update(self) -> int:
+        """Different prompts in one update."""
+        return self.rollouts_per_update // self.completions_per_prompt
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator needs values."""
+        return self.estimator == "gae"
+
+
+_AT_LEAST_ONE = (
+    "updates rollouts_per_update completions_per_prompt epochs minibatches max_prompt_tokens "
+    "max_completion_tokens kl_horizon evaluate_every patience checkpoint_every completions_at_once"
+).split()
+_ABOVE_ZERO = (
+    "temperature kl_target score_clip clip_range value_clip_range learning_rate "
+    "critic_learning_rate adam_eps max_grad_norm lora_alpha max_kl ratio_tolerance"
+).split()
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "long_prompts": ("refuse", "keep_latest"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_controller": ("fixed", "adaptive"),
+    "score_normalisation": ("none", "running"),
+    "estimator": ("gae", "rloo"),
+    "critic": ("separate", "shared"),
+    "precision": ("float32", "bfloat16"),
+}
+
+
+def _need(settings: PpoSettings, name: str, fine: bool, needed: str) -> None:
+    if not fine:
+        found = getattr(settings, name)
+        raise ConfigError(f"ppo.{name} must be {needed}: found {found!r}; change it")
+
+
+CONSERVATIVE: Mapping[str, Any] = MappingProxyType(
+    {
+        "kl_coef": 0.1,
+        "kl_controller": "adaptive",
+        "kl_target": 3.0,
+        "clip_range": 0.1,
+        "epochs": 2,
+        "max_grad_norm": 0.5,
+        "max_kl": 10.0,
+        "patience": 3,
+    }
+)
+"""Overrides that stay near the baseline: for a policy people already use."""
+
+AGGRESSIVE: Mapping[str, Any] = MappingProxyType(
+    {
+        "kl_coef": 0.01,
+        "clip_range": 0.3,
+        "epochs": 4,
+        "max_grad_norm": 1.0,
+        "max_kl": 50.0,
+        "patience": 5,
+    }
+)
+"""Overrides that move far: for a weak baseline and a reward one trusts."""
