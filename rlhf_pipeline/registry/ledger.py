@@ -9,7 +9,6 @@ protect against: somebody who edits the tables by hand.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,6 +164,7 @@ class PromotionLedger:
         actor: str,
         fingerprint: str | None = None,
         token: int | None = None,
+        mlflow_run_id: str | None = None,
     ) -> ModelVersion:
         """Return version 0, registered and made the first champion in one transaction.
 
@@ -183,7 +183,15 @@ class PromotionLedger:
                     "with other files; use reset_baseline to move it"
                 )
             added = self._insert_version(
-                connection, agent_id, 0, label, path, files, lineage, None, fingerprint
+                connection,
+                agent_id,
+                0,
+                path,
+                label=label,
+                files=dict(files),
+                lineage=dict(lineage),
+                fingerprint=fingerprint,
+                mlflow_run_id=mlflow_run_id,
             )
             _append(connection, agent_id, None, "baseline", 0, token, actor, "the first version")
             return added
@@ -199,6 +207,7 @@ class PromotionLedger:
         gate: Mapping[str, Any] | None,
         fingerprint: str | None,
         token: int | None = None,
+        mlflow_run_id: str | None = None,
     ) -> ModelVersion:
         """Return the next version, registered; nobody is promoted by this.
 
@@ -219,7 +228,16 @@ class PromotionLedger:
                     return earlier
             number = known[-1].version + 1
             return self._insert_version(
-                connection, agent_id, number, label, path, files, lineage, gate, fingerprint
+                connection,
+                agent_id,
+                number,
+                path,
+                label=label,
+                files=dict(files),
+                lineage=dict(lineage),
+                gate=dict(gate) if gate is not None else sa.null(),
+                fingerprint=fingerprint,
+                mlflow_run_id=mlflow_run_id,
             )
 
     def link_mlflow(
@@ -320,7 +338,10 @@ class PromotionLedger:
         if self.database.is_sqlite:
             import fcntl
 
-            name = hashlib.sha256(agent_id.encode()).hexdigest()[:16]
+            if self.database.url.database in (None, "", ":memory:"):
+                yield  # nobody else can see this database
+                return
+            name = records.hashed(agent_id)[:16]
             file = Path(f"{self.database.url.database}.projection-{name}.lock")
             with file.open("w") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go when the process dies
@@ -391,16 +412,7 @@ class PromotionLedger:
         return ModelVersion(**values, path=self.root / path if self.root else path)
 
     def _insert_version(
-        self,
-        connection: sa.Connection,
-        agent_id: str,
-        version: int,
-        label: str,
-        path: Path,
-        files: Mapping[str, str],
-        lineage: Mapping[str, Any],
-        gate: Mapping[str, Any] | None,
-        fingerprint: str | None,
+        self, connection: sa.Connection, agent_id: str, version: int, path: Path, **columns: Any
     ) -> ModelVersion:
         absolute = path.resolve()
         if self.root and absolute.is_relative_to(self.root):
@@ -410,13 +422,9 @@ class PromotionLedger:
                 model_versions.insert().values(
                     agent_id=agent_id,
                     version=version,
-                    label=label,
                     path=str(absolute),
-                    files=dict(files),
-                    lineage=dict(lineage),
-                    gate=dict(gate) if gate is not None else sa.null(),
-                    fingerprint=fingerprint,
                     created_at=records.now(),
+                    **columns,
                 )
             )
         except sa.exc.IntegrityError as error:

@@ -1,0 +1,505 @@
+"""The only code that knows MLflow's model registry: versions go in, aliases follow the ledger.
+
+The ledger is the truth; `reconcile` projects it. Every registered model carries the tag
+`rlhf.projected_entry`, written only after all its aliases were set. A champion alias found on
+another version than the ledger's is then one of two things. If the ledger chose that version at
+the projected entry or since, a projection was cut short: it is done again. Otherwise a person moved
+the alias. The move is adopted into the ledger if no newer entry exists, the files' hashes are
+right and the gate had passed the version; if not, the alias is set back and the reason kept as a
+tag. One corner is decided for the ledger: a person who moves the alias back to the previous
+champion between a crash of `reconcile` and its next run is overruled.
+
+What is not protected: MLflow's own database; whoever can write to it can write tags and metrics.
+Models are plain folders with safetensors, checked by hash against the ledger before use; nothing
+pickled is written or loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rlhf_pipeline.errors import HashMismatch, RegistryError, StalePromotion
+from rlhf_pipeline.files import folder_sha256, new_folder
+from rlhf_pipeline.records import hashed, now
+from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
+from rlhf_pipeline.registry.tracking import (
+    TrackedRun,
+    as_tag,
+    is_missing,
+    mlflow_refusals,
+    open_client,
+    sqlite_file,
+    tracked_run,
+)
+
+log = structlog.get_logger(__name__)
+
+PROJECTED = "rlhf.projected_entry"
+UI_ACTOR = "mlflow-ui"
+
+
+def model_name(agent_id: str) -> str:
+    """Return the registered model's name of an agent."""
+    return f"rlhf-{agent_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """What one reconciliation found and did; no changes where all was as it should be."""
+
+    agent_id: str
+    changes: tuple[str, ...]
+    adopted: Outcome | None = None  # a person's move that the ledger took over
+
+
+class ModelRegistry:
+    """Versions in MLflow for a ledger. `folder` holds an embedded backend's artifacts and a cache.
+
+    `tracking_uri` is `sqlite:///...` (embedded, offline) or a server's address.
+    """
+
+    def __init__(self, ledger: PromotionLedger, tracking_uri: str, folder: Path) -> None:
+        self.ledger = ledger
+        self.tracking_uri = tracking_uri
+        self.folder = folder
+
+    @property
+    def client(self) -> Any:
+        """Return the MlflowClient; the first use imports MLflow."""
+        return open_client(self.tracking_uri)
+
+    # ---- runs
+
+    def run(
+        self,
+        agent_id: str,
+        *,
+        fingerprint: str,
+        stage: str,
+        parameters: Mapping[str, Any],
+        tags: Mapping[str, Any] | None = None,
+    ) -> AbstractContextManager[TrackedRun]:
+        """Return the run of one stage's work on one snapshot; a retried step resumes its own."""
+        return tracked_run(
+            self.client,
+            self._experiment(agent_id),
+            agent_id=agent_id,
+            fingerprint=fingerprint,
+            stage=stage,
+            parameters=parameters,
+            tags=tags or {},
+        )
+
+    # ---- registering
+
+    def register_baseline(
+        self,
+        agent_id: str,
+        folder: Path,
+        *,
+        label: str,
+        lineage: Mapping[str, Any],
+        actor: str,
+        fingerprint: str | None = None,
+        token: int | None = None,
+        run_id: str | None = None,
+    ) -> ModelVersion:
+        """Return version 0: in the ledger as first champion, then in MLflow, aliases set."""
+        version = self.ledger.add_baseline(
+            agent_id,
+            label=label,
+            path=folder,
+            files=_files_of(folder),
+            lineage=lineage,
+            actor=actor,
+            fingerprint=fingerprint,
+            token=token,
+            mlflow_run_id=run_id,
+        )
+        self.reconcile(agent_id)
+        return self.ledger.version(agent_id, version.version)
+
+    def register(
+        self,
+        agent_id: str,
+        folder: Path,
+        *,
+        label: str,
+        lineage: Mapping[str, Any],
+        gate: Mapping[str, Any] | None,
+        fingerprint: str | None,
+        token: int | None = None,
+        run_id: str | None = None,
+    ) -> ModelVersion:
+        """Return the next version: in the ledger, then in MLflow, refused ones as well.
+
+        The ledger comes first, so a crash in between leaves a version that the next
+        `reconcile` finishes registering.
+        """
+        version = self.ledger.add_version(
+            agent_id,
+            label=label,
+            path=folder,
+            files=_files_of(folder),
+            lineage=lineage,
+            gate=gate,
+            fingerprint=fingerprint,
+            token=token,
+            mlflow_run_id=run_id,
+        )
+        self.reconcile(agent_id)
+        return self.ledger.version(agent_id, version.version)
+
+    # ---- aliases
+
+    def reconcile(self, agent_id: str) -> Reconciled:
+        """Make MLflow say what the ledger says, having heard whoever moved the champion alias.
+
+        Run it after each promotion and on every sensor tick: where nothing differs it only reads.
+        """
+        changes: list[str] = []
+        with (
+            self.ledger.one_projection_at_a_time(agent_id),
+            mlflow_refusals(f"reconciling agent {agent_id}"),
+        ):
+            standing = self.ledger.standing(agent_id)
+            if standing.champion is None:
+                return Reconciled(agent_id, ())
+            changes += self._register_missing(standing)
+            model = self.client.get_registered_model(model_name(agent_id))
+            aliases = {alias: str(number) for alias, number in model.aliases.items()}
+            adopted = self._hear(standing, aliases.get("champion"), model.tags, changes)
+            standing = self.ledger.standing(agent_id)
+            changes += self._set_aliases(standing, aliases)
+            if model.tags.get(PROJECTED) != str(standing.entry):
+                self._tag_model(agent_id, PROJECTED, str(standing.entry))
+        if changes:
+            log.info("registry reconciled", agent_id=agent_id, changes=changes)
+        return Reconciled(agent_id, tuple(changes), adopted)
+
+    def _set_aliases(self, standing: Standing, found: Mapping[str, str]) -> list[str]:
+        changes = []
+        for alias in ("champion", "challenger", "previous"):
+            version: ModelVersion | None = getattr(standing, alias)
+            # The standing may be older than the linking that this reconciliation did.
+            wanted = self._number(version) if version else None
+            if wanted == found.get(alias):
+                continue
+            name = model_name(standing.history[-1].agent_id)
+            if wanted is None:
+                self.client.delete_registered_model_alias(name, alias)
+            else:
+                self.client.set_registered_model_alias(name, alias, wanted)
+            changes.append(f"{alias}: {found.get(alias)} -> {wanted}")
+        return changes
+
+    def _hear(
+        self,
+        standing: Standing,
+        found: str | None,
+        tags: Mapping[str, str],
+        changes: list[str],
+    ) -> Outcome | None:
+        """Adopt a person's move of the champion alias, or note why it is about to be set back."""
+        champion = standing.champion
+        if champion is None or found is None or found == self._number(champion):
+            return None
+        projected = int(tags[PROJECTED]) if tags.get(PROJECTED, "").isdecimal() else 0
+        agent_id = champion.agent_id
+        by_number = {v.mlflow_version: v for v in self.ledger.versions(agent_id)}
+        chosen = by_number.get(found)
+        ours = {e.version for e in standing.history if e.entry >= projected}
+        if chosen is not None and chosen.version in ours:
+            return None  # a projection that was cut short, not a person
+        try:
+            if chosen is None:
+                raise RegistryError(f"MLflow version {found} is not in the ledger")
+            if projected != standing.entry:
+                raise StalePromotion(
+                    f"the alias was moved from what entry {projected} said, and entry "
+                    f"{standing.entry} is newer"
+                )
+            with mlflow_refusals(f"checking the files of MLflow version {found}"):
+                self._check(chosen, self._artifacts(chosen))
+            outcome = self.ledger.adopt(
+                agent_id,
+                chosen.version,
+                actor=UI_ACTOR,
+                reason=f"the champion alias was moved to MLflow version {found} by hand; "
+                "the files' hashes are right",
+                expected_champion=champion.version,
+            )
+        except RegistryError as error:
+            reason = f"the champion alias on MLflow version {found} was set back: {error}"
+            self._tag_model(agent_id, "rlhf.set_back", as_tag(f"{now():%F %T} UTC: {reason}"))
+            log.warning("alias set back", agent_id=agent_id, reason=reason)
+            changes.append(reason)
+            return None
+        changes.append(f"adopted from the MLflow page: {outcome.words}")
+        return outcome
+
+    # ---- files
+
+    def resolve(self, uri: str) -> Path:
+        """Return the local, hash-checked folder for `models:/rlhf-<agent>@champion` and the like.
+
+        An alias means what the *ledger* says at this moment; `models:/rlhf-<agent>/3` is MLflow's
+        version 3. Raises RegistryError for what is unknown, HashMismatch for changed files.
+        """
+        return self.folder_of(self.find(uri))
+
+    def find(self, uri: str) -> ModelVersion:
+        """Return the ledger's version that a `models:/` URI means."""
+        match = re.fullmatch(r"models:/rlhf-([^/@]+)(?:@(\w+)|/(\d+))", uri)
+        if match is None:
+            raise RegistryError(
+                "a URI like models:/rlhf-<agent>@champion or models:/rlhf-<agent>/3 is needed, "
+                f"found {uri!r}"
+            )
+        agent_id, alias, number = match.groups()
+        if alias is None:
+            found = [v for v in self.ledger.versions(agent_id) if v.mlflow_version == number]
+            version = found[0] if found else None
+        elif alias in ("champion", "challenger", "previous"):
+            version = getattr(self.ledger.standing(agent_id), alias)
+        elif alias == "baseline":
+            version = self.ledger.baseline(agent_id)
+        else:
+            version = None
+        if version is None:
+            raise RegistryError(
+                f"{uri} needs a version behind it, found none in the ledger; "
+                "`rlhf versions` lists what there is"
+            )
+        return version
+
+    def folder_of(self, version: ModelVersion) -> Path:
+        """Return a local folder with exactly the files that were registered.
+
+        The place they were trained in, or where that is gone MLflow's copy. Changed files raise
+        HashMismatch rather than being passed over for the copy: somebody has to look.
+        """
+        if version.path.is_dir():
+            return self._check(version, version.path)
+        cached = self.folder / "cache" / model_name(version.agent_id) / str(version.version)
+        if not cached.is_dir():
+            with mlflow_refusals(f"fetching version {version.version} of {version.agent_id}"):
+                stored = self._artifacts(version)
+                if sqlite_file(self.tracking_uri) is not None:
+                    return self._check(version, stored)
+                with new_folder(cached) as aside:
+                    self._artifacts(version, into=aside)
+                    self._check(version, aside)
+        return self._check(version, cached)
+
+    def _check(self, version: ModelVersion, folder: Path) -> Path:
+        """Return the folder if its files are the registered ones; raise HashMismatch if not."""
+        found = folder_sha256(folder) if folder.is_dir() else {}
+        if found == dict(version.files):
+            return folder
+        names = set(found) | set(version.files)
+        odd = sorted(n for n in names if found.get(n) != version.files.get(n))
+        raise HashMismatch(
+            f"version {version.version} of agent {version.agent_id} needs the files that were "
+            f"registered, found {', '.join(odd[:5])} changed, missing or added in {folder}; "
+            "restore the folder from a backup, or roll back"
+        )
+
+    def _artifacts(self, version: ModelVersion, into: Path | None = None) -> Path:
+        """Return MLflow's copy of the files: in place where it is local, else downloaded."""
+        from mlflow.artifacts import download_artifacts
+
+        location = self.client.get_model_version_download_uri(
+            model_name(version.agent_id), self._number(version)
+        )
+        return Path(
+            download_artifacts(
+                artifact_uri=location,
+                dst_path=str(into) if into else None,
+                tracking_uri=self.tracking_uri,
+            )
+        )
+
+    # ---- MLflow's side of a version
+
+    def _number(self, version: ModelVersion) -> str:
+        number = version.mlflow_version
+        if number is None:
+            number = self.ledger.version(version.agent_id, version.version).mlflow_version
+        if number is None:
+            raise RegistryError(
+                f"version {version.version} of agent {version.agent_id} needs to be in MLflow, "
+                "found it only in the ledger; run reconcile"
+            )
+        return number
+
+    def _register_missing(self, standing: Standing) -> list[str]:
+        """Register in MLflow what the ledger has and MLflow has not (any more).
+
+        A version whose files are gone is noted; one that an alias needs raises.
+        """
+        agent_id = standing.history[-1].agent_id
+        present = self._versions_in_mlflow(agent_id)
+        needed = {
+            v.version for v in (standing.champion, standing.challenger, standing.previous) if v
+        }
+        changes = []
+        for version in self.ledger.versions(agent_id):
+            known = present.get(version.version, {})
+            if version.mlflow_version in known:
+                continue
+            try:
+                changes.append(self._register_one(version, known))
+            except RegistryError as error:
+                if version.version in needed:
+                    raise
+                log.warning("version not in MLflow", agent_id=agent_id, reason=str(error))
+        return changes
+
+    def _versions_in_mlflow(self, agent_id: str) -> dict[int, dict[str, Any]]:
+        """Return {ledger version: {MLflow version: entity}} by the tag written at registration."""
+        from mlflow.exceptions import MlflowException
+
+        name = model_name(agent_id)
+        try:
+            self.client.get_registered_model(name)
+        except MlflowException as error:
+            if not is_missing(error):
+                raise
+            self.client.create_registered_model(name, tags={"rlhf.agent": agent_id})
+        present: dict[int, dict[str, Any]] = {}
+        page = None
+        while page != "":
+            found = self.client.search_model_versions(f"name = '{name}'", page_token=page)
+            for entity in found:
+                tag = entity.tags.get("rlhf.version", "")
+                if tag.isdecimal():
+                    present.setdefault(int(tag), {})[str(entity.version)] = entity
+            page = found.token or ""
+        return present
+
+    def _register_one(self, version: ModelVersion, present: Mapping[str, Any]) -> str:
+        """Register one version, or link the registration that a crash left unlinked."""
+        digest = _digest(version)
+        same = [
+            n for n, entity in present.items() if entity.tags.get("rlhf.files_digest") == digest
+        ]
+        number = same[0] if same else self._upload(version, digest)
+        run_id = version.mlflow_run_id
+        self.ledger.link_mlflow(
+            version.agent_id, version.version, mlflow_version=number, mlflow_run_id=run_id
+        )
+        return f"version {version.version} is MLflow version {number}"
+
+    def _upload(self, version: ModelVersion, digest: str) -> str:
+        """Put the files into a LoggedModel without a flavour and register it; return its number."""
+        client = self.client
+        experiment_id = self._experiment(version.agent_id)
+        tags = version_tags(version) | {"rlhf.files_digest": digest}
+        folder = self._check(version, version.path)
+        found = client.search_logged_models(
+            experiment_ids=[experiment_id],
+            filter_string=f"tags.`rlhf.files_digest` = '{digest}'",
+        )
+        models = [m for m in found if m.tags.get("rlhf.version") == str(version.version)]
+        if models:
+            model = models[0]
+        else:
+            model = client.create_logged_model(
+                experiment_id,
+                name=f"{model_name(version.agent_id)}-{version.version}",
+                source_run_id=version.mlflow_run_id,
+                tags=tags,
+                model_type="policy",
+            )
+        if str(model.status) != "READY":  # one that a crash cut short is filled again
+            client.log_model_artifacts(model.model_id, str(folder))
+            model = client.finalize_logged_model(model.model_id, "READY")
+        if version.mlflow_run_id:
+            client.log_dict(version.mlflow_run_id, dict(version.lineage), "lineage.json")
+            if version.gate is not None:
+                client.log_dict(version.mlflow_run_id, dict(version.gate), "gate.json")
+        # Embedded: the artifacts' location and no model_id. Given models:/<id> or a model_id,
+        # MLflow's SQL store asks the process's global tracking URI instead of this client
+        # (3.17, store/model_registry/sqlalchemy_store.py create_model_version).
+        embedded = sqlite_file(self.tracking_uri) is not None
+        registered = client.create_model_version(
+            model_name(version.agent_id),
+            model.artifact_location if embedded else model.model_uri,
+            version.mlflow_run_id,
+            tags=tags | {"rlhf.model_id": model.model_id},
+            description=f"{version.label}: {_verdict(version)}",
+            model_id=None if embedded else model.model_id,
+        )
+        return str(registered.version)
+
+    def _tag_model(self, agent_id: str, key: str, value: str) -> None:
+        self.client.set_registered_model_tag(model_name(agent_id), key, value)
+
+    def _experiment(self, agent_id: str) -> str:
+        """Return the agent's experiment id, made where it is missing."""
+        from mlflow.exceptions import MlflowException
+
+        name = model_name(agent_id)
+        with mlflow_refusals(f"opening the experiment {name}"):
+            experiment = self.client.get_experiment_by_name(name)
+            if experiment is None:
+                local = sqlite_file(self.tracking_uri) is not None
+                place = (self.folder / "artifacts").resolve().as_uri() if local else None
+                try:
+                    return str(self.client.create_experiment(name, artifact_location=place))
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                    experiment = self.client.get_experiment_by_name(name)
+            if experiment.lifecycle_stage != "active":
+                self.client.restore_experiment(experiment.experiment_id)
+        return str(experiment.experiment_id)
+
+
+def version_tags(version: ModelVersion) -> dict[str, str]:
+    """Return the tags of a version in MLflow: its lineage, flat, for people who search there."""
+    tags = {
+        "rlhf.version": str(version.version),
+        "rlhf.label": version.label,
+        "rlhf.fingerprint": version.fingerprint or "",
+        "rlhf.gate": _verdict(version),
+        "rlhf.files": as_tag(dict(version.files)),
+    }
+    if version.gate is not None:
+        results = version.gate.get("results", [])
+        tags["rlhf.gate_results"] = as_tag(
+            {r["rule"]: {"number": r["number"], "verdict": r["verdict"]} for r in results}
+        )
+        refused = [r["words"] for r in results if r["verdict"] == "fail"]
+        tags["rlhf.gate_reasons"] = as_tag("; ".join(refused))
+    return tags | {f"rlhf.lineage.{key}": as_tag(value) for key, value in version.lineage.items()}
+
+
+def _verdict(version: ModelVersion) -> str:
+    if version.gate is None:
+        return "not judged"
+    return "passed" if version.passed_gate else "refused"
+
+
+def _digest(version: ModelVersion) -> str:
+    return hashed(*(part for item in sorted(version.files.items()) for part in item))
+
+
+def _files_of(folder: Path) -> dict[str, str]:
+    """Return the folder's hashes. Raises RegistryError where a file could hold a pickle."""
+    files = folder_sha256(folder)
+    pickles = [n for n in files if n.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"))]
+    if pickles:
+        raise RegistryError(
+            f"a model of safetensors and JSON is needed, found {', '.join(pickles[:3])} in "
+            f"{folder}; save it with policy.loading.save_policy"
+        )
+    return files

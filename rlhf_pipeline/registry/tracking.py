@@ -1,0 +1,247 @@
+"""MLflow runs: one per (agent, fingerprint, stage, parameters), resumed when its step is retried.
+
+MLflow is imported inside functions: it costs three seconds. Clients are explicit (no global
+tracking URI), so two registries in one process do not disturb each other. Telemetry is off. What
+goes into a run is numbers, plots and files a person asked to see there; prompts and completions
+go only where the caller puts them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.records import hashed
+
+log = structlog.get_logger(__name__)
+
+FLUSH_SECONDS = 5.0
+METRICS_PER_CALL = 1000  # the most that MLflow takes in one log_batch
+TAG_CHARACTERS = 4000  # MLflow takes 5000 in a run's tag
+
+
+@functools.lru_cache(maxsize=8)
+def open_client(tracking_uri: str) -> Any:
+    """Return the process's MlflowClient for this URI; the first one makes or upgrades the database.
+
+    A file lock beside a SQLite database keeps two processes from creating its tables at once.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    with warnings.catch_warnings():
+        # MLflow 3.17 maps with a loader that SQLAlchemy 2.1 deprecates; delete when it does not.
+        warnings.filterwarnings("ignore", message=".*noload.*loader strategy is deprecated")
+        from mlflow import MlflowClient
+
+        file = sqlite_file(tracking_uri)
+        if file is None:
+            return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{file}.lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+            client.search_registered_models(max_results=1)  # the registry opens its store lazily
+            return client
+
+
+def sqlite_file(tracking_uri: str) -> Path | None:
+    """Return the database file of an embedded tracking URI, None for a server's or another's."""
+    return Path(tracking_uri[10:]) if tracking_uri.startswith("sqlite:///") else None
+
+
+@contextmanager
+def mlflow_refusals(wanted: str) -> Iterator[None]:
+    """Turn whatever MLflow raises into a RegistryError that says what was wanted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise RegistryError(
+            f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
+            "check the tracking URI and what was deleted in the MLflow page"
+        ) from error
+
+
+def is_missing(error: Exception) -> bool:
+    """Say whether this MlflowException means that the thing asked for is not there."""
+    return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
+
+
+class TrackedRun:
+    """One MLflow run that takes parameters, metrics per step, plots, files and data inputs."""
+
+    def __init__(self, client: Any, run_id: str, *, resumed: bool) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.resumed = resumed
+        self._waiting: list[Any] = []
+        self._flushed_at = time.monotonic()
+        self._reports = 0
+
+    def report(self, facts: Mapping[str, float | int | str]) -> None:
+        """Log the numbers among `facts` at step facts["update"], else "step", else a count.
+
+        This is a records.Progress. Numbers wait up to five seconds to travel together. While
+        training, a tracking server that is away is logged and tried again with the next numbers;
+        `flush` at the end raises.
+        """
+        self._reports += 1
+        step = facts.get("update", facts.get("step", self._reports))
+        self.log_metrics(
+            {
+                key: float(value)
+                for key, value in facts.items()
+                if isinstance(value, (int, float)) and key not in ("update", "step")
+            },
+            step=int(step) if isinstance(step, (int, float)) else self._reports,
+        )
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
+        """Log numbers of one step, buffered as `report` says."""
+        from mlflow.entities import Metric
+
+        moment = int(time.time() * 1000)
+        self._waiting += [Metric(key, value, moment, step) for key, value in metrics.items()]
+        if time.monotonic() - self._flushed_at < FLUSH_SECONDS:
+            return
+        try:
+            self.flush()
+        except RegistryError as error:
+            log.warning("metrics wait for MLflow", run_id=self.run_id, reason=str(error))
+
+    def flush(self) -> None:
+        """Send what waits. Raises RegistryError; what was not sent goes on waiting."""
+        self._flushed_at = time.monotonic()
+        with mlflow_refusals(f"logging metrics of run {self.run_id}"):
+            while self._waiting:
+                batch = self._waiting[:METRICS_PER_CALL]
+                self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
+                self._waiting = self._waiting[METRICS_PER_CALL:]
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags; what is not text is written as JSON, what is too long is cut."""
+        from mlflow.entities import RunTag
+
+        with mlflow_refusals(f"tagging run {self.run_id}"):
+            entities = [RunTag(key, as_tag(value)) for key, value in tags.items()]
+            self.client.log_batch(self.run_id, tags=entities, synchronous=True)
+
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """Keep a copy of a file, e.g. a plot, with the run."""
+        with mlflow_refusals(f"keeping {path.name} with run {self.run_id}"):
+            self.client.log_artifact(self.run_id, str(path), folder or None)
+
+    def log_json(self, name: str, value: Any) -> None:
+        """Keep a value as a JSON file with the run."""
+        with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
+            self.client.log_dict(self.run_id, value, name)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Keep a text, e.g. a markdown table, with the run."""
+        with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
+            self.client.log_text(self.run_id, text, name)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Keep a matplotlib figure as a PNG with the run."""
+        with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
+            self.client.log_figure(self.run_id, figure, name)
+
+    def log_input(
+        self, name: str, *, fingerprint: str, source: Path, context: str, counts: Mapping[str, int]
+    ) -> None:
+        """Say which data the run read: a name, a digest and counts, none of the rows."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=name,
+            digest=fingerprint[:36],  # as many as MLflow keeps
+            source_type="local",
+            source=json.dumps({"uri": source.as_posix()}),
+            profile=json.dumps(dict(counts)),
+        )
+        tags = [InputTag("mlflow.data.context", context)]
+        with mlflow_refusals(f"noting the data of run {self.run_id}"):
+            self.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+
+
+@contextmanager
+def tracked_run(
+    client: Any,
+    experiment_id: str,
+    *,
+    agent_id: str,
+    fingerprint: str,
+    stage: str,
+    parameters: Mapping[str, Any],
+    tags: Mapping[str, Any],
+) -> Iterator[TrackedRun]:
+    """Yield the one run of this work: the earlier one where a step is retried, else a new one.
+
+    The block's end marks it FINISHED, an exception FAILED (and it may be resumed later).
+    """
+    run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
+    run.set_tags({"rlhf.agent": agent_id, "rlhf.fingerprint": fingerprint, **tags})
+    try:
+        yield run
+        run.flush()
+    except BaseException:
+        _mark_failed(run)
+        raise
+    with mlflow_refusals(f"finishing run {run.run_id}"):
+        client.set_terminated(run.run_id, "FINISHED")
+
+
+def _mark_failed(run: TrackedRun) -> None:
+    """Mark the run FAILED as far as MLflow can be reached; what stopped the work matters more."""
+    try:
+        run.flush()
+        with mlflow_refusals(f"ending run {run.run_id}"):
+            run.client.set_terminated(run.run_id, "FAILED")
+    except RegistryError as error:
+        log.warning("a failed run could not be marked", run_id=run.run_id, reason=str(error))
+
+
+def _find_or_create(
+    client: Any,
+    experiment_id: str,
+    agent_id: str,
+    fingerprint: str,
+    stage: str,
+    parameters: Mapping[str, Any],
+) -> TrackedRun:
+    from mlflow.entities import Param
+
+    texts = {key: as_tag(value) for key, value in parameters.items()}
+    work = hashed(agent_id, fingerprint, stage, json.dumps(texts, sort_keys=True))
+    with mlflow_refusals(f"starting a run for {stage} of agent {agent_id}"):
+        found = client.search_runs([experiment_id], f"tags.`rlhf.work` = '{work}'", max_results=1)
+        if found:
+            run_id = found[0].info.run_id
+            client.update_run(run_id, status="RUNNING")
+            return TrackedRun(client, run_id, resumed=True)
+        name = f"{stage} {fingerprint[:8]}"
+        tags = {"rlhf.work": work, "rlhf.stage": stage}
+        run_id = client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
+        entities = [Param(key, value) for key, value in texts.items()]
+        for first in range(0, len(entities), 100):  # as many as MLflow takes in one call
+            client.log_batch(run_id, params=entities[first : first + 100], synchronous=True)
+    return TrackedRun(client, run_id, resumed=False)
+
+
+def as_tag(value: Any) -> str:
+    """Return a value as the text that MLflow keeps, cut to what it takes."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= TAG_CHARACTERS else text[: TAG_CHARACTERS - 1] + "…"

@@ -1,0 +1,381 @@
+"""One embedded MLflow for the whole module: making its database takes four seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
+
+PASSED = {"passed": True, "results": []}
+REFUSED = {
+    "passed": False,
+    "results": [{"rule": "kl", "number": 25.0, "verdict": "fail", "words": "too far"}],
+}
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRegistry]:
+    state = tmp_path_factory.mktemp("state")
+    database = Database(f"sqlite:///{state}/store.db")
+    ledger = PromotionLedger(database, root=state)
+    yield ModelRegistry(ledger, f"sqlite:///{state}/mlflow/mlflow.db", state / "mlflow")
+    database.close()
+
+
+@pytest.fixture
+def agent(registry: ModelRegistry, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An agent of its own for each test, its baseline registered."""
+    agent_id = f"a{abs(hash(request.node.name)) % 10**9}"
+    registry.register_baseline(
+        agent_id, folder(tmp_path / "baseline", "0"), label="v0", lineage={}, actor="test"
+    )
+    return agent_id
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_text(content)
+    return path
+
+
+def add(registry: ModelRegistry, agent: str, path: Path, gate: Any = PASSED) -> ModelVersion:
+    number = len(registry.ledger.versions(agent))
+    return registry.register(
+        agent,
+        folder(path / f"candidate{number}", str(number)),
+        label=f"v{number}00",
+        lineage={"base_model": "tiny", "data": {"pairs": 12}},
+        gate=gate,
+        fingerprint=f"print{number}",
+    )
+
+
+def aliases(registry: ModelRegistry, agent: str) -> dict[str, int]:
+    """Ledger version numbers by alias, read from MLflow."""
+    found = registry.client.get_registered_model(model_name(agent)).aliases
+    by_number = {v.mlflow_version: v.version for v in registry.ledger.versions(agent)}
+    return {alias: by_number[str(number)] for alias, number in found.items()}
+
+
+def move(registry: ModelRegistry, agent: str, version: int) -> None:
+    """Do what a person does in the MLflow page."""
+    number = registry.ledger.version(agent, version).mlflow_version
+    registry.client.set_registered_model_alias(model_name(agent), "champion", number)
+
+
+def set_back_reason(registry: ModelRegistry, agent: str) -> str:
+    return str(registry.client.get_registered_model(model_name(agent)).tags["rlhf.set_back"])
+
+
+def promote(registry: ModelRegistry, agent: str, version: int, expected: int) -> None:
+    registry.ledger.promote(agent, version, actor="ann", reason="won", expected_champion=expected)
+
+
+def test_registering_puts_files_lineage_and_verdict_into_mlflow(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    with registry.run(agent, fingerprint="print1", stage="ppo", parameters={"seed": 1}) as run:
+        pass
+    version = registry.register(
+        agent,
+        folder(tmp_path / "c", "one"),
+        label="v100",
+        lineage={"base_model": "tiny", "data": {"pairs": 12}},
+        gate=REFUSED,
+        fingerprint="print1",
+        run_id=run.run_id,
+    )
+    entity = registry.client.get_model_version(model_name(agent), version.mlflow_version)
+    assert entity.tags["rlhf.lineage.base_model"] == "tiny"
+    assert entity.tags["rlhf.lineage.data"] == '{"pairs": 12}'
+    assert (entity.tags["rlhf.gate"], entity.tags["rlhf.gate_reasons"]) == ("refused", "too far")
+    assert entity.tags["rlhf.label"] == "v100"
+    assert version.files["model.safetensors"] in entity.tags["rlhf.files"]
+    assert entity.run_id == run.run_id == version.mlflow_run_id
+    names = {f.path for f in registry.client.list_artifacts(run.run_id)}
+    assert {"lineage.json", "gate.json"} <= names
+    assert aliases(registry, agent) == {"champion": 0}  # refused: nobody's challenger
+
+
+def test_a_retried_registration_makes_one_version_on_both_sides(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    version = add(registry, agent, tmp_path)
+    again = registry.register(
+        agent,
+        version.path,
+        label="v100",
+        lineage={},
+        gate=PASSED,
+        fingerprint=version.fingerprint,
+    )
+    assert again == version
+    assert registry.reconcile(agent).changes == ()
+    found = registry.client.search_model_versions(f"name = '{model_name(agent)}'")
+    assert len(found) == 2
+
+
+def test_a_registration_cut_short_after_the_ledger_is_finished_by_reconcile(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "c", "c")
+    registry.ledger.add_version(
+        agent,
+        label="v1",
+        path=path,
+        files=folder_sha256(path),
+        lineage={},
+        gate=PASSED,
+        fingerprint="p",
+    )
+    assert registry.reconcile(agent).changes[0].startswith("version 1 is MLflow version")
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
+
+
+def test_aliases_follow_the_ledger(registry: ModelRegistry, agent: str, tmp_path: Path) -> None:
+    add(registry, agent, tmp_path)
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
+    promote(registry, agent, 1, 0)
+    add(registry, agent, tmp_path)
+    assert aliases(registry, agent) == {"champion": 1, "challenger": 2, "previous": 0}
+    registry.ledger.rollback(agent, actor="watch", reason="errors")
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 2}
+    assert registry.reconcile(agent).changes == ()
+
+
+def test_a_persons_move_is_adopted_after_the_hash_check(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path)
+    move(registry, agent, 1)
+    result = registry.reconcile(agent)
+    assert result.adopted is not None
+    entry = registry.ledger.history(agent)[-1]
+    assert (entry.action, entry.version, entry.actor) == ("adopt", 1, "mlflow-ui")
+    assert aliases(registry, agent) == {"champion": 1, "previous": 0}
+    move(registry, agent, 0)  # and back again
+    registry.reconcile(agent)
+    assert registry.ledger.history(agent)[-1].version == 0
+
+
+def test_a_move_to_a_version_the_gate_refused_is_set_back_with_the_reason(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path, gate=REFUSED)
+    move(registry, agent, 1)
+    assert registry.reconcile(agent).adopted is None
+    assert aliases(registry, agent) == {"champion": 0}
+    assert "refused by the gate" in set_back_reason(registry, agent)
+    assert len(registry.ledger.history(agent)) == 1
+
+
+def test_a_move_to_a_version_whose_files_changed_is_set_back(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path)
+    stored = registry._artifacts(registry.ledger.version(agent, 1))
+    (stored / "model.safetensors").write_text("poison")
+    move(registry, agent, 1)
+    registry.reconcile(agent)
+    assert aliases(registry, agent)["champion"] == 0
+    assert "model.safetensors changed" in set_back_reason(registry, agent)
+
+
+def test_a_move_to_a_version_the_ledger_does_not_know_is_set_back(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    client, name = registry.client, model_name(agent)
+    foreign = client.create_model_version(name, folder(tmp_path / "x", "x").as_uri())
+    client.set_registered_model_alias(name, "champion", foreign.version)
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0}
+    assert "not in the ledger" in set_back_reason(registry, agent)
+
+
+def test_a_projection_cut_short_is_not_taken_for_a_persons_move(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path)
+    # The ledger moved on and nothing was projected yet.
+    promote(registry, agent, 1, 0)
+    assert registry.reconcile(agent).adopted is None
+    assert aliases(registry, agent)["champion"] == 1
+    # The alias was set, the crash came before the tag.
+    add(registry, agent, tmp_path)
+    promote(registry, agent, 2, 1)
+    move(registry, agent, 2)
+    registry.ledger.rollback(agent, actor="watch", reason="errors")
+    assert registry.reconcile(agent).adopted is None
+    assert aliases(registry, agent)["champion"] == 1
+    assert "rlhf.set_back" not in registry.client.get_registered_model(model_name(agent)).tags
+
+
+def test_a_move_that_the_ledger_overtook_is_set_back(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path)
+    add(registry, agent, tmp_path)
+    move(registry, agent, 1)
+    promote(registry, agent, 2, 0)
+    registry.reconcile(agent)
+    assert aliases(registry, agent)["champion"] == 2
+    assert "entry 2 is newer" in set_back_reason(registry, agent)
+
+
+def test_aliases_a_person_deleted_come_back(registry: ModelRegistry, agent: str) -> None:
+    registry.client.delete_registered_model_alias(model_name(agent), "champion")
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0}
+
+
+def test_a_deleted_registered_model_is_made_again(registry: ModelRegistry, agent: str) -> None:
+    registry.client.delete_registered_model(model_name(agent))
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0}
+    assert registry.client.get_registered_model(model_name(agent)).tags[PROJECTED] == "1"
+
+
+def test_an_agent_without_a_baseline_has_nothing_to_reconcile(registry: ModelRegistry) -> None:
+    assert registry.reconcile("nobody").changes == ()
+
+
+def test_a_uri_resolves_to_the_registered_files(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    version = add(registry, agent, tmp_path)
+    name = model_name(agent)
+    assert registry.resolve(f"models:/{name}@challenger") == version.path
+    assert registry.resolve(f"models:/{name}@champion") == tmp_path / "baseline"
+    assert registry.find(f"models:/{name}@baseline").version == 0
+    assert registry.find(f"models:/{name}/{version.mlflow_version}").version == 1
+    for wrong in ("models:/other/1", f"models:/{name}@latest", f"models:/{name}/99"):
+        with pytest.raises(RegistryError):
+            registry.resolve(wrong)
+
+
+def test_the_alias_in_a_uri_means_the_ledger_not_what_somebody_set(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path, gate=REFUSED)
+    move(registry, agent, 1)
+    assert registry.find(f"models:/{model_name(agent)}@champion").version == 0
+
+
+@pytest.mark.parametrize("harm", ["changed", "added", "removed"])
+def test_files_that_are_not_the_registered_ones_are_refused(
+    registry: ModelRegistry, agent: str, tmp_path: Path, harm: str
+) -> None:
+    path = tmp_path / "baseline"
+    if harm == "changed":
+        (path / "model.safetensors").write_text("poison")
+    elif harm == "added":
+        (path / "modeling_evil.py").write_text("")
+    else:
+        (path / "config.json").unlink()
+    with pytest.raises(HashMismatch, match="needs the files that were registered"):
+        registry.resolve(f"models:/{model_name(agent)}@champion")
+
+
+def test_where_the_training_folder_is_gone_mlflows_copy_serves(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    version = add(registry, agent, tmp_path)
+    version.path.rename(tmp_path / "gone")
+    found = registry.folder_of(version)
+    assert found != version.path
+    assert (found / "model.safetensors").read_text() == "1"
+
+
+def test_a_folder_with_a_pickle_is_not_registered(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "p", "p")
+    (path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(RegistryError, match="safetensors"):
+        registry.register(agent, path, label="v1", lineage={}, gate=PASSED, fingerprint="p")
+
+
+def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> None:
+    work: dict[str, Any] = {"fingerprint": "f1", "stage": "ppo", "parameters": {"rate": 1e-3}}
+    try:
+        with registry.run(agent, **work) as first:
+            first.report({"update": 1, "score_mean": 0.5, "phase": "rollout"})
+            raise InterruptedError("killed")
+    except InterruptedError:
+        pass
+    assert registry.client.get_run(first.run_id).info.status == "FAILED"
+    with registry.run(agent, **work, tags={"try": 2}) as second:
+        assert second.resumed
+        second.report({"update": 2, "score_mean": 0.7})
+    assert second.run_id == first.run_id
+    entity = registry.client.get_run(first.run_id)
+    assert entity.info.status == "FINISHED"
+    assert entity.data.params == {"rate": "0.001"}
+    assert entity.data.tags["try"] == "2"
+    curve = registry.client.get_metric_history(first.run_id, "score_mean")
+    assert [(m.step, m.value) for m in curve] == [(1, 0.5), (2, 0.7)]
+    with registry.run(agent, **(work | {"parameters": {"rate": 1e-4}})) as other:
+        assert not other.resumed
+
+
+def test_a_run_keeps_files_texts_plots_and_what_it_read(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    with registry.run(agent, fingerprint="f2", stage="evaluation", parameters={}) as run:
+        run.log_text("report.md", "# fine")
+        run.log_json("gate.json", {"passed": True})
+        run.log_figure("curve.png", Figure())
+        run.log_file(folder(tmp_path / "d", "d") / "config.json", "configs")
+        for _ in range(2):  # a retry notes it once
+            run.log_input(
+                "feedback",
+                fingerprint="f" * 64,
+                source=tmp_path,
+                context="training",
+                counts={"n": 3},
+            )
+    names = {f.path for f in registry.client.list_artifacts(run.run_id)}
+    assert names == {"report.md", "gate.json", "curve.png", "configs"}
+    inputs = registry.client.get_run(run.run_id).inputs.dataset_inputs
+    assert [(i.dataset.name, i.tags[0].value) for i in inputs] == [("feedback", "training")]
+
+
+def test_metrics_wait_while_mlflow_is_away_and_are_not_lost(
+    registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    monkeypatch.setattr("rlhf_pipeline.registry.tracking.FLUSH_SECONDS", 0.0)
+    with registry.run(agent, fingerprint="f3", stage="ppo", parameters={}) as run:
+        real = run.client
+
+        def away(*_: Any, **__: Any) -> None:
+            raise MlflowException("away")
+
+        run.client = SimpleNamespace(log_batch=away)
+        run.report({"step": 4, "loss": 1.0})  # no exception
+        with pytest.raises(RegistryError, match="away"):
+            run.flush()
+        run.client = real
+    assert registry.client.get_run(run.run_id).data.metrics == {"loss": 1.0}
+
+
+def test_an_experiment_that_a_person_deleted_is_restored(
+    registry: ModelRegistry, agent: str
+) -> None:
+    registry.client.delete_experiment(registry._experiment(agent))
+    with registry.run(agent, fingerprint="f4", stage="ppo", parameters={}) as run:
+        run.log_metrics({"loss": 1.0})
