@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
-from rlhf_pipeline.files import folder_sha256, new_folder
+from rlhf_pipeline.files import folder_sha256, new_folder, read_json
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
@@ -83,14 +83,17 @@ def load_policy(
     if expected_sha256 is not None:
         check_sha256(source, expected_sha256)
     target = choose_device(device)
-    if isinstance(source, Path) and (source / ADAPTER).is_file():
-        model = _load_adapter(source, dtype)
-    else:
-        model = load_weights(AutoModelForCausalLM, source, dtype)
-    policy = Policy(model, load_tokenizer(source))
+    base = _base_of_adapter(source)
+    model = load_weights(AutoModelForCausalLM, base or source, dtype)
+    has_tokenizer = base is None or (Path(source) / "tokenizer_config.json").is_file()
+    policy = Policy(model, load_tokenizer(source if has_tokenizer else base or source))
     _give_pad_token(policy)
-    switch_off_dropout(model)
-    policy.model = model.to(target).eval()
+    if base is not None:
+        from peft import PeftModel
+
+        policy.model = PeftModel.from_pretrained(policy.model, str(source)).merge_and_unload()
+    switch_off_dropout(policy.model)
+    policy.model = policy.model.to(target).eval()
     return policy
 
 
@@ -204,23 +207,22 @@ def _local_folder(source: str | Path) -> str | Path:
     return str(source)
 
 
-def _load_adapter(source: Path, dtype: str) -> PreTrainedModel:
-    from peft import PeftConfig, PeftModel
-
+def _base_of_adapter(source: str | Path) -> str | Path | None:
+    """Return where the base model of an adapter folder is; None if `source` is a whole model."""
+    if not isinstance(source, Path) or not (source / ADAPTER).is_file():
+        return None
     if not (source / "adapter_model.safetensors").is_file():
         raise ModelError(
             f"adapter_model.safetensors is needed in {source}, found none; save the adapter again "
             "with safe_serialization on"
         )
-    base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
+    base = read_json(source / ADAPTER).get("base_model_name_or_path")
     if not base:
         raise ModelError(
             f"the adapter in {source} must name its base model, found none; set "
             f"base_model_name_or_path in {ADAPTER}"
         )
-    model = load_weights(AutoModelForCausalLM, _local_folder(base), dtype)
-    merged: PreTrainedModel = PeftModel.from_pretrained(model, str(source)).merge_and_unload()
-    return merged
+    return _local_folder(base)
 
 
 def _give_pad_token(policy: Policy) -> None:

@@ -1,0 +1,166 @@
+"""Policies come back as they were saved, and nothing unsafe or unregistered is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rlhf_pipeline.errors import HashMismatch, ModelError
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.policy.tiny import build_tiny
+from tests.policy.test_chat import plain_tokenizer
+
+TEXTS = ["please open the settings page", "where is my order"] * 5
+SIZES: dict[str, int] = {
+    "vocabulary": 300,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 64,
+    "seed": 0,
+}
+IDS = torch.tensor([[5, 40, 41, 42]])
+
+
+def logits_of(policy: Policy) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = policy.model(IDS).logits
+    return logits
+
+
+def save_gpt2(folder: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = plain_tokenizer()
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_saved_policy_loads_as_the_same_model(tmp_path: Path) -> None:
+    policy = build_tiny(TEXTS, **SIZES)
+    save_policy(policy, tmp_path / "p")
+    save_policy(policy, tmp_path / "p")  # replaces
+    again = load_policy(tmp_path / "p", device="cpu")
+    torch.testing.assert_close(logits_of(again), logits_of(policy))
+    assert (again.eos_id, again.pad_id) == (policy.eos_id, policy.pad_id)
+    assert again.eos_id != again.pad_id
+    assert again.tokenizer.chat_template == policy.tokenizer.chat_template
+    assert again.context_length == 64
+    assert again.device.type == "cpu"
+    assert not list(tmp_path.glob(".*"))
+    assert not [n for n in folder_sha256(tmp_path / "p") if n.endswith((".bin", ".pt", ".pkl"))]
+    assert load_policy(tmp_path / "p", device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+def test_the_tiny_policy_is_the_same_for_the_same_seed_only() -> None:
+    one, two, other = (build_tiny(TEXTS, **{**SIZES, "seed": s}) for s in (1, 1, 2))
+    assert torch.equal(logits_of(one), logits_of(two))
+    assert not torch.equal(logits_of(one), logits_of(other))
+    assert one.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+
+
+def test_a_missing_pad_token_is_added_as_an_unlikely_one_and_dropout_is_off(tmp_path: Path) -> None:
+    save_gpt2(tmp_path / "gpt2")
+    policy = load_policy(str(tmp_path / "gpt2"), device="cpu")
+    assert policy.pad_id != policy.eos_id
+    assert policy.context_length == 64
+    rows = policy.model.get_input_embeddings().weight
+    assert rows.shape[0] == len(policy.tokenizer)
+    torch.testing.assert_close(rows[-1], rows[:-1].mean(0))
+    dropouts = [m.p for m in policy.model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert dropouts
+    assert set(dropouts) == {0.0}
+    policy.model.train()
+    torch.testing.assert_close(logits_of(policy), logits_of(policy), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # the pad row was added
+def test_an_adapter_folder_loads_merged_and_saves_merged(tmp_path: Path) -> None:
+    save_gpt2(tmp_path / "base")
+    base = load_policy(tmp_path / "base", device="cpu")
+    plain = logits_of(base)
+    adapted: Any = get_peft_model(
+        base.model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = logits_of(Policy(adapted, base.tokenizer))
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    loaded = load_policy(tmp_path / "adapter", device="cpu")
+    torch.testing.assert_close(logits_of(loaded), expected)
+    save_policy(Policy(adapted, base.tokenizer), tmp_path / "merged")
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    torch.testing.assert_close(logits_of(load_policy(tmp_path / "merged", device="cpu")), expected)
+    torch.testing.assert_close(logits_of(Policy(adapted, base.tokenizer)), expected)
+
+
+def test_files_must_be_the_registered_ones(tmp_path: Path) -> None:
+    policy = build_tiny(TEXTS, **SIZES)
+    save_policy(policy, tmp_path / "p")
+    digests = folder_sha256(tmp_path / "p")
+    load_policy(tmp_path / "p", device="cpu", expected_sha256=digests)
+    (tmp_path / "p" / "extra.txt").write_text("x")
+    with pytest.raises(HashMismatch, match=r"found 1 that differ.*extra\.txt"):
+        load_policy(tmp_path / "p", expected_sha256=digests)
+    with pytest.raises(ModelError, match="needs a local folder"):
+        load_policy("some/hub-id", expected_sha256=digests)
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="found none at"):
+        load_policy(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="found none at"):
+        load_policy("./nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="found neither"):
+        load_policy(tmp_path / "empty")
+    save_policy(build_tiny(TEXTS, **SIZES), tmp_path / "p")
+    (tmp_path / "p" / "model.safetensors").rename(tmp_path / "p" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_policy(tmp_path / "p")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({}))
+    with pytest.raises(ModelError, match="save the adapter again"):
+        load_policy(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="must name its base model"):
+        load_policy(adapter)
+
+
+def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
+    policy = build_tiny(TEXTS, **SIZES)
+    save_policy(policy, tmp_path / "p")
+    settings = tmp_path / "p" / "tokenizer_config.json"
+    without_end = {k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token"}
+    settings.write_text(json.dumps(without_end))
+    with pytest.raises(ModelError, match="an end token is needed"):
+        load_policy(tmp_path / "p")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "p" / name).unlink()
+    with pytest.raises(ModelError, match="a tokenizer is needed"):
+        load_policy(tmp_path / "p")
+
+
+def test_tiny_sizes_must_fit_together() -> None:
+    with pytest.raises(ModelError, match="at least 261 tokens, found 100"):
+        build_tiny(TEXTS, **{**SIZES, "vocabulary": 100})
+    with pytest.raises(ModelError, match="whole even number"):
+        build_tiny(TEXTS, **{**SIZES, "width": 30, "heads": 4})

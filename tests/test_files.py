@@ -1,0 +1,81 @@
+"""Files are wholly there or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.files import (
+    folder_sha256,
+    new_folder,
+    read_json,
+    write_bytes,
+    write_json,
+    write_text,
+)
+
+
+def test_a_folder_takes_its_place_only_when_the_block_ends_well(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with new_folder(target) as folder:
+        (folder / "a.txt").write_text("first")
+        assert not target.exists()
+    with pytest.raises(OSError, match="nowhere"), new_folder(target) as folder:
+        (folder / "nowhere" / "a.txt").write_text("second")
+    assert (target / "a.txt").read_text() == "first"
+    with new_folder(target) as folder:
+        (folder / "b.txt").write_text("third")
+    assert sorted(p.name for p in target.iterdir()) == ["b.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_bytes(tmp_path / "taken", b"x")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_that_cannot_be_moved_into_place_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    write_text(target / "a.txt", "first")
+    rename = Path.rename
+
+    def failing(self: Path, to: Path) -> Path:
+        if ".new-" in self.name:
+            raise OSError("disk full")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="disk full"), new_folder(target):
+        pass
+    assert (target / "a.txt").read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_digests_are_those_of_the_contents(tmp_path: Path) -> None:
+    write_text(tmp_path / "f" / "deep" / "a.txt", "héllo")
+    write_bytes(tmp_path / "f" / "b.bin", b"")
+    assert folder_sha256(tmp_path / "f") == {
+        "b.bin": hashlib.sha256(b"").hexdigest(),
+        "deep/a.txt": hashlib.sha256("héllo".encode()).hexdigest(),
+    }
+    with pytest.raises(PipelineError, match="a folder is needed"):
+        folder_sha256(tmp_path / "nowhere")
+
+
+def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
+    value = {"z": [1, 2.5, None], "a": "é"}
+    write_json(tmp_path / "v.json", value)
+    assert read_json(tmp_path / "v.json") == value
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "v.json", float("nan"))
+    assert read_json(tmp_path / "v.json") == value
+    write_text(tmp_path / "v.json", "{")
+    with pytest.raises(PipelineError, match="a JSON file is needed"):
+        read_json(tmp_path / "v.json")
