@@ -1,0 +1,609 @@
+"""A snapshot's rows judged by Great Expectations: what may train, and what is set aside and why.
+
+Measures (lengths, shares, equalities) are computed for all rows at once with Arrow and numpy, each
+distinct text once; the expectations then judge the measures. A row that fails goes to quarantine
+under exactly one rule: the first in `ROW_CHECKS` that it breaks. What fails for the batch as a
+whole blocks training where `BLOCKING` says so, and warns elsewhere.
+
+What this does not protect against: feedback that is well formed and wrong. Rater quality, caps per
+rater and the gate are for that.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from rlhf_pipeline.errors import ValidationFailed
+from rlhf_pipeline.feedback.rules import MEANINGS, Rule
+from rlhf_pipeline.records import FeedbackKind, QuarantinedRow
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROW_CHECKS: Mapping[str, Rule] = {  # in order of precedence
+    "kinds_are_known": Rule.unknown_kind,
+    "targets_are_whole": Rule.no_target,
+    "prompts_are_conversations": Rule.malformed_prompt,
+    "values_are_there": Rule.value_missing,
+    "values_are_in_range": Rule.value_out_of_range,
+    "pairs_share_their_context": Rule.contexts_differ,
+    "prompts_are_not_blank": Rule.empty_prompt,
+    "completions_are_not_blank": Rule.empty_completion,
+    "corrections_are_not_blank": Rule.empty_text,
+    "pairs_have_two_different_completions": Rule.identical_pair,
+    "prompts_fit": Rule.prompt_too_long,
+    "completions_fit": Rule.completion_too_long,
+    "texts_are_readable": Rule.garbled_text,
+    "rows_come_once": Rule.duplicate,
+    "voters_agree_with_themselves": Rule.contradiction,
+}
+BATCH_CHECKS = (
+    "columns_are_there",
+    "enough_rows_are_clean",
+    "most_rows_are_clean",
+    "thumbs_are_balanced",
+    "ratings_are_spread",
+)
+CHECKS: tuple[str, ...] = (*BATCH_CHECKS, *ROW_CHECKS)
+"""Every check's name, known without importing Great Expectations."""
+BLOCKING = frozenset({"columns_are_there", "enough_rows_are_clean"})
+
+COLUMNS = (
+    *("feedback_id", "agent_id", "kind", "rater_id", "origin", "interaction_id"),
+    *("prompt", "completion", "number", "text", "criteria"),
+    *("other_completion", "other_prompt", "choice", "shown_first", "comment"),
+)
+DAMAGED_SHARE = 0.02  # replacement and control characters in a readable text, at most
+LETTER_SHARE = 0.1  # letters and digits in a text of LONG characters or more, at least
+LONG = 64
+REPEATED = 16  # from this length on, one character over and over is no text
+JUDGED_LABELS = 20  # labels below which their balance says nothing
+UP_SHARE = (0.05, 0.95)  # thumbs up among thumbs
+SPREAD = 0.15  # entropy of the five ratings over its largest value
+QUARANTINED_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check's outcome; for rows, `unexpected` of `total` rows fail it."""
+
+    name: str
+    level: Literal["row", "batch"]
+    passed: bool
+    blocking: bool
+    unexpected: int
+    total: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class SetAside(NamedTuple):
+    """One row that may not train: its id, the rule it breaks, what was needed and found."""
+
+    feedback_id: str
+    rule: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """What validation found: the clean rows in their order, the others, and every check."""
+
+    clean: pd.DataFrame
+    quarantined: list[SetAside]
+    checks: list[CheckResult]
+    origins: list[str]  # of the quarantined rows, in their order
+    agents: list[str]
+
+    @property
+    def blocked(self) -> list[CheckResult]:
+        """The checks that failed and block."""
+        return [check for check in self.checks if check.blocking and not check.passed]
+
+    def quarantine_rows(self) -> list[QuarantinedRow]:
+        """Return what the store's quarantine takes."""
+        return [
+            QuarantinedRow(agent, row.rule, row.detail, origin, feedback_id=row.feedback_id)
+            for row, origin, agent in zip(self.quarantined, self.origins, self.agents, strict=True)
+        ]
+
+    def require_fit(self) -> None:
+        """Raise ValidationFailed if a blocking check failed."""
+        if self.blocked:
+            found = "; ".join(f"{c.name} failed with {dict(c.numbers)}" for c in self.blocked)
+            raise ValidationFailed(
+                f"needed a snapshot fit for training, found: {found}; look at the quarantine, "
+                "collect more feedback, or change the `validation` settings"
+            )
+
+
+def validate(
+    frame: pd.DataFrame,
+    *,
+    min_rows: int = 10,
+    max_prompt_characters: int = 20_000,
+    max_completion_characters: int = 20_000,
+) -> ValidationReport:
+    """Return the snapshot's clean rows, the others with one rule each, and every check's result.
+
+    `frame` is a snapshot frame (`snapshot.read`). Prompts are measured as stored, so their JSON
+    counts too. A missing column makes the report all but empty and blocked: nothing else was looked
+    at. Raises ValidationFailed where an expectation itself could not be computed.
+    """
+    missing = _missing_columns(frame)
+    if missing:
+        return _without_columns(frame, missing)
+    measures = _measures(frame)
+    failing = _failing_rows(measures, max_prompt_characters, max_completion_characters)
+    rules = list(ROW_CHECKS.values())
+    broken = np.full(len(frame), -1, dtype=np.int8)  # which rule sets the row aside
+    for order, name in enumerate(ROW_CHECKS):
+        rows = failing[name]
+        broken[rows[broken[rows] == -1]] = order
+    checks = _batch_results(frame, measures, broken == -1, min_rows)
+    for order, name in enumerate(ROW_CHECKS):
+        unexpected, kept = len(failing[name]), float((broken == order).sum())
+        checks.append(
+            CheckResult(
+                name, "row", not unexpected, False, unexpected, len(frame), {"quarantined": kept}
+            )
+        )
+    aside = np.flatnonzero(broken != -1)
+    dirty = frame.iloc[aside]
+    details = _details(dirty, measures.iloc[aside], [rules[i] for i in broken[aside]])
+    return ValidationReport(
+        clean=frame.iloc[np.flatnonzero(broken == -1)].reset_index(drop=True),
+        quarantined=[
+            SetAside(str(key), rules[order].value, detail)
+            for key, order, detail in zip(dirty["feedback_id"], broken[aside], details, strict=True)
+        ],
+        checks=checks,
+        origins=[str(origin) for origin in dirty["origin"]],
+        agents=[str(agent) for agent in dirty["agent_id"]],
+    )
+
+
+# -- measures -----------------------------------------------------------------------------------
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_CONVERSATION = rf'^\[(?:\["(?:user|assistant|system)", {_STRING}\], )*\["user", {_STRING}\]\]$'
+_BLANK_PROMPT = r'\["user", "(?:\s|\\[nrt])*"\]\]$'
+_UNIT_NUMBER = r"(?:0(?:\.\d+)?|1(?:\.0+)?|\d(?:\.\d+)?e-\d+)"
+_CRITERION = rf"{_STRING}: {_UNIT_NUMBER}"
+_CRITERIA = rf"^\{{{_CRITERION}(?:, {_CRITERION})*\}}$"
+
+
+def _measures(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return one number or word per row and measure; NaN where a measure does not apply.
+
+    Flags are 1.0 for true and 0.0 for false.
+    """
+    import pandas as pd
+    import pyarrow.compute as pc
+
+    prompts, (prompt, other_prompt) = _encoded(frame, ["prompt", "other_prompt"], trim=False)
+    texts, (completion, other, text) = _encoded(
+        frame, ["completion", "other_completion", "text"], trim=True
+    )
+    all_criteria, (criteria,) = _encoded(frame, ["criteria"], trim=False)
+    in_prompts, in_texts = _text_measures(prompts), _text_measures(texts)
+    kind = frame["kind"].astype("object").to_numpy()
+    is_kind = {each: kind == each.value for each in FeedbackKind}
+    preference, correction = is_kind[FeedbackKind.preference], is_kind[FeedbackKind.correction]
+    number = frame["number"].to_numpy(dtype=float, na_value=np.nan)
+    valued = {
+        "number": ~np.isnan(number),
+        "text": text >= 0,
+        "criteria": criteria >= 0,
+        "choice": frame["choice"].notna().to_numpy() & (other >= 0),
+    }
+    value_present = np.select(
+        [preference, correction | is_kind[FeedbackKind.comment], is_kind[FeedbackKind.criteria]],
+        [valued["choice"], valued["text"], valued["criteria"]],
+        valued["number"],
+    )
+    counterpart = np.where(preference, other, np.where(correction, text, -1))
+    paired = (counterpart >= 0) & (completion >= 0)
+    contexts_agree = (other_prompt < 0) | (other_prompt == prompt)
+    columns: dict[str, Any] = {
+        "kind": kind,
+        "prompt_characters": _taken(in_prompts["characters"], prompt),
+        "completion_characters": _taken(in_texts["characters"], completion),
+        "other_characters": _where(preference, _taken(in_texts["characters"], other)),
+        "text_characters": _where(correction, _taken(in_texts["characters"], text)),
+        "is_conversation": _taken(_matches(pc, prompts, _CONVERSATION), prompt),
+        "prompt_is_blank": _taken(_matches(pc, prompts, _BLANK_PROMPT), prompt),
+        "value_present": value_present.astype(float),
+        "thumbs": _where(is_kind[FeedbackKind.thumbs], number),
+        "rating": _where(is_kind[FeedbackKind.rating], number),
+        "score": _where(is_kind[FeedbackKind.score], number),
+        "choice": frame["choice"].where(preference).astype("object"),
+        "shown_first": frame["shown_first"].where(preference).astype("object"),
+        "criteria_in_range": _where(
+            is_kind[FeedbackKind.criteria], _taken(_matches(pc, all_criteria, _CRITERIA), criteria)
+        ),
+        "contexts_agree": _where(preference, contexts_agree.astype(float)),
+        "completions_differ": _where(paired, (counterpart != completion).astype(float)),
+        "prompt_damaged": _taken(in_prompts["damaged"], prompt),
+        "completion_damaged": _taken(in_texts["damaged"], completion),
+        "counterpart_damaged": _taken(in_texts["damaged"], counterpart),
+        "completion_letters": _taken(in_texts["letters"], completion),
+        "counterpart_letters": _taken(in_texts["letters"], counterpart),
+        "completion_repeats": _taken(in_texts["repeats"], completion),
+        "counterpart_repeats": _taken(in_texts["repeats"], counterpart),
+    }
+    codes = {
+        "kind": _codes(frame["kind"]),
+        "rater": _codes(frame["rater_id"]),
+        "origin": _codes(frame["origin"]),
+        "choice": _codes(frame["choice"]),
+        "shown_first": _codes(frame["shown_first"]),
+        "criteria": criteria,
+        "comment": _codes(frame["comment"]),
+        "prompt": prompt,
+        "other_prompt": other_prompt,
+        "completion": completion,
+        "other": other,
+        "text": text,
+        "number": number,
+    }
+    inline = frame["interaction_id"].isna().to_numpy()
+    columns["is_repeated"] = _repeated(codes, inline)
+    decided = preference & contexts_agree & paired & (completion != other)
+    columns["is_contradicted"] = _contradicted(codes, inline, decided, frame)
+    return pd.DataFrame(columns)
+
+
+def _encoded(
+    frame: pd.DataFrame, names: Sequence[str], *, trim: bool
+) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+    """Return the distinct texts of some columns, and each column as numbers into them; -1: null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    arrays = [pa.array(frame[name], type=pa.large_string(), from_pandas=True) for name in names]
+    arrays = [a.combine_chunks() if isinstance(a, pa.ChunkedArray) else a for a in arrays]
+    if trim:
+        arrays = [pc.utf8_trim_whitespace(array) for array in arrays]
+    encoded = pa.chunked_array(arrays).dictionary_encode().unify_dictionaries()
+    if not len(frame):
+        return pa.array([], pa.large_string()), [np.empty(0, dtype=np.int64) for _ in names]
+    codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in encoded.chunks]
+    return encoded.chunk(0).dictionary, codes
+
+
+def _text_measures(texts: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return per distinct text: characters, share damaged, share of letters, one character only.
+
+    A letter is an ASCII letter or digit or anything beyond ASCII, so no script is at a
+    disadvantage; its share is 1 where the text is short. Texts go by in blocks, so memory stays flat.
+    """
+    import pyarrow.compute as pc
+
+    letter = np.zeros(256, dtype=np.uint8)
+    control = np.zeros(256, dtype=np.uint8)
+    for byte in range(256):
+        letter[byte] = (byte < 128 and chr(byte).isalnum()) or byte >= 0xC2  # 0x80-0xBF: inside one
+        control[byte] = byte == 127 or (byte < 32 and chr(byte) not in "\t\n\r")
+    names = ("characters", "damaged", "letters", "repeats")
+    found = {name: np.zeros(len(texts)) for name in names}
+    for start in range(0, len(texts), 50_000):
+        block = texts.slice(start, 50_000)
+        rows = slice(start, start + len(block))
+        characters = pc.utf8_length(block).to_numpy(zero_copy_only=False).astype(float)
+        length = np.maximum(characters, 1)
+        replaced = pc.count_substring(block, "\ufffd").to_numpy(zero_copy_only=False)
+        letters, controls = _byte_sums(block, (letter, control))
+        found["characters"][rows] = characters
+        found["damaged"][rows] = (replaced + controls) / length
+        found["letters"][rows] = np.where(characters >= LONG, (letters - replaced) / length, 1.0)
+        same = pc.equal(
+            pc.utf8_slice_codeunits(block, 0, -1), pc.utf8_slice_codeunits(block, 1, None)
+        ).to_numpy(zero_copy_only=False)
+        found["repeats"][rows] = same & (characters >= REPEATED)
+    return found
+
+
+def _byte_sums(block: Any, tables: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Return per text and table the sum of the table's entries over the text's bytes."""
+    _, offset_buffer, content_buffer = block.buffers()
+    offsets = np.frombuffer(offset_buffer, dtype=np.int64)[block.offset :][: len(block) + 1]
+    content = np.frombuffer(content_buffer or b"", dtype=np.uint8)[offsets[0] : offsets[-1]]
+    starts, empty = offsets[:-1] - offsets[0], offsets[1:] == offsets[:-1]
+    sums = []
+    for table in tables:
+        weights = np.append(table[content], np.uint8(0))  # so that a last empty text has a place
+        sums.append(np.where(empty, 0, np.add.reduceat(weights, starts, dtype=np.int64)))
+    return sums
+
+
+def _matches(pc: Any, texts: Any, pattern: str) -> np.ndarray[Any, Any]:
+    matched = pc.match_substring_regex(texts, pattern)
+    return np.asarray(matched.to_numpy(zero_copy_only=False), dtype=float)
+
+
+def _taken(values: np.ndarray[Any, Any], codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the value of each row's text, NaN where the row has none."""
+    if not len(values):
+        return np.full(len(codes), np.nan)
+    return np.where(codes >= 0, values[codes], np.nan)
+
+
+def _where(applies: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.where(applies, values, np.nan)
+
+
+def _codes(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
+    import pandas as pd
+
+    return pd.factorize(column)[0]
+
+
+def _hashes(columns: Mapping[str, np.ndarray[Any, Any]]) -> pd.Series[Any]:
+    """Return one 64-bit hash per row: equal rows, equal hash."""
+    import pandas as pd
+
+    return pd.util.hash_pandas_object(pd.DataFrame(dict(columns)), index=False)
+
+
+def _repeated(
+    codes: Mapping[str, np.ndarray[Any, Any]], inline: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Return 1.0 for inline rows that say again what an earlier row of their origin said.
+
+    Rows about an interaction are never duplicates: many people may say the same of one answer.
+    """
+    rows = np.flatnonzero(inline)
+    repeated = np.zeros(len(inline))
+    hashes = _hashes({name: values[rows] for name, values in codes.items()})
+    repeated[rows] = hashes.duplicated().to_numpy()
+    return repeated
+
+
+def _contradicted(
+    codes: Mapping[str, np.ndarray[Any, Any]],
+    inline: np.ndarray[Any, Any],
+    decided: np.ndarray[Any, Any],
+    frame: pd.DataFrame,
+) -> np.ndarray[Any, Any]:
+    """Return 1.0 for preferences whose opposite is there too.
+
+    From the same rater; of unsigned inline rows from the same origin. Unsigned votes on
+    interactions come from people we cannot tell apart, who may disagree.
+    """
+    import pandas as pd
+
+    choice = frame["choice"].astype("object").to_numpy()
+    decided = decided & ((choice == "left") | (choice == "right"))
+    rows = np.flatnonzero(decided & ((codes["rater"] >= 0) | inline))
+    this_is_left = frame["shown_first"].astype("object").to_numpy()[rows] == "this"
+    prefers_this = (choice[rows] == "left") == this_is_left
+    this, other = codes["completion"][rows], codes["other"][rows]
+    rater = codes["rater"][rows]
+    keys = _hashes(
+        {
+            "rater": rater,
+            "origin": np.where(rater >= 0, -1, codes["origin"][rows]),
+            "prompt": codes["prompt"][rows],
+            "low": np.minimum(this, other),
+            "high": np.maximum(this, other),
+        }
+    )
+    prefers_low = pd.Series(prefers_this == (this < other))
+    contradicted = np.zeros(len(decided))
+    contradicted[rows] = prefers_low.groupby(keys).transform("nunique").to_numpy() > 1
+    return contradicted
+
+
+# -- expectations -------------------------------------------------------------------------------
+
+
+def _failing_rows(
+    measures: pd.DataFrame, max_prompt: int, max_completion: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return, per row check, the positions of the rows that fail it."""
+    gxe = _great_expectations().expectations
+    in_set, between = gxe.ExpectColumnValuesToBeInSet, gxe.ExpectColumnValuesToBeBetween
+    present = gxe.ExpectColumnValuesToNotBeNull
+    texts = ("completion_characters", "other_characters", "text_characters")
+    damaged = ("prompt_damaged", "completion_damaged", "counterpart_damaged")
+    letters = ("completion_letters", "counterpart_letters")
+    repeats = ("completion_repeats", "counterpart_repeats")
+    expectations: dict[str, list[Any]] = {
+        "kinds_are_known": [in_set(column="kind", value_set=[k.value for k in FeedbackKind])],
+        "targets_are_whole": [
+            present(column=column) for column in ("prompt_characters", "completion_characters")
+        ],
+        "prompts_are_conversations": [in_set(column="is_conversation", value_set=[1])],
+        "values_are_there": [in_set(column="value_present", value_set=[1])],
+        "values_are_in_range": [
+            in_set(column="thumbs", value_set=[0, 1]),
+            in_set(column="rating", value_set=[1, 2, 3, 4, 5]),
+            between(column="score", min_value=0, max_value=1),
+            in_set(column="choice", value_set=["left", "right", "tie", "both_bad"]),
+            in_set(column="shown_first", value_set=["this", "other"]),
+            in_set(column="criteria_in_range", value_set=[1]),
+        ],
+        "pairs_share_their_context": [in_set(column="contexts_agree", value_set=[1])],
+        "prompts_are_not_blank": [in_set(column="prompt_is_blank", value_set=[0])],
+        "completions_are_not_blank": [between(column=c, min_value=1) for c in texts[:2]],
+        "corrections_are_not_blank": [between(column=texts[2], min_value=1)],
+        "pairs_have_two_different_completions": [
+            in_set(column="completions_differ", value_set=[1])
+        ],
+        "prompts_fit": [between(column="prompt_characters", max_value=max_prompt)],
+        "completions_fit": [between(column=c, max_value=max_completion) for c in texts],
+        "texts_are_readable": [
+            *(between(column=c, max_value=DAMAGED_SHARE) for c in damaged),
+            *(between(column=c, min_value=LETTER_SHARE) for c in letters),
+            *(in_set(column=c, value_set=[0]) for c in repeats),
+        ],
+        "rows_come_once": [in_set(column="is_repeated", value_set=[0])],
+        "voters_agree_with_themselves": [in_set(column="is_contradicted", value_set=[0])],
+    }
+    failing: dict[str, list[int]] = {name: [] for name in ROW_CHECKS}
+    for result in _judge(measures, expectations):
+        name = result.expectation_config.meta["check"]
+        failing[name] += result.result.get("unexpected_index_list") or []
+    return {name: np.unique(np.array(rows, dtype=np.int64)) for name, rows in failing.items()}
+
+
+def _batch_results(
+    frame: pd.DataFrame, measures: pd.DataFrame, is_clean: np.ndarray[Any, Any], min_rows: int
+) -> list[CheckResult]:
+    """Judge the batch: a frame of one row that holds its totals."""
+    import pandas as pd
+
+    gxe = _great_expectations().expectations
+    between = gxe.ExpectColumnValuesToBeBetween
+    thumbs = measures["thumbs"][is_clean].dropna()
+    ratings = measures["rating"][is_clean].dropna()
+    totals = {
+        "clean_rows": float(is_clean.sum()),
+        "quarantined_share": 1 - float(is_clean.mean()) if len(frame) else 0.0,
+        "up_share": float(thumbs.mean()) if len(thumbs) >= JUDGED_LABELS else np.nan,
+        "rating_spread": _spread(ratings) if len(ratings) >= JUDGED_LABELS else np.nan,
+    }
+    expectations = {
+        "enough_rows_are_clean": [between(column="clean_rows", min_value=min_rows)],
+        "most_rows_are_clean": [between(column="quarantined_share", max_value=QUARANTINED_SHARE)],
+        "thumbs_are_balanced": [
+            between(column="up_share", min_value=UP_SHARE[0], max_value=UP_SHARE[1])
+        ],
+        "ratings_are_spread": [between(column="rating_spread", min_value=SPREAD)],
+    }
+    passed = {
+        result.expectation_config.meta["check"]: bool(result.success)
+        for result in _judge(pd.DataFrame([totals]), expectations)
+    }
+    clean, rows = totals["clean_rows"], len(frame)
+    numbers: dict[str, dict[str, float]] = {
+        "columns_are_there": {"missing": 0},
+        "enough_rows_are_clean": {"clean_rows": clean, "min_rows": min_rows},
+        "most_rows_are_clean": {"quarantined_share": totals["quarantined_share"]},
+        "thumbs_are_balanced": {"up_share": totals["up_share"], "thumbs": len(thumbs)},
+        "ratings_are_spread": {"spread": totals["rating_spread"], "ratings": len(ratings)},
+    }
+    return [
+        CheckResult(
+            name,
+            "batch",
+            passed.get(name, True),
+            name in BLOCKING,
+            unexpected=rows - int(clean) if name == "most_rows_are_clean" else 0,
+            total=rows,
+            numbers={key: value for key, value in numbers[name].items() if value == value},
+        )
+        for name in BATCH_CHECKS
+    ]
+
+
+def _spread(ratings: pd.Series[Any]) -> float:
+    """Return the ratings' entropy over that of five equally frequent ones."""
+    shares = ratings.value_counts(normalize=True).to_numpy()
+    return float(-(shares * np.log(shares)).sum() / np.log(5))
+
+
+def _missing_columns(frame: pd.DataFrame) -> list[str]:
+    gxe = _great_expectations().expectations
+    expectations = {
+        "columns_are_there": [gxe.ExpectColumnToExist(column=column) for column in COLUMNS]
+    }
+    results = _judge(frame, expectations)
+    return [r.expectation_config.kwargs["column"] for r in results if not r.success]
+
+
+def _without_columns(frame: pd.DataFrame, missing: Sequence[str]) -> ValidationReport:
+    """Return the report of a frame that is no snapshot: nothing is clean, nothing was judged."""
+    numbers = {f"missing:{column}": 1.0 for column in sorted(missing)}
+    checks = [
+        CheckResult(
+            name,
+            "batch" if name in BATCH_CHECKS else "row",
+            False,
+            name in BLOCKING,
+            0,
+            len(frame),
+            numbers if name == "columns_are_there" else {"looked_at": 0.0},
+        )
+        for name in CHECKS
+    ]
+    return ValidationReport(frame.iloc[:0], [], checks, [], [])
+
+
+def _judge(frame: pd.DataFrame, expectations: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return one result per expectation, in any order; `meta["check"]` names its check."""
+    gx = _great_expectations()
+    from great_expectations.data_context.types.base import ProgressBarsConfig
+
+    context = gx.get_context(mode="ephemeral")
+    context.variables.progress_bars = ProgressBarsConfig(globally=False, metric_calculations=False)
+    asset = context.data_sources.add_pandas("feedback").add_dataframe_asset("snapshot")
+    whole = asset.add_batch_definition_whole_dataframe("whole")
+    suite = gx.ExpectationSuite(name="feedback")
+    for name, group in expectations.items():
+        for expectation in group:
+            expectation.meta = {"check": name}
+            suite.add_expectation(expectation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own use of pandas and numpy
+        outcome = whole.get_batch(batch_parameters={"dataframe": frame}).validate(
+            suite,
+            result_format={
+                "result_format": "COMPLETE",
+                "partial_unexpected_count": 0,
+                "return_unexpected_index_query": False,
+            },
+        )
+    for result in outcome.results:
+        if result.exception_info and result.exception_info.get("raised_exception"):
+            raise ValidationFailed(
+                f"needed an answer from {result.expectation_config.type} on "
+                f"{result.expectation_config.kwargs.get('column')!r}, found "
+                f"{result.exception_info.get('exception_message')}; the frame is not a snapshot's"
+            )
+    return list(outcome.results)
+
+
+def _great_expectations() -> Any:
+    """Import Great Expectations, silent and offline."""
+    os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it imports deprecated parts of the standard library
+        import great_expectations
+        import great_expectations.expectations
+    return great_expectations
+
+
+# -- reasons ------------------------------------------------------------------------------------
+
+_FOUND: Mapping[Rule, tuple[str, ...]] = {
+    Rule.unknown_kind: ("kind",),
+    Rule.value_out_of_range: ("number", "choice", "criteria"),
+    Rule.prompt_too_long: ("prompt_characters",),
+    Rule.completion_too_long: ("completion_characters", "other_characters", "text_characters"),
+    Rule.empty_completion: ("completion_characters", "other_characters"),
+    Rule.garbled_text: ("prompt_damaged", "completion_damaged", "counterpart_damaged"),
+}
+
+
+def _details(dirty: pd.DataFrame, measures: pd.DataFrame, rules: Sequence[Rule]) -> list[str]:
+    """Return each row's reason: the rule's meaning, and what was found where a number says it."""
+    shown = {
+        name: list((measures if name in measures else dirty)[name])
+        for name in {name for names in _FOUND.values() for name in names}
+    }
+    details = []
+    for row, rule in enumerate(rules):
+        found = [
+            f"{name} {ascii(shown[name][row])[:60]}"
+            for name in _FOUND.get(rule, ())
+            if shown[name][row] is not None and shown[name][row] == shown[name][row]
+        ]
+        details.append(MEANINGS[rule] + (f": {', '.join(found)}" if found else ""))
+    return details
