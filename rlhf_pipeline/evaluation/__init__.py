@@ -1,0 +1,1 @@
+"""Is the candidate better? Comparison on prompts nobody trained on, and the gate's decision."""

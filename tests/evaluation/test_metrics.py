@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import EvaluationError
+from rlhf_pipeline.evaluation import metrics
+
+
+def floats(*values: float) -> metrics.Floats:
+    return np.array(values, dtype=np.float64)
+
+
+def test_distinct_on_a_hand_counted_corpus() -> None:
+    # a b a b / a b: bigrams ab ba ab ab -> 2 of 4; unigrams a b a b a b -> 2 of 6
+    assert metrics.distinct(["a b a b", "A b"], 2) == 0.5
+    assert metrics.distinct(["a b a b", "a b"], 1) == pytest.approx(2 / 6)
+    assert metrics.distinct([""], 2) == 0.0
+
+
+def test_repetition_counts_fourgrams_said_before() -> None:
+    # a b c d a b c d: fourgrams abcd bcda cdab dabc abcd -> 4 distinct of 5
+    assert metrics.repetition("a b c d a b c d") == pytest.approx(0.2)
+    assert metrics.repetition("one two three") == 0.0
+    assert metrics.repetition("no no no no no no no no") == pytest.approx(1 - 1 / 5)
+
+
+def test_words_split_signs_from_letters() -> None:
+    assert metrics.words("Don't stop, Ann.") == ["don", "'", "t", "stop", ",", "ann", "."]
+
+
+def test_perplexity_of_a_fair_die_is_six() -> None:
+    assert metrics.perplexity([3 * math.log(1 / 6), math.log(1 / 6)], [3, 1]) == pytest.approx(6)
+    with pytest.raises(EvaluationError, match="reference token"):
+        metrics.perplexity([], [])
+
+
+def test_win_rate_counts_ties_half() -> None:
+    rate = metrics.win_rate(floats(1, 2, 3, 0), floats(0, 2, 4, -1))
+    assert rate.value == (1 + 0.5 + 0 + 1) / 4
+    assert rate.n == 4
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1))
+def test_swapping_the_sides_mirrors_the_win_rate(scores: list[tuple[int, int]]) -> None:
+    a, b = np.array(scores, dtype=np.float64).T
+    here, there = metrics.win_rate(a, b), metrics.win_rate(b, a)
+    assert here.value == pytest.approx(1 - there.value)
+    assert here.low == pytest.approx(1 - (there.high or 0.0))
+
+
+def test_wilson_agrees_with_statsmodels() -> None:
+    proportion = pytest.importorskip("statsmodels.stats.proportion")
+    for successes, n in ((0, 10), (3, 10), (10, 10), (137, 400)):
+        expected = proportion.proportion_confint(successes, n, method="wilson")
+        assert metrics.wilson_interval(successes, n) == pytest.approx(expected, abs=1e-9)
+    with pytest.raises(EvaluationError):
+        metrics.wilson_interval(0, 0)
+
+
+def test_wilson_solves_its_quadratic() -> None:
+    # Its ends are where (p - rate)^2 = z^2 p (1 - p) / n.
+    for p in metrics.wilson_interval(7, 20):
+        assert (p - 7 / 20) ** 2 == pytest.approx(metrics.Z**2 * p * (1 - p) / 20)
+
+
+def test_equal_lengths_leave_the_plain_win_rate() -> None:
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(0.3, 1, 80), generator.normal(0, 1, 80)
+    controlled = metrics.length_controlled_win_rate(
+        a, b, np.zeros(80), bootstrap_samples=200, seed=0
+    )
+    assert controlled.value == pytest.approx(metrics.win_rate(a, b).value, abs=1e-7)
+
+
+def test_the_length_controlled_fit_is_the_maximum_of_its_likelihood() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    generator = np.random.default_rng(1)
+    difference = generator.normal(5, 20, 60)
+    a = generator.normal(0, 1, 60) + 0.05 * difference
+    b = np.zeros(60)
+    x = np.tanh(difference / difference.std())
+    won = (a > b).astype(float)
+
+    def loss(theta: metrics.Floats) -> float:
+        eta = theta[0] + theta[1] * x
+        return float((np.log1p(np.exp(eta)) - won * eta).sum() + theta[1] ** 2 / 2)
+
+    best = optimize.minimize(loss, np.zeros(2)).x
+    controlled = metrics.length_controlled_win_rate(a, b, difference, bootstrap_samples=50, seed=0)
+    assert controlled.value == pytest.approx(1 / (1 + math.exp(-best[0])), abs=1e-4)
+
+
+def test_a_judge_that_counts_words_is_seen_through() -> None:
+    generator = np.random.default_rng(2)
+    difference = generator.normal(15, 20, 400)  # the candidate is longer on average
+    score = difference + generator.normal(0, 5, 400)  # and the judge likes nothing but length
+    plain = metrics.win_rate(score, np.zeros(400))
+    controlled = metrics.length_controlled_win_rate(
+        score, np.zeros(400), difference, bootstrap_samples=200, seed=0
+    )
+    assert plain.low is not None
+    assert plain.low > 0.6
+    assert controlled.low is not None
+    assert controlled.low < 0.5
+
+
+def test_a_clean_sweep_stays_finite() -> None:
+    controlled = metrics.length_controlled_win_rate(
+        np.ones(20), np.zeros(20), np.arange(20.0), bootstrap_samples=100, seed=0
+    )
+    assert controlled.low is not None
+    assert 0.9 < controlled.low <= controlled.value < 1
+
+
+def test_one_prompt_has_no_interval() -> None:
+    one = floats(1.0)
+    assert metrics.bootstrap_mean(one, samples=10, seed=0) == metrics.Number(1.0, n=1)
+    controlled = metrics.length_controlled_win_rate(
+        one, floats(0), floats(3), bootstrap_samples=10, seed=0
+    )
+    assert controlled.low is None
+    with pytest.raises(EvaluationError):
+        metrics.bootstrap_mean(floats(), samples=10, seed=0)
+
+
+def test_the_bootstrap_interval_is_the_normal_one_for_normal_values() -> None:
+    values = np.random.default_rng(3).normal(2.0, 3.0, 2000)
+    number = metrics.bootstrap_mean(values, samples=2000, seed=1)
+    half = metrics.Z * values.std() / math.sqrt(len(values))
+    assert number.value == pytest.approx(values.mean())
+    assert number.low == pytest.approx(values.mean() - half, abs=0.02)
+    assert number.high == pytest.approx(values.mean() + half, abs=0.02)
+    assert metrics.bootstrap_mean(values, samples=2000, seed=1) == number
+
+
+def test_the_bootstrap_interval_covers_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(4)
+    covered = 0
+    for trial in range(300):
+        number = metrics.bootstrap_mean(generator.exponential(1.0, 50), samples=300, seed=trial)
+        covered += (number.low or 0.0) <= 1.0 <= (number.high or 0.0)
+    assert 0.88 <= covered / 300 <= 0.98
+
+
+def test_a_ratio_is_of_sums_not_of_means() -> None:
+    number = metrics.bootstrap_ratio(floats(1, 9), floats(1, 3), samples=50, seed=0)
+    assert number.value == 2.5
