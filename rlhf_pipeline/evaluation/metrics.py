@@ -62,19 +62,6 @@ def _ngrams(tokens: Sequence[str], n: int) -> list[tuple[str, ...]]:
     return list(zip(*(tokens[i:] for i in range(n)), strict=False))
 
 
-def perplexity(logprob_sums: Sequence[float], tokens: Sequence[int]) -> float:
-    """Return exp(-mean log-probability per token) over all texts together.
-
-    `logprob_sums` are nats per text, `tokens` their lengths. Source: Jelinek et al. 1977, doi:10.1121/1.2016299.
-    """
-    total = sum(tokens)
-    if total == 0:
-        raise EvaluationError(
-            "perplexity needs at least one reference token, found none; give prompts references"
-        )
-    return math.exp(-math.fsum(logprob_sums) / total)
-
-
 def outcomes(candidate: Floats, other: Floats) -> Floats:
     """Return 1 where the candidate scored higher, 0 where lower, 0.5 where they tie."""
     difference = candidate - other
@@ -167,9 +154,21 @@ def bootstrap_mean(values: Floats, *, samples: int, seed: int) -> Number:
     return bootstrap_statistic(lambda w: (w @ values) / w.sum(1), len(values), samples, seed)
 
 
-def bootstrap_ratio(above: Floats, below: Floats, *, samples: int, seed: int) -> Number:
-    """Return sum(above) / sum(below) with its percentile bootstrap interval over the prompts."""
-    return bootstrap_statistic(lambda w: (w @ above) / (w @ below), len(above), samples, seed)
+def perplexity(logprob_sums: Floats, tokens: Floats, *, samples: int, seed: int) -> Number:
+    """Return exp(-mean log-probability per token) over all texts together, with its interval.
+
+    `logprob_sums` (n,) are nats per text, `tokens` (n,) their lengths; texts of no tokens say
+    nothing and are left out. Source: Jelinek et al. 1977, doi:10.1121/1.2016299.
+    """
+    known = tokens > 0
+    if not known.any():
+        raise EvaluationError(
+            "perplexity needs at least one reference token, found none; give prompts references"
+        )
+    nats, lengths = -logprob_sums[known], tokens[known]
+    return bootstrap_statistic(
+        lambda w: np.exp((w @ nats) / (w @ lengths)), len(nats), samples, seed
+    )
 
 
 def bootstrap_statistic(

@@ -34,9 +34,20 @@ def test_words_split_signs_from_letters() -> None:
 
 
 def test_perplexity_of_a_fair_die_is_six() -> None:
-    assert metrics.perplexity([3 * math.log(1 / 6), math.log(1 / 6)], [3, 1]) == pytest.approx(6)
+    sums = floats(3 * math.log(1 / 6), math.log(1 / 6), 0)
+    number = metrics.perplexity(sums, floats(3, 1, 0), samples=50, seed=0)
+    assert number.value == pytest.approx(6)
+    assert number.n == 2
     with pytest.raises(EvaluationError, match="reference token"):
-        metrics.perplexity([], [])
+        metrics.perplexity(floats(0), floats(0), samples=50, seed=0)
+
+
+def test_perplexity_weighs_tokens_not_texts() -> None:
+    # 3 tokens at 1/2 and 1 at 1/32: nats 3 ln 2 + 5 ln 2 over 4 tokens = 2 ln 2
+    number = metrics.perplexity(
+        floats(3 * math.log(1 / 2), math.log(1 / 32)), floats(3, 1), samples=50, seed=0
+    )
+    assert number.value == pytest.approx(4)
 
 
 def test_win_rate_counts_ties_half() -> None:
@@ -145,8 +156,3 @@ def test_the_bootstrap_interval_covers_as_often_as_it_says() -> None:
         number = metrics.bootstrap_mean(generator.exponential(1.0, 50), samples=300, seed=trial)
         covered += (number.low or 0.0) <= 1.0 <= (number.high or 0.0)
     assert 0.88 <= covered / 300 <= 0.98
-
-
-def test_a_ratio_is_of_sums_not_of_means() -> None:
-    number = metrics.bootstrap_ratio(floats(1, 9), floats(1, 3), samples=50, seed=0)
-    assert number.value == 2.5

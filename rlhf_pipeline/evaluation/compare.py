@@ -1,0 +1,371 @@
+"""Candidate, baseline and champion answer the same held-out prompts; the gate's judge scores them.
+
+One policy is in memory at a time. All sample with the same seed, so a difference between prompts
+is paired. Failure is an exception, never a bad number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhf_pipeline.errors import EvaluationError
+from rlhf_pipeline.evaluation import metrics
+from rlhf_pipeline.evaluation.metrics import Floats, Number
+from rlhf_pipeline.evaluation.report import (
+    GATE_SCORE,
+    KL,
+    EvaluationReport,
+    Sample,
+    prompt_to_rows,
+)
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    Progress,
+    RewardFunction,
+    RewardInput,
+    ignore_progress,
+)
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.policy.loading import Policy
+
+SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
+OTHERS = ("baseline", "champion")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How every system answers."""
+
+    max_completion_tokens: int
+    max_prompt_tokens: int
+    temperature: float
+    seed: int
+    batch_size: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion, with the very tokens that were drawn (their text may encode otherwise)."""
+
+    text: str
+    ids: list[int]  # eos counts
+    finished: bool  # False: cut off at the token limit
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one system wrote, and what it thinks of it and of the references."""
+
+    completions: list[Answer]
+    vocabulary: Mapping[str, int]
+    logprobs: Floats  # (n,) nats of each of its own completions, at the sampling temperature
+    reference_logprobs: Floats  # (n,) nats of each prompt's references together
+    reference_tokens: Floats  # (n,)
+    kl_to_baseline: Floats  # (n,) log-ratio of its own completions; 0 for the baseline
+    scores: dict[str, Floats] = field(default_factory=dict)
+
+
+def compare(
+    candidate: Path,
+    baseline: Path,
+    champion: Path | None,
+    prompts: Sequence[EvaluationPrompt],
+    judge: RewardFunction,
+    other_rewards: Mapping[str, RewardFunction],
+    *,
+    max_completion_tokens: int,
+    max_prompt_tokens: int,
+    temperature: float,
+    seed: int,
+    bootstrap_samples: int,
+    samples_shown: int = 10,
+    batch_size: int = 64,
+    device: str = "auto",
+    dtype: str = "float32",
+    report: Progress = ignore_progress,
+) -> EvaluationReport:
+    """Return the comparison on `prompts`. No champion, or the same folder, means the baseline.
+
+    1. Candidate and champion answer, and say how likely their answers and the references are.
+    2. The baseline does the same and says how likely it finds the others' answers (for the KL).
+    3. The judge and the other rewards score all answers.
+    4. Numbers, paired differences and win rates with intervals.
+
+    The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
+    Schulman, joschu.net/blog/kl-approx.html), at the sampling temperature, on the tokens drawn.
+    Raises EvaluationError on fewer than 2 prompts, policies of different
+    vocabularies, a temperature of 0, or a reward that is not finite.
+    """
+    if len(prompts) < 2:
+        raise EvaluationError(
+            f"a comparison needs at least 2 held-out prompts, found {len(prompts)}; raise "
+            "feedback.evaluation_share or collect more"
+        )
+    if temperature <= 0:
+        raise EvaluationError(
+            f"a comparison samples, so it needs a temperature above 0, found {temperature}; "
+            "raise it (0.7 is usual)"
+        )
+    started = time.monotonic()
+    how = Sampling(
+        max_completion_tokens, max_prompt_tokens, temperature, seed, batch_size, device, dtype
+    )
+    folders = {
+        "candidate": candidate.resolve(),
+        "champion": (champion or baseline).resolve(),
+        "baseline": baseline.resolve(),
+    }
+    answers: dict[Path, Answers] = {}
+    # The baseline comes last: by then it is known whose answers it has to weigh.
+    others = [f for f in dict.fromkeys(folders.values()) if f != folders["baseline"]]
+    for folder in [*others, folders["baseline"]]:
+        report({"stage": f"{next(s for s in folders if folders[s] == folder)} answers"})
+        weighs = answers if folder == folders["baseline"] else {}
+        answers[folder] = _visit(folder, prompts, weighs, how, report)
+    for folder, found in answers.items():
+        report({"stage": "scoring", "systems": len(answers)})
+        items = [
+            RewardInput(p.prompt, c.text, p.references)
+            for p, c in zip(prompts, found.completions, strict=True)
+        ]
+        for name, reward in {GATE_SCORE: judge, **_named(other_rewards)}.items():
+            found.scores[name] = _finite(reward(items), len(items), name, folder)
+    by_system = {system: answers[folders[system]] for system in ("candidate", *OTHERS)}
+    return _summarise(
+        prompts,
+        by_system,
+        seed=seed,
+        temperature=temperature,
+        bootstrap_samples=bootstrap_samples,
+        samples_shown=samples_shown,
+        started=started,
+    )
+
+
+def _visit(
+    folder: Path,
+    prompts: Sequence[EvaluationPrompt],
+    others: Mapping[Path, Answers],
+    how: Sampling,
+    report: Progress,
+) -> Answers:
+    """Load one policy, let it answer, and weigh the others' answers (the baseline's task)."""
+    from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+    from rlhf_pipeline.policy.loading import load_policy
+
+    policy = load_policy(folder, device=how.device, dtype=how.dtype)
+    starts = encode_prompts(
+        policy.tokenizer, [p.prompt for p in prompts], max_tokens=how.max_prompt_tokens
+    )
+    if how.max_prompt_tokens + how.max_completion_tokens > policy.context_length:
+        raise EvaluationError(
+            f"prompt and completion must fit a context of {policy.context_length} tokens, found "
+            f"{how.max_prompt_tokens} + {how.max_completion_tokens}; lower one of the two"
+        )
+    completions = _answer(policy, starts, how, report)
+    written = [c.ids for c in completions]
+    vocabulary = policy.tokenizer.get_vocab()
+    for other, found in others.items():
+        if found.vocabulary != vocabulary:
+            raise EvaluationError(
+                f"policies that are compared need one vocabulary, found {len(found.vocabulary)} "
+                f"tokens in {other.name} and {len(vocabulary)} in the baseline, or other ids; "
+                "start the candidate from the baseline, or reset the baseline"
+            )
+        theirs = [c.ids for c in found.completions]
+        found.kl_to_baseline[:] = found.logprobs - _logprobs(
+            policy, starts, theirs, how.temperature
+        )
+    owners = [i for i, p in enumerate(prompts) for _ in p.references]
+    texts = [text for p in prompts for text in p.references]
+    references = encode_completions(policy.tokenizer, texts, max_tokens=how.max_completion_tokens)
+    sums = _logprobs(policy, [starts[i] for i in owners], references, temperature=1.0)
+    n = len(prompts)
+    reference_logprobs, reference_tokens = np.zeros(n), np.zeros(n)
+    np.add.at(reference_logprobs, owners, sums)
+    np.add.at(reference_tokens, owners, [len(row) for row in references])
+    return Answers(
+        completions,
+        vocabulary,
+        _logprobs(policy, starts, written, how.temperature),
+        reference_logprobs,
+        reference_tokens,
+        np.zeros(n),
+    )
+
+
+def _answer(
+    policy: Policy, starts: Sequence[Sequence[int]], how: Sampling, report: Progress
+) -> list[Answer]:
+    """Return what `policy.sampling.complete` would, with the tokens kept."""
+    import torch
+
+    from rlhf_pipeline.policy.chat import decode_completions
+    from rlhf_pipeline.policy.sampling import decode, pad_left
+
+    generator = torch.Generator().manual_seed(how.seed)
+    uniforms = torch.rand(len(starts), how.max_completion_tokens, generator=generator)
+    order = sorted(range(len(starts)), key=lambda i: len(starts[i]))
+    answers: dict[int, Answer] = {}
+    for first in range(0, len(order), how.batch_size):
+        members = order[first : first + how.batch_size]
+        ids, mask = pad_left([starts[i] for i in members], policy.pad_id)
+        drawn = decode(
+            policy.model,
+            ids.to(policy.device),
+            mask.to(policy.device),
+            uniforms[members].to(policy.device),
+            temperature=how.temperature,
+            eos_id=policy.eos_id,
+            pad_id=policy.pad_id,
+        )
+        lengths = drawn.completion_mask.sum(1).tolist()
+        rows = [r[:n] for r, n in zip(drawn.completion_ids.tolist(), lengths, strict=True)]
+        texts = decode_completions(policy.tokenizer, rows)
+        for i, text, row, ended in zip(members, texts, rows, drawn.finished.tolist(), strict=True):
+            answers[i] = Answer(text, row, ended)
+        report({"completions": len(answers), "of": len(order)})
+    return [answers[i] for i in range(len(starts))]
+
+
+def _logprobs(
+    policy: Policy,
+    starts: Sequence[Sequence[int]],
+    rows: Sequence[Sequence[int]],
+    temperature: float,
+) -> Floats:
+    """Return the summed log-probability of each row of tokens after its prompt, (n,) nats."""
+    import torch
+
+    from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, pad_right
+
+    sums = np.zeros(len(rows))
+    order = sorted((i for i in range(len(rows)) if rows[i]), key=lambda i: len(rows[i]))
+    with torch.no_grad():
+        for first in range(0, len(order), SCORING_BATCH):
+            members = order[first : first + SCORING_BATCH]
+            batch = (
+                *pad_left([starts[i] for i in members], policy.pad_id),
+                *pad_right([rows[i] for i in members], policy.pad_id),
+            )
+            logprobs = completion_logprobs(
+                policy.model, *(t.to(policy.device) for t in batch), temperature=temperature
+            )
+            sums[members] = logprobs.sum(1).double().cpu().numpy()
+    return sums
+
+
+def _summarise(
+    prompts: Sequence[EvaluationPrompt],
+    systems: Mapping[str, Answers],
+    *,
+    seed: int,
+    temperature: float,
+    bootstrap_samples: int,
+    samples_shown: int,
+    started: float,
+) -> EvaluationReport:
+    same = systems["champion"] is systems["baseline"]
+    values = {system: _per_prompt(answers) for system, answers in systems.items()}
+
+    def mean(of: Floats) -> Number:
+        return metrics.bootstrap_mean(of, samples=bootstrap_samples, seed=seed)
+
+    def summary(system: str) -> dict[str, Number]:
+        answers, n = systems[system], len(prompts)
+        texts = [c.text for c in answers.completions]
+        found = {metric: mean(of) for metric, of in values[system].items() if metric != KL}
+        found["distinct_1"] = Number(metrics.distinct(texts, 1), n=n)
+        found["distinct_2"] = Number(metrics.distinct(texts, 2), n=n)
+        if answers.reference_tokens.any():
+            found["perplexity"] = metrics.perplexity(
+                answers.reference_logprobs,
+                answers.reference_tokens,
+                samples=bootstrap_samples,
+                seed=seed,
+            )
+        found[KL] = mean(values[system][KL])
+        return found
+
+    numbers = {"candidate": summary("candidate"), "baseline": summary("baseline")}
+    numbers["champion"] = numbers["baseline"] if same else summary("champion")
+    differences: dict[str, dict[str, Number]] = {}
+    plain: dict[str, Number] = {}
+    controlled: dict[str, Number] = {}
+    here = values["candidate"]
+    for against in OTHERS[:1] if same else OTHERS:
+        other = values[against]
+        differences[against] = {m: mean(here[m] - other[m]) for m in here if m != KL}
+        plain[against] = metrics.win_rate(here[GATE_SCORE], other[GATE_SCORE])
+        controlled[against] = metrics.length_controlled_win_rate(
+            here[GATE_SCORE],
+            other[GATE_SCORE],
+            here["length_tokens"] - other["length_tokens"],
+            bootstrap_samples=bootstrap_samples,
+            seed=seed,
+        )
+    if same:
+        differences["champion"] = differences["baseline"]
+        plain["champion"], controlled["champion"] = plain["baseline"], controlled["baseline"]
+    shown = [s for s in systems if not (same and s == "champion")]
+    chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
+    return EvaluationReport(
+        prompts=len(prompts),
+        seed=seed,
+        temperature=temperature,
+        champion_is_baseline=same,
+        numbers=numbers,
+        differences=differences,
+        win_rates=plain,
+        length_controlled_win_rates=controlled,
+        scores={s: [float(x) for x in systems[s].scores[GATE_SCORE]] for s in systems},
+        samples=[
+            Sample(
+                prompts[i].prompt_id,
+                prompt_to_rows(prompts[i].prompt),
+                {s: systems[s].completions[i].text for s in shown},
+                {s: float(systems[s].scores[GATE_SCORE][i]) for s in shown},
+            )
+            for i in chosen.tolist()
+        ],
+        seconds=time.monotonic() - started,
+    )
+
+
+def _per_prompt(answers: Answers) -> dict[str, Floats]:
+    """Return the metrics that are means over prompts, one value per prompt."""
+    completions = answers.completions
+    return {
+        **answers.scores,
+        "length_tokens": np.array([len(c.ids) for c in completions], dtype=np.float64),
+        "repetition": np.array([metrics.repetition(c.text) for c in completions]),
+        "truncation_rate": np.array([float(not c.finished) for c in completions]),
+        KL: answers.kl_to_baseline,
+    }
+
+
+def _named(rewards: Mapping[str, RewardFunction]) -> dict[str, RewardFunction]:
+    named = {f"{name}_score": reward for name, reward in rewards.items()}
+    if GATE_SCORE in named:
+        raise EvaluationError("the name 'gate' is the judge's; give the other reward another name")
+    return named
+
+
+def _finite(scores: Sequence[float], expected: int, name: str, folder: Path) -> Floats:
+    found = np.asarray(scores, dtype=np.float64)
+    if found.shape != (expected,) or not np.isfinite(found).all():
+        odd = int((~np.isfinite(found)).sum())
+        raise EvaluationError(
+            f"{name} needs one finite score for each of {expected} completions of {folder.name}, "
+            f"found shape {found.shape} with {odd} not finite; check the reward"
+        )
+    return found

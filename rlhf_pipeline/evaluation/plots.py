@@ -1,0 +1,66 @@
+"""The two pictures of a comparison: where the scores lie, and the win rates with intervals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_pipeline.evaluation.report import EvaluationReport
+
+COLOURS = {"candidate": "#1b7837", "baseline": "#999999", "champion": "#2166ac"}
+
+
+def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
+    """Write score_distributions.png and win_rates.png into `directory`; return their paths."""
+    from matplotlib.figure import Figure
+
+    directory.mkdir(parents=True, exist_ok=True)
+    systems = ["baseline", "candidate"]
+    if not report.champion_is_baseline:
+        systems.insert(1, "champion")
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    pooled = [score for system in systems for score in report.scores[system]]
+    edges = _edges(min(pooled), max(pooled), 30)
+    for system in systems:
+        mean = report.numbers[system]["gate_score"].value
+        axes.hist(
+            report.scores[system],
+            bins=edges,
+            alpha=0.5,
+            color=COLOURS[system],
+            label=f"{system}, mean {mean:.2f}",
+        )
+        axes.axvline(mean, color=COLOURS[system], linestyle="--")
+    axes.set(title="Gate score per held-out prompt", xlabel="score", ylabel="prompts")
+    axes.legend()
+    distributions = directory / "score_distributions.png"
+    figure.savefig(distributions, dpi=110)
+
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    rows = [
+        (f"{name} against {against}", rates[against])
+        for against in systems
+        if against != "candidate"
+        for name, rates in (
+            ("win rate", report.win_rates),
+            ("length-controlled", report.length_controlled_win_rates),
+        )
+    ]
+    for height, (_, rate) in enumerate(rows):
+        if rate.low is not None and rate.high is not None:
+            axes.hlines(height, rate.low, rate.high, color=COLOURS["candidate"], linewidth=3)
+        axes.plot(rate.value, height, "o", color=COLOURS["candidate"])
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.axvline(0.5, color="#999999", linestyle=":")
+    axes.set(title=f"Candidate's win rate, {report.prompts} prompts, 95 % intervals", xlim=(0, 1))
+    axes.set_ylim(-0.5, len(rows) - 0.5)
+    win_rates = directory / "win_rates.png"
+    figure.savefig(win_rates, dpi=110)
+    return [distributions, win_rates]
+
+
+def _edges(low: float, high: float, bins: int) -> list[float]:
+    width = (high - low or 1.0) / bins
+    return [low + i * width for i in range(bins + 1)]

@@ -1,0 +1,183 @@
+"""What a comparison found: numbers, paired differences, samples; as JSON, markdown and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.records import Prompt
+
+System = Literal["candidate", "baseline", "champion"]
+Against = Literal["baseline", "champion"]
+
+GATE_SCORE = "gate_score"
+KL = "kl_to_baseline"
+
+MEANING = {
+    GATE_SCORE: "score of the gate's reward model, which nothing was trained or chosen by",
+    "length_tokens": "tokens per completion, the end token among them",
+    "distinct_1": "distinct words over all words",
+    "distinct_2": "distinct word pairs over all word pairs",
+    "repetition": "share of a completion's 4-grams that it had said before",
+    "truncation_rate": "share of completions cut off at the token limit",
+    "perplexity": "of the prompts' reference completions",
+    KL: "nats per completion, estimated on the system's own completions",
+}
+
+REPETITION_FLOOR = 0.02  # below this, twice as much repetition still is next to none
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt and what each system answered, with the gate's score."""
+
+    prompt_id: str
+    prompt: list[list[str]]  # [role, content] per message
+    completions: dict[str, str]
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """Candidate against baseline and champion on the same prompts. Where the champion is the
+    baseline, both columns hold the same numbers.
+    """
+
+    prompts: int
+    seed: int
+    temperature: float
+    champion_is_baseline: bool
+    numbers: dict[str, dict[str, Number]]  # system -> metric
+    differences: dict[str, dict[str, Number]]  # against -> metric: candidate minus the other
+    win_rates: dict[str, Number]  # against
+    length_controlled_win_rates: dict[str, Number]  # against
+    scores: dict[str, list[float]]  # system -> the gate's score per prompt
+    samples: list[Sample]
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return every number by a flat name: what the gate reads and MLflow shows.
+
+        `candidate/gate_score`, `vs_champion/gate_score_low`, `vs_champion/win_rate`, ... and, per
+        other system, `length_ratio`, `distinct_2_change` and `perplexity_change` (relative),
+        `repetition_change` (relative to at least 0.02), `truncation_beyond` (the candidate's rate
+        where it exceeds the other's, else 0). What was not measured is not there.
+        """
+        flat: dict[str, float] = {}
+        for system, numbers in self.numbers.items():
+            for metric, number in numbers.items():
+                _spread(flat, f"{system}/{metric}", number)
+        for against in self.differences:
+            there = f"vs_{against}"
+            for metric, number in self.differences[against].items():
+                _spread(flat, f"{there}/{metric}", number)
+            _spread(flat, f"{there}/win_rate", self.win_rates[against])
+            controlled = self.length_controlled_win_rates[against]
+            _spread(flat, f"{there}/length_controlled_win_rate", controlled)
+            flat |= {f"{there}/{key}": value for key, value in self._relations(against).items()}
+        return flat
+
+    def _relations(self, against: str) -> dict[str, float]:
+        here, other = self.numbers["candidate"], self.numbers[against]
+        found: dict[str, float] = {}
+        if other["length_tokens"].value > 0:
+            found["length_ratio"] = here["length_tokens"].value / other["length_tokens"].value
+        for metric in ("distinct_2", "perplexity"):
+            if metric in here and metric in other and other[metric].value > 0:
+                found[f"{metric}_change"] = here[metric].value / other[metric].value - 1
+        before = max(other["repetition"].value, REPETITION_FLOOR)
+        found["repetition_change"] = (here["repetition"].value - other["repetition"].value) / before
+        rate = here["truncation_rate"].value
+        found["truncation_beyond"] = rate if rate > other["truncation_rate"].value else 0.0
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; `from_json` takes them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EvaluationReport:
+        """Return the report that `to_json` gave."""
+        fields = dict(value)
+        for name in ("numbers", "differences"):
+            fields[name] = {k: _numbers(v) for k, v in fields[name].items()}
+        for name in ("win_rates", "length_controlled_win_rates"):
+            fields[name] = _numbers(fields[name])
+        fields["samples"] = [Sample(**sample) for sample in fields["samples"]]
+        return cls(**fields)
+
+    def to_markdown(self) -> str:
+        """Return the tables a person reads, then the completions side by side."""
+        parts = [f"{self.prompts} held-out prompts, temperature {self.temperature:g}."]
+        parts += [self._table("baseline")]
+        if not self.champion_is_baseline:
+            parts += [self._table("champion")]
+        parts += ["### Side by side", *(_sample_to_markdown(s) for s in self.samples)]
+        return "\n\n".join(parts) + "\n"
+
+    def _table(self, against: str) -> str:
+        rows = [
+            f"| metric | {against} | candidate | change | change % | 95 % interval |",
+            "|---|---|---|---|---|---|",
+        ]
+        for metric, here in self.numbers["candidate"].items():
+            other = self.numbers[against].get(metric)
+            if other is None:
+                continue
+            change = here.value - other.value
+            percent = f"{100 * change / abs(other.value):+.1f} %" if other.value else "–"
+            interval = _interval(self.differences[against].get(metric), "+.3f")
+            rows.append(
+                f"| {metric} | {other.value:.3f} | {here.value:.3f} | {change:+.3f} "
+                f"| {percent} | {interval} |"
+            )
+        for name, rates in (
+            ("win rate", self.win_rates),
+            ("win rate, length-controlled", self.length_controlled_win_rates),
+        ):
+            rate = rates[against]
+            rows.append(
+                f"| {name} | {1 - rate.value:.3f} | {rate.value:.3f} | {rate.value - 0.5:+.3f} "
+                f"| | {_interval(rate, '.3f')} |"
+            )
+        return f"### Candidate against {against}\n\n" + "\n".join(rows)
+
+
+def _spread(flat: dict[str, float], name: str, number: Number) -> None:
+    flat[name] = number.value
+    if number.low is not None and number.high is not None:
+        flat[f"{name}_low"], flat[f"{name}_high"] = number.low, number.high
+
+
+def _numbers(value: Mapping[str, Any]) -> dict[str, Number]:
+    return {key: Number(**number) for key, number in value.items()}
+
+
+def _interval(number: Number | None, style: str) -> str:
+    if number is None or number.low is None or number.high is None:
+        return "–"
+    return f"{number.low:{style}} to {number.high:{style}}"
+
+
+def _sample_to_markdown(sample: Sample) -> str:
+    lines = [f"> **{role}:** {_one_line(content)}" for role, content in sample.prompt]
+    rows = [
+        f"- **{system}** ({sample.scores[system]:.2f}): {_one_line(text)}"
+        for system, text in sample.completions.items()
+    ]
+    return "\n>\n".join(lines) + "\n\n" + "\n".join(rows)
+
+
+def _one_line(text: str) -> str:
+    """Return text that cannot break out of its line or act as HTML or markdown."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    for sign in ("\\", "`", "*", "_", "[", "]", "|", "!", "#"):
+        plain = plain.replace(sign, f"\\{sign}")
+    return plain
+
+
+def prompt_to_rows(prompt: Prompt) -> list[list[str]]:
+    """Return a prompt as `Sample` keeps it."""
+    return [[message.role, message.content] for message in prompt]

@@ -1,0 +1,267 @@
+"""Real tiny policies, untrained: what is checked is the arithmetic around them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pipeline.errors import EvaluationError
+from rlhf_pipeline.evaluation.compare import Sampling, _answer, compare
+from rlhf_pipeline.evaluation.plots import write_plots
+from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
+from rlhf_pipeline.policy.loading import load_policy, save_policy
+from rlhf_pipeline.policy.sampling import complete
+from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    RewardFunction,
+    RewardInput,
+    ignore_progress,
+    user_prompt,
+)
+
+TEXTS = ["how do I bake bread", "what is the time", "tell me a story about rain"]
+PROMPTS = [
+    EvaluationPrompt(f"p{i}", user_prompt(f"{TEXTS[i % 3]} {i}"), ("a b", "c") if i % 2 else ())
+    for i in range(12)
+]
+
+
+def run(
+    candidate: Path,
+    baseline: Path,
+    champion: Path | None = None,
+    prompts: Sequence[EvaluationPrompt] = PROMPTS,
+    judge: RewardFunction | None = None,
+    *,
+    others: Mapping[str, RewardFunction] | None = None,
+    temperature: float = 0.8,
+    max_prompt_tokens: int = 40,
+) -> EvaluationReport:
+    return compare(
+        candidate,
+        baseline,
+        champion,
+        prompts,
+        judge or letters,
+        others or {},
+        max_completion_tokens=8,
+        max_prompt_tokens=max_prompt_tokens,
+        temperature=temperature,
+        seed=3,
+        bootstrap_samples=100,
+        device="cpu",
+    )
+
+
+def letters(items: Sequence[RewardInput]) -> list[float]:
+    """Score by letters: deterministic, and different for most texts."""
+    return [sum(map(ord, item.completion)) / 1000 for item in items]
+
+
+def count(items: Sequence[RewardInput]) -> list[float]:
+    return [float(len(item.completion)) for item in items]
+
+
+def nan_judge(items: Sequence[RewardInput]) -> list[float]:
+    return [math.nan] * len(items)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("policies")
+    made = {}
+    for seed, name in enumerate(("baseline", "champion", "candidate")):
+        policy = build_tiny(
+            TEXTS, vocabulary=280, layers=1, width=32, heads=2, context=64, seed=seed
+        )
+        with torch.no_grad():  # untrained, all tokens are equally likely: make some likelier
+            for name_, weight in policy.model.named_parameters():
+                weight *= 3 if "norm" in name_ else 10 if "layers" in name_ else 1
+        made[name] = root / name
+        save_policy(policy, made[name])
+    other = build_tiny(["zz"], vocabulary=270, layers=1, width=32, heads=2, context=64, seed=0)
+    save_policy(other, root / "other")
+    return made | {"other": root / "other"}
+
+
+@pytest.fixture(scope="module")
+def report(folders: dict[str, Path]) -> EvaluationReport:
+    return run(
+        folders["candidate"], folders["baseline"], folders["champion"], others={"proxy": count}
+    )
+
+
+def test_every_system_has_every_number(report: EvaluationReport) -> None:
+    for system in ("candidate", "baseline", "champion"):
+        assert set(report.numbers[system]) == {
+            "gate_score",
+            "proxy_score",
+            "length_tokens",
+            "repetition",
+            "truncation_rate",
+            "distinct_1",
+            "distinct_2",
+            "perplexity",
+            "kl_to_baseline",
+        }
+    assert not report.champion_is_baseline
+    assert report.numbers["baseline"]["kl_to_baseline"].value == 0
+
+
+def test_differences_and_win_rates_are_of_the_paired_scores(report: EvaluationReport) -> None:
+    for against in ("baseline", "champion"):
+        pairs = list(zip(report.scores["candidate"], report.scores[against], strict=True))
+        mean = sum(a - b for a, b in pairs) / len(pairs)
+        wins = sum(1.0 if a > b + 1e-6 else 0.5 if abs(a - b) <= 1e-6 else 0.0 for a, b in pairs)
+        assert report.differences[against]["gate_score"].value == pytest.approx(mean)
+        assert report.win_rates[against].value == pytest.approx(wins / len(pairs))
+
+
+def test_kl_and_perplexity_agree_with_a_slow_loop(
+    report: EvaluationReport, folders: dict[str, Path]
+) -> None:
+    policies = {s: load_policy(folders[s], device="cpu") for s in ("candidate", "baseline")}
+    prompts = [p.prompt for p in PROMPTS]
+    starts = [encode_prompt(policies["baseline"].tokenizer, p, max_tokens=40) for p in prompts]
+    how = Sampling(8, 40, 0.8, 3, 64, "cpu", "float32")
+    written = _answer(policies["candidate"], starts, how, ignore_progress)
+    tokenizer = policies["baseline"].tokenizer
+
+    def nats(system: str, start: list[int], ids: list[int], temperature: float) -> float:
+        with torch.no_grad():
+            logits = policies[system].model(torch.tensor([start + ids])).logits[0] / temperature
+        steps = logits.log_softmax(-1)
+        return sum(float(steps[len(start) - 1 + t, ids[t]]) for t in range(len(ids)))
+
+    log_ratios = [
+        nats("candidate", start, c.ids, 0.8) - nats("baseline", start, c.ids, 0.8)
+        for start, c in zip(starts, written, strict=True)
+    ]
+    kl = report.numbers["candidate"]["kl_to_baseline"]
+    assert kl.value == pytest.approx(float(np.mean(log_ratios)), rel=1e-4)
+    assert kl.value > 0.5
+
+    total, count = 0.0, 0
+    for prompt, start in zip(PROMPTS, starts, strict=True):
+        for text in prompt.references:
+            ids = encode_completion(tokenizer, text, max_tokens=8)
+            total += nats("baseline", start, ids, 1.0)
+            count += len(ids)
+    expected = math.exp(-total / count)
+    assert report.numbers["baseline"]["perplexity"].value == pytest.approx(expected, rel=1e-4)
+
+
+def test_answers_are_those_of_the_one_decode_loop(
+    report: EvaluationReport, folders: dict[str, Path]
+) -> None:
+    written = complete(
+        load_policy(folders["champion"], device="cpu"),
+        [p.prompt for p in PROMPTS],
+        max_completion_tokens=8,
+        max_prompt_tokens=40,
+        temperature=0.8,
+        seed=3,
+    )
+    by_id = {p.prompt_id: c.text for p, c in zip(PROMPTS, written, strict=True)}
+    assert all(s.completions["champion"] == by_id[s.prompt_id] for s in report.samples)
+    numbers = report.numbers["champion"]
+    assert numbers["length_tokens"].value == pytest.approx(np.mean([c.tokens for c in written]))
+    assert numbers["truncation_rate"].value == pytest.approx(
+        np.mean([not c.finished for c in written])
+    )
+
+
+def test_a_policy_against_itself_is_a_draw(folders: dict[str, Path]) -> None:
+    calls = []
+
+    def judge(items: Sequence[RewardInput]) -> list[float]:
+        calls.append(len(items))
+        return letters(items)
+
+    found = run(folders["baseline"], folders["baseline"], judge=judge)
+    assert found.champion_is_baseline
+    assert calls == [len(PROMPTS)]  # one folder: answered and scored once
+    assert found.win_rates["champion"].value == 0.5
+    assert found.length_controlled_win_rates["baseline"].value == 0.5
+    assert found.differences["champion"]["gate_score"].high == 0
+    assert found.metrics()["candidate/kl_to_baseline"] == 0
+    assert found.metrics()["vs_champion/length_ratio"] == 1
+
+
+def test_the_first_generations_columns_coincide(folders: dict[str, Path]) -> None:
+    found = run(folders["candidate"], folders["baseline"], folders["baseline"])
+    flat = found.metrics()
+    for name, value in flat.items():
+        if name.startswith("vs_champion/"):
+            assert flat[name.replace("champion", "baseline")] == value
+    assert "champion" not in found.samples[0].completions
+    assert "against champion" not in found.to_markdown()
+
+
+def test_a_report_survives_json(report: EvaluationReport) -> None:
+    text = json.dumps(report.to_json(), allow_nan=False)
+    assert EvaluationReport.from_json(json.loads(text)) == report
+
+
+def test_the_markdown_holds_tables_intervals_and_samples(report: EvaluationReport) -> None:
+    text = report.to_markdown()
+    assert "| metric | baseline | candidate | change | change % | 95 % interval |" in text
+    assert "### Candidate against champion" in text
+    assert text.count("**candidate** (") == 10
+    assert len({s.prompt_id for s in report.samples}) == 10
+
+
+def test_completions_cannot_break_out_of_the_markdown(report: EvaluationReport) -> None:
+    value = report.to_json()
+    value["samples"][0]["completions"]["candidate"] = "a | b\n\n# head <script> ![x](y)"
+    text = EvaluationReport.from_json(value).to_markdown()
+    assert "<script>" not in text
+    assert "\n# head" not in text
+    assert "![x]" not in text
+
+
+def test_the_same_seed_gives_the_same_report(
+    report: EvaluationReport, folders: dict[str, Path]
+) -> None:
+    again = run(
+        folders["candidate"], folders["baseline"], folders["champion"], others={"proxy": count}
+    )
+    assert again.numbers == report.numbers
+    assert again.samples == report.samples
+
+
+def test_without_references_there_is_no_perplexity(folders: dict[str, Path]) -> None:
+    bare = [EvaluationPrompt(p.prompt_id, p.prompt) for p in PROMPTS]
+    found = run(folders["candidate"], folders["baseline"], prompts=bare)
+    assert "candidate/perplexity" not in found.metrics()
+
+
+def test_plots_are_pictures(report: EvaluationReport, tmp_path: Path) -> None:
+    paths = write_plots(report, tmp_path / "plots")
+    assert [p.name for p in paths] == ["score_distributions.png", "win_rates.png"]
+    for path in paths:
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_cannot_be_compared_is_refused(folders: dict[str, Path]) -> None:
+    a, b = folders["candidate"], folders["baseline"]
+    with pytest.raises(EvaluationError, match="at least 2"):
+        run(a, b, prompts=PROMPTS[:1])
+    with pytest.raises(EvaluationError, match="temperature above 0"):
+        run(a, b, temperature=0.0)
+    with pytest.raises(EvaluationError, match="not finite"):
+        run(b, b, judge=nan_judge)
+    with pytest.raises(EvaluationError, match="one vocabulary"):
+        run(folders["other"], b)
+    with pytest.raises(EvaluationError, match="the judge's"):
+        run(b, b, others={"gate": count})
+    with pytest.raises(EvaluationError, match="context of 64"):
+        run(b, b, max_prompt_tokens=60)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.errors import EvaluationError
+from rlhf_pipeline.evaluation.gate import DEFAULT_RULES, GateDecision, GateRule, decide
+from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.evaluation.report import EvaluationReport
+
+
+def system(score: float, **changes: float) -> dict[str, Number]:
+    values = {
+        "gate_score": score,
+        "length_tokens": 20.0,
+        "distinct_1": 0.5,
+        "distinct_2": 0.8,
+        "repetition": 0.05,
+        "truncation_rate": 0.0,
+        "perplexity": 12.0,
+        "kl_to_baseline": 0.0,
+    }
+    return {key: Number(value, n=100) for key, value in (values | changes).items()}
+
+
+def report(**changes: float) -> EvaluationReport:
+    """A candidate that passes every rule but for the changes to its numbers."""
+    better = {"gate_score": Number(0.4, 0.2, 0.6, 100)}
+    return EvaluationReport(
+        prompts=100,
+        seed=0,
+        temperature=0.7,
+        champion_is_baseline=False,
+        numbers={
+            "candidate": system(1.0, **({"kl_to_baseline": 4.0} | changes)),
+            "baseline": system(0.5),
+            "champion": system(0.6),
+        },
+        differences={"baseline": better, "champion": better},
+        win_rates={a: Number(0.7, 0.6, 0.8, 100) for a in ("baseline", "champion")},
+        length_controlled_win_rates={
+            a: Number(0.66, 0.55, 0.75, 100) for a in ("baseline", "champion")
+        },
+        scores={s: [0.0] for s in ("candidate", "baseline", "champion")},
+        samples=[],
+        seconds=1.0,
+    )
+
+
+def verdicts(decision: GateDecision) -> dict[str, str]:
+    return {r.rule: r.verdict for r in decision.results}
+
+
+def test_a_better_candidate_passes_every_rule() -> None:
+    decision = decide(report())
+    assert decision.passed
+    assert set(verdicts(decision).values()) == {"pass"}
+    assert decision.reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"length_tokens": 15.9}, "length_at_least"),
+        ({"length_tokens": 25.1}, "length_at_most"),
+        ({"distinct_2": 0.71}, "diversity"),
+        ({"repetition": 0.0626}, "repetition"),
+        ({"truncation_rate": 0.011}, "truncation"),
+        ({"kl_to_baseline": 20.5}, "kl_stop"),
+    ],
+)
+def test_a_breach_of_a_blocking_rule_refuses(changes: dict[str, float], rule: str) -> None:
+    decision = decide(report(**changes))
+    assert not decision.passed
+    failed = [name for name, verdict in verdicts(decision).items() if verdict == "fail"]
+    assert failed == [rule]
+    assert "needed" in decision.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length_tokens": 16.0},
+        {"length_tokens": 25.0},
+        {"distinct_2": 0.7201},
+        {"repetition": 0.0625},
+        {"truncation_rate": 0.01},
+        {"kl_to_baseline": 20.0},
+    ],
+)
+def test_the_limit_itself_is_allowed(changes: dict[str, float]) -> None:
+    assert decide(report(**changes)).passed
+
+
+def test_truncation_no_worse_than_the_champions_passes() -> None:
+    found = report(truncation_rate=0.2)
+    found.numbers["champion"]["truncation_rate"] = Number(0.2, n=100)
+    assert decide(found).passed
+
+
+def test_next_to_no_repetition_may_double() -> None:
+    found = report(repetition=0.002)
+    found.numbers["champion"]["repetition"] = Number(0.001, n=100)
+    assert decide(found).passed
+
+
+def test_lower_bounds_decide_not_means() -> None:
+    found = report()
+    found.differences["champion"] = {"gate_score": Number(0.4, 0.0, 0.8, 100)}
+    assert verdicts(decide(found))["score_vs_champion"] == "fail"
+    found = report()
+    found.length_controlled_win_rates["champion"] = Number(0.6, 0.5, 0.7, 100)
+    assert verdicts(decide(found))["win_rate_vs_champion"] == "fail"
+
+
+def test_a_warning_blocks_nothing() -> None:
+    decision = decide(report(kl_to_baseline=12.0, perplexity=30.0))
+    assert decision.passed
+    assert verdicts(decision)["kl_warning"] == "warn"
+    assert verdicts(decision)["perplexity"] == "warn"
+    assert len(decision.warnings) == 2
+
+
+def test_a_missing_number_is_a_failure_never_a_pass() -> None:
+    found = report()
+    found.differences["champion"] = {"gate_score": Number(9.0, n=1)}  # one prompt: no interval
+    for numbers in found.numbers.values():
+        del numbers["perplexity"], numbers["distinct_2"]
+    decision = decide(found)
+    assert not decision.passed
+    assert verdicts(decision)["score_vs_champion"] == "fail"
+    assert verdicts(decision)["diversity"] == "fail"
+    assert verdicts(decision)["perplexity"] == "warn"
+    assert "found no number" in decision.reasons[0]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_fails(number: float) -> None:
+    decision = decide(report(kl_to_baseline=number))
+    assert verdicts(decision)["kl_stop"] == "fail"
+    json.dumps(decision.to_json(), allow_nan=False)
+
+
+def test_limits_are_overridden_by_name_and_switched_off_in_sight() -> None:
+    short = report(length_tokens=10.0)
+    assert decide(short, {"length_at_least": 0.4}).passed
+    for off in (None, -math.inf, math.inf):
+        decision = decide(short, {"length_at_least": off})
+        assert decision.passed
+        assert verdicts(decision)["length_at_least"] == "off"
+        assert "| length_at_least | 0.5 | – | off |" in decision.to_markdown()
+        json.dumps(decision.to_json(), allow_nan=False)
+
+
+def test_a_misspelt_limit_is_refused() -> None:
+    with pytest.raises(EvaluationError, match="found kl_stopp"):
+        decide(report(), {"kl_stopp": 50.0})
+    with pytest.raises(EvaluationError, match="found nan"):
+        decide(report(), {"kl_stop": math.nan})
+
+
+def test_a_decision_survives_json() -> None:
+    decision = decide(report(length_tokens=40.0))
+    value: Any = json.loads(json.dumps(decision.to_json()))
+    assert GateDecision.from_json(value) == decision
+    assert value["passed"] is False
+
+
+def test_the_markdown_says_verdict_numbers_and_reasons() -> None:
+    text = decide(report(length_tokens=40.0)).to_markdown()
+    assert text.startswith("**The gate refuses it.**")
+    assert "| length_at_most | 2 | ≤ 1.25 | fail |" in text
+    assert "- mean completion length over the champion's: needed ≤ 1.25, found 2" in text
+    assert decide(report()).to_markdown().startswith("**The gate lets it through.**")
+
+
+def test_every_default_rule_reads_a_number_that_a_report_has() -> None:
+    numbers = report().metrics()
+    assert all(rule.metric in numbers for rule in DEFAULT_RULES)
+    assert len({rule.name for rule in DEFAULT_RULES}) == len(DEFAULT_RULES)
+
+
+def test_rules_of_ones_own_are_judged_alike() -> None:
+    rule = GateRule("short", "candidate/length_tokens", "at_most", 5.0, True, "length")
+    assert not decide(report(), rules=[rule]).passed
+    assert decide(report(), rules=[replace(rule, limit=50.0)]).passed
