@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.loading import Policy, load_tokenizer, load_weights
 from rlhf_pipeline.policy.sampling import completion_hidden
 from rlhf_pipeline.ppo.rollout import Tokens
@@ -75,8 +76,10 @@ class SeparateCritic(nn.Module):
 def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Linear] | None:
     """Return the trunk and the scalar head of the reward model kept at directory.
 
-    None, with a warning, where it cannot be a critic: it reads other tokens than the policy writes
-    (an encoder, another vocabulary). Raises ModelError if there is no reward model.
+    The head's bias is less the model's centre offset, so values start where centred scores are.
+    None, with a warning, where it cannot be a critic: an encoder reads what comes later, and
+    another vocabulary reads other tokens than the policy writes. Raises ModelError if there is no
+    reward model. The layout is reward/model.py's.
     """
     trunk_dir, head_file = directory / "trunk", directory / "head.safetensors"
     if not trunk_dir.is_dir() or not head_file.is_file():
@@ -84,11 +87,14 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
             f"a reward model is needed at {directory} to start the critic from, found no trunk "
             "folder with head.safetensors beside it; check the path or leave value_init out"
         )
-    if load_tokenizer(trunk_dir).get_vocab() != policy.tokenizer.get_vocab():
+    facts = read_json(directory / "reward_model.json")
+    same_tokens = load_tokenizer(trunk_dir).get_vocab() == policy.tokenizer.get_vocab()
+    if facts["reads"] != "last" or not same_tokens:
+        what = "another vocabulary than the policy" if not same_tokens else "an encoder's trunk"
         warnings.warn(
-            f"the reward model at {directory} has another vocabulary than the policy, so the "
-            "critic starts from the policy's trunk; set ppo.critic to shared, or train the reward "
-            "model on the policy's base, to silence this",
+            f"the reward model at {directory} has {what}, so the critic starts from the policy's "
+            "trunk; leave value_init out, or train the reward model on the policy's base, to "
+            "silence this",
             stacklevel=2,
         )
         return None
@@ -96,4 +102,6 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
     saved = load_file(head_file)
     head = nn.Linear(saved["weight"].shape[1], 1)
     head.load_state_dict(saved)
+    with torch.no_grad():
+        head.bias.sub_(float(facts["calibration"]["offset"]))
     return trunk, head

@@ -1,0 +1,132 @@
+"""Alarms, metrics, results, and what the package may import."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite
+from rlhf_pipeline.ppo.metrics import METRICS, as_markdown, checked
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
+
+HEALTHY = {
+    "rollout/kl_per_completion": 2.0,
+    "rollout/entropy": 2.0,
+    "rollout/length_mean": 10.0,
+    "rollout/eos_share": 0.9,
+    "critic/explained_variance": 0.4,
+}
+
+
+def alarms_after(**changes: float) -> list[str]:
+    """Return the alarms of a healthy history whose latest five updates show the changes."""
+    named = {name.replace("__", "/"): value for name, value in changes.items()}
+    history = [HEALTHY, *[{**HEALTHY, **named}] * 5]
+    return [a.name for a in find_alarms(history, kl_target=6.0, max_completion_tokens=20)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "alarms"),
+    [
+        ({}, []),
+        ({"rollout__kl_per_completion": 25.0}, ["kl_blow_up"]),
+        ({"rollout__kl_per_completion": 23.0}, []),
+        ({"rollout__entropy": 0.1}, ["entropy_collapse"]),
+        ({"rollout__length_mean": 18.0}, ["length_explosion"]),
+        ({"rollout__length_mean": 14.0}, []),
+        ({"rollout__eos_share": 0.4}, ["eos_loss"]),
+        ({"critic__explained_variance": -0.1}, ["critic_useless"]),
+    ],
+)
+def test_each_alarm_hears_its_trouble_and_nothing_else(
+    changes: dict[str, float], alarms: list[str]
+) -> None:
+    assert alarms_after(**changes) == alarms
+
+
+def test_a_critic_is_given_five_updates_and_none_is_asked_of_rloo() -> None:
+    bad = {**HEALTHY, "critic/explained_variance": -1.0}
+    assert not find_alarms([bad] * 4, kl_target=6.0, max_completion_tokens=20)
+    none = {k: v for k, v in HEALTHY.items() if not k.startswith("critic")}
+    assert not find_alarms([none] * 9, kl_target=6.0, max_completion_tokens=20)
+
+
+def test_an_alarm_names_cause_and_remedy() -> None:
+    text = str(not_finite(7, "the loss"))
+    assert "not_finite at update 7: the loss is not finite" in text
+    assert "lower ppo.learning_rate" in text
+
+
+def test_metrics_outside_the_table_are_refused_and_the_table_is_documented() -> None:
+    assert checked({"rollout/score_mean": 1}) == {"rollout/score_mean": 1.0}
+    with pytest.raises(KeyError, match="no row for rollout/scores"):
+        checked({"rollout/scores": 1.0})
+    lines = as_markdown().splitlines()
+    assert len(lines) == len(METRICS) + 2
+    assert all(f"| `{name}` |" in line for name, line in zip(METRICS, lines[2:], strict=True))
+
+
+RESULT = TrainingResult(
+    model_path="out/policy",
+    reward_model_path=None,
+    feedback_count=None,
+    chosen_update=1,
+    stopped_because="all updates are made",
+    final_reward_mean=0.5,
+    final_reward_std=0.1,
+    training_steps=4,
+    reward_history=(0.25,),
+    kl_history=(0.5,),
+    loss_history=(-0.125,),
+    history=({"rollout/score_mean": 0.25},),
+    evaluations=(Evaluation(0, 0.0, 1.0, None, 0.0, 5.0, 1.0),),
+    alarms=(Alarm("eos_loss", 1, "found", "cause", "remedy"),),
+    seconds={"sample": 1.5},
+    resumed_from=None,
+    fingerprint="abc",
+    settings={"updates": 1},
+    plots=("training.png",),
+)
+
+
+def test_a_result_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
+    RESULT.save(tmp_path / "result.json")
+    assert TrainingResult.load(tmp_path / "result.json") == RESULT
+    counted = replace(RESULT, feedback_count=40)
+    counted.save(tmp_path / "result.json")
+    assert TrainingResult.load(tmp_path / "result.json").feedback_count == 40
+
+
+def test_another_json_is_not_taken_for_a_result(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"updates": 3}')
+    with pytest.raises(TrainingError, match="a training result is needed"):
+        TrainingResult.load(tmp_path / "other.json")
+
+
+def test_ppo_can_be_lifted_to_a_machine_with_torch_and_transformers_only() -> None:
+    root = Path(__file__).parents[2] / "rlhf_pipeline"
+    allowed = set(sys.stdlib_module_names) | {
+        *("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "matplotlib"),
+        *("tokenizers", "jinja2"),  # transformers' own
+    }
+    ours = {"rlhf_pipeline.ppo", "rlhf_pipeline.policy"}
+    ours |= {f"rlhf_pipeline.{name}" for name in ("records", "errors", "files")}
+    lifted = [*(root / "ppo").glob("*.py"), *(root / n for n in ("records.py", "errors.py"))]
+    lifted += [root / "files.py"]
+    lifted += [root / "policy" / f"{n}.py" for n in ("loading", "chat", "sampling", "tiny")]
+    for path in lifted:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                fine = name.split(".")[0] in allowed or any(name.startswith(o) for o in ours)
+                assert fine, f"{path.name} imports {name}"

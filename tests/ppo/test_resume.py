@@ -1,0 +1,156 @@
+"""A run that is killed and called again ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.records import RewardInput
+from tests.ppo.world import changed, lower_share, train, weights_of
+
+# Everything that moves must move here: coefficient, moments, optimizer, cursor, random states.
+SETTINGS = changed(
+    updates=4,
+    checkpoint_every=2,
+    evaluate_every=2,
+    kl_controller="adaptive",
+    kl_horizon=100,
+    score_normalisation="running",
+)
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from tests.ppo.test_resume import SETTINGS
+from tests.ppo.world import lower_share, train
+
+torch.set_num_threads(1)
+calls = 0
+
+def deadly(items):
+    global calls
+    calls += len(items) == SETTINGS.rollouts_per_update
+    if calls == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lower_share(items)
+
+train(Path(sys.argv[1]), Path(sys.argv[2]), SETTINGS, reward=deadly)
+"""
+
+
+class Interrupted(Exception):
+    """What a test raises where a real run would be killed."""
+
+
+def interrupted_after(calls: int) -> Callable[[Sequence[RewardInput]], list[float]]:
+    """Return a reward that ends the run at its n-th call for rollouts."""
+    called = itertools.count(1)
+
+    def reward(items: Sequence[RewardInput], /) -> list[float]:
+        if len(items) == SETTINGS.rollouts_per_update and next(called) == calls:
+            raise Interrupted
+        return lower_share(items)
+
+    return reward
+
+
+def without_clocks(result: TrainingResult) -> dict[str, Any]:
+    """Return all of a result that does not depend on time or place, NaN-free and comparable."""
+    facts = asdict(result)
+    for name in ("seconds", "resumed_from", "model_path", "settings", "fingerprint"):
+        facts.pop(name)
+    facts["history"] = [
+        {k: v for k, v in row.items() if not k.startswith("time/")} for row in facts["history"]
+    ]
+    return facts
+
+
+def assert_same_run(one: tuple[TrainingResult, Path], other: tuple[TrainingResult, Path]) -> None:
+    assert without_clocks(one[0]) == without_clocks(other[0])
+    weights, others = weights_of(one[1] / "policy"), weights_of(other[1] / "policy")
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
+
+
+def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    base: Path, tmp_path: Path
+) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(base), str(tmp_path / "killed")],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert not (tmp_path / "killed/result.json").exists()
+    whole = train(base, tmp_path / "whole", SETTINGS)
+    resumed = train(base, tmp_path / "killed", SETTINGS)
+    assert (whole.resumed_from, resumed.resumed_from) == (None, 2)
+    assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "killed"))
+    assert all(math.isfinite(x) for x in resumed.loss_history)
+
+
+def interrupt_and_compare(base: Path, folder: Path, settings: PpoSettings, calls: int) -> None:
+    with pytest.raises(Interrupted):
+        train(base, folder / "cut", settings, reward=interrupted_after(calls))
+    resumed = train(base, folder / "cut", settings)
+    whole = train(base, folder / "whole", settings)
+    assert resumed.resumed_from is not None
+    assert_same_run((whole, folder / "whole"), (resumed, folder / "cut"))
+
+
+def test_an_interruption_after_every_kind_of_checkpoint_changes_nothing(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = changed(
+        updates=3, critic="separate", checkpoint_every=1, evaluate_every=3, score_clip=1.0
+    )
+    interrupt_and_compare(base, tmp_path, settings, 3)
+
+
+def test_a_damaged_checkpoint_costs_updates_and_changes_nothing(base: Path, tmp_path: Path) -> None:
+    settings = changed(updates=3, evaluate_every=3)
+    with pytest.raises(Interrupted):
+        train(base, tmp_path / "cut", settings, reward=interrupted_after(3))
+    (tmp_path / "cut/checkpoints/update-000002/optimizer.safetensors").write_bytes(b"?")
+    with pytest.warns(UserWarning, match="update 2 is damaged"):
+        resumed = train(base, tmp_path / "cut", settings)
+    whole = train(base, tmp_path / "whole", settings)
+    assert resumed.resumed_from == 1
+    assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"critic": "separate"},
+        {"estimator": "rloo", "completions_per_prompt": 2},
+        {"lora_rank": 2},
+        {"precision": "bfloat16", "ratio_tolerance": 0.1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_variant_resumes_exactly(
+    base: Path, tmp_path: Path, changes: dict[str, Any], calls: int
+) -> None:
+    moving = {"kl_controller": "adaptive", "kl_horizon": 100, "score_normalisation": "running"}
+    settings = changed(updates=4, evaluate_every=4, **{**moving, **changes})
+    interrupt_and_compare(base, tmp_path, settings, calls)

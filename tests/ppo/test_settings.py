@@ -1,0 +1,53 @@
+"""Settings refuse what cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"updates": 0}, "ppo.updates must be at least 1: found 0"),
+        ({"temperature": 0.0}, "ppo.temperature must be above 0"),
+        ({"learning_rate": float("nan")}, "ppo.learning_rate must be above 0"),
+        ({"kl_coef": -0.1}, "ppo.kl_coef must be 0 or more"),
+        ({"gamma": 1.1}, "ppo.gamma must be between 0 and 1"),
+        ({"clip_range": 1.0}, "ppo.clip_range must be below 1"),
+        ({"lora_rank": -1}, "ppo.lora_rank must be 0 or more"),
+        ({"keep_checkpoints": 1}, "ppo.keep_checkpoints must be at least 2"),
+        ({"critic": "twin"}, "ppo.critic must be one of separate, shared: found 'twin'"),
+        ({"minibatches": 3}, "take a multiple of 3"),
+        ({"estimator": "rloo"}, "ppo.completions_per_prompt of at least 2, found 1"),
+        ({"tokens_per_microbatch": 10}, "max_completion_tokens = 112, found 10"),
+        ({"patience": 0}, "ppo.patience must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PpoSettings(**changes)
+
+
+@pytest.mark.parametrize("preset", [{}, CONSERVATIVE, AGGRESSIVE])
+def test_defaults_and_presets_are_valid(preset: dict[str, Any]) -> None:
+    settings = PpoSettings(**preset)
+    assert settings.steps_per_update == settings.epochs * settings.minibatches
+
+
+def test_presets_order_by_how_far_they_let_the_policy_go() -> None:
+    conservative, aggressive = PpoSettings(**CONSERVATIVE), PpoSettings(**AGGRESSIVE)
+    assert conservative.kl_coef > PpoSettings().kl_coef > aggressive.kl_coef
+    assert conservative.clip_range < PpoSettings().clip_range < aggressive.clip_range
+
+
+def test_a_configuration_tree_can_nest_the_settings_and_unknown_keys_are_refused() -> None:
+    tree = pydantic.TypeAdapter(PpoSettings)
+    assert tree.validate_python({"epochs": 2}).epochs == 2
+    with pytest.raises(pydantic.ValidationError, match="epochz"):
+        tree.validate_python({"epochz": 2})

@@ -1,0 +1,533 @@
+"""One update taken apart, and the loop as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import ClaimLost, TrainingError
+from rlhf_pipeline.policy.chat import decode_completions
+from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
+from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments
+from rlhf_pipeline.ppo.trainer import (
+    Progressed,
+    accumulate_gradients,
+    check_first_ratio,
+    choose_update,
+    clipped_step,
+    next_prompts,
+    reason_to_stop,
+    shape_scores,
+    train_on,
+    updates_by_preference,
+)
+from rlhf_pipeline.records import RewardInput, user_prompt
+from tests.ppo.test_advantages import slow_advantages
+from tests.ppo.test_learner import wider
+from tests.ppo.world import (
+    PROMPTS,
+    SETTINGS,
+    changed,
+    learner_at,
+    lower_share,
+    rollouts_of,
+    train,
+    weights_of,
+)
+
+
+def moved_learner(base: Path, **changes: Any) -> Learner:
+    """Return a learner whose policy has left the reference."""
+    learner = learner_at(base, changed(**changes))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in learner.policy.model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.03)
+    return learner
+
+
+def gradients(learner: Learner, rollouts: Rollouts) -> tuple[list[Tensor], dict[str, float]]:
+    """Return the gradient of all rollouts as one minibatch, and its facts."""
+    learner.optimizer.zero_grad()
+    facts = accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
+    grads = [w.grad.clone() for w in learner.trainable().values() if w.grad is not None]
+    assert len(grads) == len(learner.trainable())
+    return grads, facts
+
+
+# --- one update --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_rollouts_agree_with_a_loop_that_knows_nothing_of_tensors(
+    base: Path, estimator: str
+) -> None:
+    learner = moved_learner(
+        base, gamma=0.9, gae_lambda=0.7, kl_estimator=estimator, whiten_advantages=False
+    )
+    rollouts = rollouts_of(learner, kl_coef=0.5)
+    tokens, eos = rollouts.tokens, learner.policy.eos_id
+    rewards = torch.zeros_like(rollouts.rewards)
+    ended = 0
+    for i in range(len(rollouts)):
+        length = int(tokens.completion_mask[i].sum())
+        ids = tokens.completion_ids[i, :length].tolist()
+        for t in range(length):
+            d = float(rollouts.logprobs[i, t]) - float(rollouts.reference_logprobs[i, t])
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+            rewards[i, t] = -0.5 * kl
+        text = decode_completions(learner.policy.tokenizer, [ids])[0]
+        score = lower_share([RewardInput(PROMPTS[0], text)])[0] if ids[-1] == eos else -1.0
+        ended += ids[-1] == eos
+        rewards[i, length - 1] += score
+    assert 0 < ended < len(rollouts)  # both kinds are here
+    assert torch.allclose(rollouts.rewards, rewards, atol=1e-5)
+    advantages = slow_advantages(rewards, rollouts.values, tokens.completion_mask, 0.9, 0.7)
+    assert torch.allclose(rollouts.advantages, advantages, atol=1e-5)
+    returns = (advantages + rollouts.values).masked_fill(~tokens.completion_mask, 0.0)
+    assert torch.allclose(rollouts.returns, returns, atol=1e-5)
+    with torch.no_grad():
+        values = learner.values(tokens)
+    assert torch.allclose(
+        rollouts.values, values.masked_fill(~tokens.completion_mask, 0.0), atol=1e-5
+    )
+
+
+def test_advantages_are_whitened_over_completion_tokens(base: Path) -> None:
+    rollouts = rollouts_of(moved_learner(base))
+    counted = rollouts.advantages[rollouts.tokens.completion_mask]
+    assert float(counted.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(counted.var(correction=0)) == pytest.approx(1, abs=1e-3)
+
+
+def test_whitened_rewards_have_unit_variance_and_keep_their_signs(base: Path) -> None:
+    plain = rollouts_of(moved_learner(base)).rewards
+    rollouts = rollouts_of(moved_learner(base, whiten_rewards=True))
+    counted = rollouts.rewards[rollouts.tokens.completion_mask]
+    assert float(counted.var(correction=0)) == pytest.approx(1, abs=1e-3)
+    assert torch.equal(rollouts.rewards.sign(), plain.sign())
+
+
+def test_rloo_needs_no_values_and_compares_completions_of_one_prompt(base: Path) -> None:
+    learner = moved_learner(
+        base, estimator="rloo", completions_per_prompt=3, whiten_advantages=False
+    )
+    assert learner.critic is None
+    rollouts = rollouts_of(learner)
+    tokens = rollouts.tokens
+    for i in (0, 3, 6, 9):
+        assert torch.equal(tokens.prompt_ids[i], tokens.prompt_ids[i + 1])
+        assert torch.equal(tokens.prompt_ids[i], tokens.prompt_ids[i + 2])
+    totals = rollouts.rewards.sum(1).tolist()
+    for i, total in enumerate(totals):
+        first = i // 3 * 3
+        siblings = [totals[j] for j in range(first, first + 3) if j != i]
+        expected = total - sum(siblings) / 2
+        assert float(rollouts.advantages[i, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_the_gradient_is_the_same_for_any_microbatches_and_padding(base: Path, critic: str) -> None:
+    learner = moved_learner(base, critic=critic, tokens_per_microbatch=10**6)
+    rollouts = rollouts_of(learner)
+    whole, facts = gradients(learner, rollouts)
+    T = rollouts.rewards.shape[1]
+    padded = Rollouts(
+        wider(rollouts.tokens, left=2, right=3, filling=9),
+        *(
+            torch.nn.functional.pad(x, (0, 3), value=math.nan).masked_fill(
+                ~torch.nn.functional.pad(rollouts.tokens.completion_mask, (0, 3)), math.nan
+            )
+            for x in (
+                rollouts.logprobs,
+                rollouts.reference_logprobs,
+                rollouts.values,
+                rollouts.rewards,
+                rollouts.advantages,
+                rollouts.returns,
+            )
+        ),
+    )
+    assert padded.rewards.shape[1] == T + 3
+    for budget, same in ((10**6, padded), (40, rollouts), (120, padded)):
+        learner.settings = replace(learner.settings, tokens_per_microbatch=budget)
+        parts, part_facts = gradients(learner, same)
+        for one, other in zip(whole, parts, strict=True):
+            assert torch.allclose(one, other, atol=2e-6, rtol=1e-4)
+        assert part_facts == pytest.approx(facts, abs=1e-5)
+
+
+def test_on_the_first_minibatch_the_ratio_is_one(base: Path) -> None:
+    learner = moved_learner(base)
+    _, facts = gradients(learner, rollouts_of(learner))
+    assert facts["ratio"] == pytest.approx(1, abs=1e-5)
+    assert facts["abs_log_ratio"] < 1e-5
+    assert facts["policy/approx_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_first_ratio_that_is_not_one_stops_training(base: Path) -> None:
+    check_first_ratio({"abs_log_ratio": 0.01, "policy/approx_kl": 0.001}, 0.05)
+    for gap in (0.2, math.nan):
+        with pytest.raises(TrainingError, match="look at dropout, temperature, padding"):
+            check_first_ratio({"abs_log_ratio": gap, "policy/approx_kl": 0.0}, 0.05)
+    learner = learner_at(base)
+    rollouts = rollouts_of(learner)
+    for weight in learner.policy.model.parameters():
+        weight.data.mul_(1.2)
+    with pytest.raises(TrainingError, match="must be the one that sampled"):
+        train_on(learner, rollouts, torch.Generator().manual_seed(0))
+
+
+def test_later_minibatches_are_held_against_the_policy_that_sampled(base: Path) -> None:
+    learner = moved_learner(base, epochs=3, value_coef=0.0)
+    rollouts = rollouts_of(learner)
+    old = rollouts.logprobs.clone()
+    facts = train_on(learner, rollouts, torch.Generator().manual_seed(0))
+    assert torch.equal(rollouts.logprobs, old)
+    assert facts["policy/last_approx_kl"] > 1e-4
+    with torch.no_grad():
+        now, _ = learner.logprobs_and_values(rollouts.tokens)
+    moved = (now - old)[rollouts.tokens.completion_mask].abs().mean()
+    assert float(moved) > 0.01
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 3), (3, 4)])
+def test_every_epoch_takes_one_optimizer_step_per_minibatch(
+    base: Path, epochs: int, minibatches: int
+) -> None:
+    learner = moved_learner(base, epochs=epochs, minibatches=minibatches)
+    train_on(learner, rollouts_of(learner), torch.Generator().manual_seed(0))
+    steps = {int(s["step"]) for s in learner.optimizer.state.values()}
+    assert steps == {epochs * minibatches}
+
+
+def test_gradients_are_really_clipped(base: Path) -> None:
+    learner = moved_learner(base, max_grad_norm=0.01)
+    _, _ = gradients(learner, rollouts_of(learner))
+    taken: list[Tensor] = []
+    step = learner.optimizer.step
+
+    def spy(*args: Any) -> Any:
+        taken.extend(w.grad.clone() for w in learner.trainable().values() if w.grad is not None)
+        return step(*args)
+
+    learner.optimizer.step = spy  # type: ignore[assignment]  # to see what is stepped with
+    before = clipped_step(learner)
+    assert before > 0.05
+    total = math.sqrt(sum(float(g.square().sum()) for g in taken))
+    assert total == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_gradient_clipped_to_almost_nothing_moves_almost_nothing(base: Path) -> None:
+    learner = moved_learner(base, max_grad_norm=1e-9)
+    before = {n: w.detach().clone() for n, w in learner.trainable().items()}
+    train_on(learner, rollouts_of(learner), torch.Generator().manual_seed(0))
+    for name, weight in learner.trainable().items():
+        assert torch.allclose(weight, before[name], atol=1e-5, rtol=0)
+
+
+def test_prompts_come_in_a_fresh_order_each_pass_and_none_is_left_out() -> None:
+    settings = changed(rollouts_per_update=4)
+    drawn = [i for u in range(6) for i in next_prompts(4 * u, settings, 8)]
+    passes = [drawn[i : i + 8] for i in (0, 8, 16)]
+    assert all(sorted(p) == list(range(8)) for p in passes)
+    assert passes[0] != passes[1]
+    siblings = next_prompts(0, changed(rollouts_per_update=8, completions_per_prompt=4), 5)
+    assert siblings[:4] == [siblings[0]] * 4
+
+
+def test_scores_are_normalised_over_all_so_far_and_then_clipped() -> None:
+    moments = ScoreMoments()
+    settings = changed(score_normalisation="running", score_clip=1.2)
+    assert shape_scores([1.0, 3.0], moments, settings) == [-1.0, 1.0]
+    assert shape_scores([9.0], moments, settings) == [1.2]
+    assert moments.count == 3
+    assert shape_scores([9.0], ScoreMoments(), changed()) == [9.0]
+
+
+# --- the loop ----------------------------------------------------------------------------------
+
+
+def test_training_learns_a_reward_that_is_easy_to_see(base: Path, tmp_path: Path) -> None:
+    settings = changed(
+        updates=14,
+        rollouts_per_update=48,
+        epochs=4,
+        learning_rate=1e-2,
+        kl_coef=0.01,
+        temperature=1.0,
+        missing_eos_score=None,
+        evaluate_every=7,
+        checkpoint_every=14,
+        tokens_per_microbatch=4096,
+    )
+    result = train(base, tmp_path, settings)
+    first, last = result.evaluations[0], result.evaluations[-1]
+    assert result.chosen_update == 14
+    assert last.score_mean > first.score_mean + 0.2
+    assert sum(result.reward_history[-3:]) > sum(result.reward_history[:3]) + 0.6
+    assert last.kl > 1
+    assert abs(first.kl) < 1e-4
+    assert result.final_reward_mean == last.score_mean
+
+
+def test_a_short_run_keeps_its_promises(base: Path, tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    settings = changed(updates=3, evaluate_every=2, minibatches=3, kl_controller="adaptive")
+    result = train(
+        base, tmp_path, settings, draws=True, report=lambda facts: heard.append(dict(facts))
+    )
+    assert TrainingResult.load(tmp_path / "result.json") == result
+    assert result.training_steps == 3 * 2 * 3
+    saved = checkpoint.latest_checkpoint(tmp_path / "checkpoints")
+    assert saved is not None
+    steps = {int(t) for n, t in saved.tensors["optimizer"].items() if n.endswith("/step")}
+    assert steps == {18}
+    for metrics in result.history:
+        assert metrics["policy/first_ratio"] == pytest.approx(1, abs=1e-4)
+        assert metrics["policy/logprob_gap"] < 1e-4
+        assert metrics["policy/last_approx_kl"] > 1e-5
+    assert result.history[0]["rollout/kl_mean"] == pytest.approx(0, abs=1e-5)
+    assert result.kl_history[-1] > 0.01
+    rates = [m["train/learning_rate"] for m in result.history]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3])
+    coefs = [m["train/kl_coef"] for m in result.history]
+    assert coefs[1] == pytest.approx(coefs[0] * (1 - 0.2 * 12 / 10_000))
+    assert [e.update for e in result.evaluations] == [0, 2, 3]
+    assert result.stopped_because == "all updates are made"
+    assert result.updates == 3
+    updates = [f for f in heard if "rollout/score_mean" in f]
+    assert [f["update"] for f in updates] == [1, 2, 3]
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoints", "policy", "plots", "result.json"}
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == set(result.plots)
+    assert all((tmp_path / "plots" / p).stat().st_size > 10_000 for p in result.plots)
+    trained = load_policy(result.model_path)
+    assert trained.context_length == 64
+    assert not torch.equal(
+        weights_of(base)["model.norm.weight"], weights_of(tmp_path / "policy")["model.norm.weight"]
+    )
+
+
+def test_the_short_trajectory_is_the_pinned_one(base: Path, tmp_path: Path) -> None:
+    """Training changed if this fails: say so, with evidence that it is better, and pin again."""
+    result = train(base, tmp_path, changed(updates=3, evaluate_every=3))
+    assert result.reward_history == pytest.approx(PINNED_SCORES, abs=2e-3)
+    assert result.kl_history == pytest.approx(PINNED_KL, abs=2e-3)
+    assert result.loss_history == pytest.approx(PINNED_LOSS, abs=2e-3)
+
+
+PINNED_SCORES = [0.26782, 0.19337, 0.05437]
+PINNED_KL = [0.0, 1.94921, 2.6966]
+PINNED_LOSS = [-0.0019, -0.05061, -0.05952]
+
+
+def test_a_finished_run_answers_again_without_training(base: Path, tmp_path: Path) -> None:
+    result = train(base, tmp_path)
+
+    def must_not_run(items: Sequence[RewardInput], /) -> list[float]:
+        raise AssertionError("trained again")
+
+    assert train(base, tmp_path, reward=must_not_run) == result
+    again = train(base, tmp_path, resume=False)
+    assert again.reward_history == result.reward_history
+    assert again.resumed_from is None
+
+
+def test_another_run_in_the_same_folder_is_refused_and_machine_settings_may_differ(
+    base: Path, tmp_path: Path
+) -> None:
+    train(base, tmp_path)
+    (tmp_path / "result.json").unlink()
+    with pytest.raises(TrainingError, match="found those of another"):
+        train(base, tmp_path, changed(gamma=0.9))
+    resumed = train(base, tmp_path, changed(tokens_per_microbatch=500))
+    assert resumed.resumed_from == 2
+
+
+def test_the_policy_the_stopping_reward_likes_best_comes_out(base: Path, tmp_path: Path) -> None:
+    """A stopping reward that falls as the proxy rises keeps the policy training began with."""
+    looks = itertools.count()
+
+    def falling(items: Sequence[RewardInput], /) -> list[float]:
+        return [-float(next(looks))] * len(items)
+
+    result = train(base, tmp_path, changed(updates=4, patience=2), stopping=falling)
+    assert result.chosen_update == 0
+    assert result.updates == 2
+    assert result.stopped_because == (
+        "the stopping score has not risen for 2 looks; it was best after update 0"
+    )
+    kept = weights_of(tmp_path / "policy")
+    assert all(torch.equal(w, kept[n]) for n, w in weights_of(base).items())
+
+
+def test_the_best_update_in_the_middle_comes_out(base: Path, tmp_path: Path) -> None:
+    answers = iter([0.0, 0.0, 1.0, 0.5, 0.2, 0.1])  # the probe, then updates 0 to 4
+
+    def peak(items: Sequence[RewardInput], /) -> list[float]:
+        return [next(answers)] * len(items)
+
+    result = train(base, tmp_path, changed(updates=4), stopping=peak)
+    assert result.chosen_update == 1
+    saved = checkpoint.checkpoint_at(tmp_path / "checkpoints", 1)
+    for name, weight in weights_of(tmp_path / "policy").items():
+        assert torch.equal(weight, saved.tensors["policy"][f"policy/{name}"])
+    assert checkpoint.checkpoint_updates(tmp_path / "checkpoints") == [1, 3, 4]
+
+
+def test_if_the_best_checkpoint_is_damaged_the_next_best_comes_out(
+    base: Path, tmp_path: Path
+) -> None:
+    train(base, tmp_path)
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "checkpoints/update-000002/policy.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match="update 2 is damaged"):
+        result = train(base, tmp_path)
+    assert (result.resumed_from, result.chosen_update) == (1, 2)
+
+
+def test_training_stops_when_kl_leaves_the_bound_and_keeps_a_policy_within(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = changed(updates=6, learning_rate=3e-2, max_kl=0.5)
+    result = train(base, tmp_path, settings)
+    assert "over 0.5" in result.stopped_because
+    assert result.updates < 6
+    chosen = next(e for e in result.evaluations if e.update == result.chosen_update)
+    assert chosen.kl <= 0.5
+
+
+def test_numbers_that_are_not_finite_stop_training_before_they_reach_the_weights(
+    base: Path, tmp_path: Path
+) -> None:
+    def huge_after(calls: int) -> Callable[[Sequence[RewardInput]], list[float]]:
+        called = itertools.count(1)
+
+        def reward(items: Sequence[RewardInput], /) -> list[float]:
+            huge = next(called) > calls and len(items) == SETTINGS.rollouts_per_update
+            return [float(i % 2) * (1e30 if huge else 1.0) for i in range(len(items))]
+
+        return reward
+
+    settings = changed(missing_eos_score=None)
+    with pytest.raises(TrainingError, match="not_finite at update 1"):
+        train(base, tmp_path / "at_once", settings, reward=huge_after(0))
+    result = train(base, tmp_path / "later", settings, reward=huge_after(4))
+    assert result.stopped_because == "the loss or its gradient is not finite"
+    assert result.chosen_update == 1
+    assert result.alarms[-1].name == "not_finite"
+    assert all(bool(w.isfinite().all()) for w in weights_of(tmp_path / "later/policy").values())
+
+
+def test_when_the_claim_is_lost_nothing_more_is_written(base: Path, tmp_path: Path) -> None:
+    calls = itertools.count(1)
+
+    def lost_at_the_fourth() -> None:
+        if next(calls) >= 4:
+            raise ClaimLost("a newer holder has taken over")
+
+    with pytest.raises(ClaimLost):
+        train(base, tmp_path, changed(updates=3), keep_going=lost_at_the_fourth)
+    # Calls: checkpoint 0, update 1, checkpoint 1, update 2.
+    assert checkpoint.checkpoint_updates(tmp_path / "checkpoints") == [0, 1]
+    assert not (tmp_path / "policy").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"critic": "separate"},
+        {"estimator": "rloo", "completions_per_prompt": 2},
+        {"lora_rank": 2, "critic_learning_rate": 1e-2},
+        {"precision": "bfloat16", "ratio_tolerance": 0.1},
+        {"score_normalisation": "running", "whiten_rewards": True, "completions_at_once": 5},
+        {"max_completion_tokens": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_variant_trains(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    result = train(base, tmp_path, changed(updates=1, **changes))
+    assert result.training_steps == 4
+    assert math.isfinite(result.loss_history[0])
+    assert result.chosen_update == 1
+
+
+def test_a_batch_of_equal_completions_trains_without_numbers_that_are_not(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = changed(updates=1, temperature=1e-4, kl_coef=0.0, ratio_tolerance=1.0)
+    prompts = [user_prompt("hi")]
+    result = train(base, tmp_path, settings, prompts=prompts, watch_prompts=prompts)
+    assert result.history[0]["rollout/entropy"] == pytest.approx(0, abs=1e-3)
+    assert all(math.isfinite(x) for x in result.history[0].values())
+
+
+# --- what is refused before training -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "at least one of prompts, found none"),
+        ({"watch_prompts": []}, "at least one of watch_prompts, found none"),
+        ({"prompts": [user_prompt("rain " * 40)]}, "found 1 longer"),
+        ({"reward": lambda items: [math.nan] * len(items)}, "proxy reward must give finite"),
+        ({"reward": lambda items: [0.5]}, "proxy reward must give one score per completion"),
+        ({"stopping": lambda items: []}, "stopping reward must give one score per completion"),
+    ],
+)
+def test_input_that_cannot_be_trained_on_is_refused_first(
+    base: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        train(base, tmp_path, **options)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_long_prompts_lose_their_oldest_tokens_where_that_is_asked_for(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = changed(updates=1, long_prompts="keep_latest")
+    assert train(base, tmp_path, settings, prompts=[user_prompt("rain " * 40)]).updates == 1
+
+
+# --- choosing and stopping ---------------------------------------------------------------------
+
+
+def look(update: int, stopping: float | None, kl: float = 1.0) -> Evaluation:
+    return Evaluation(update, 0.0, 1.0, stopping, kl, 5.0, 1.0)
+
+
+def test_updates_are_preferred_by_stopping_score_then_earliness_within_the_bound() -> None:
+    looks = [look(0, 0.1, 0.0), look(5, 0.7), look(10, 0.7), look(15, 0.9, 9.0)]
+    assert updates_by_preference(looks, max_kl=None) == [15, 5, 10, 0]
+    assert updates_by_preference(looks, max_kl=5.0) == [5, 10, 0, 15]
+    without = [look(0, None, 0.0), look(5, None), look(10, None, 7.0)]
+    assert choose_update(without, max_kl=None) == 10
+    assert choose_update(without, max_kl=5.0) == 5
+
+
+def test_reasons_to_stop_follow_from_the_history_alone() -> None:
+    now = Progressed(kl_coef=0.1)
+    assert reason_to_stop(now, SETTINGS) is None
+    now.evaluations = [look(0, 0.1), look(1, 0.5), look(2, 0.4), look(3, 0.45)]
+    assert reason_to_stop(now, changed(updates=9, patience=3)) is None
+    stopped = reason_to_stop(now, changed(updates=9, patience=2))
+    assert stopped is not None
+    assert "best after update 1" in stopped
+    now.history = [{"rollout/kl_per_completion": 4.0}]
+    assert reason_to_stop(now, changed(updates=9, max_kl=4.0)) is None
+    assert reason_to_stop(now, changed(updates=9, max_kl=3.9)) is not None
+    now.update = 9
+    assert reason_to_stop(now, changed(updates=9)) == "all updates are made"
