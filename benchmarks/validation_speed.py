@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -47,8 +48,8 @@ def snapshot_like(rows: int, seed: int = 0) -> pd.DataFrame:
             "number": np.where(
                 pair, np.nan, np.where(kind == "thumbs", rng.random(rows) < 0.6, 4.0)
             ),
-            "other_completion": np.where(pair, np.array(some_texts("other"), dtype=object), None),
-            "choice": np.where(pair, rng.choice(["left", "right", "tie"], rows), None),
+            "other_completion": pd.Series(some_texts("other")).where(pair),
+            "choice": pd.Series(rng.choice(["left", "right", "tie"], rows)).where(pair),
             "shown_first": "this",
         }
     )
@@ -75,8 +76,8 @@ def main(sizes: list[int]) -> None:
     print(f"{'rows':>10} {'seconds':>8} {'rows/s':>10} {'peak GiB':>9} {'before':>7} {'aside':>7}")
     context = multiprocessing.get_context("spawn")
     for rows in sizes:
-        with context.Pool(1) as pool:
-            seconds, peak, before, aside = pool.apply(measure, (rows,))
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            seconds, peak, before, aside = pool.submit(measure, rows).result()
         print(
             f"{rows:>10} {seconds:>8.2f} {rows / seconds:>10.0f} {peak:>9.2f} "
             f"{before:>7.2f} {aside:>7}"

@@ -1,0 +1,236 @@
+"""Has the feedback changed since the last turn? Evidently compares feature by feature, by PSI.
+
+The population stability index of two samples is the sum over bins of (p - q) ln(p / q); a number's
+bins are the reference's deciles. Where nothing changed it is about (1/n + 1/m) times a chi-squared
+variable with bins - 1 degrees of freedom (B. Yurdakul, "Statistical Properties of Population
+Stability Index", 2018), so a few hundred rows cross a fixed 0.2 by chance. A feature has drifted
+where its PSI is above both the threshold and what chance gives once in a thousand times.
+
+What this does not see: a change of meaning at the same lengths, words and ratings. Rows that depend
+on each other (one person's thousand votes) make chance look smaller than it is.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_pipeline.errors import ValidationFailed
+from rlhf_pipeline.files import write_json, write_text
+from rlhf_pipeline.records import prompt_from_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_ROWS = 100_000  # of each side that are compared
+CHANCE = 0.001  # how often chance alone may call a feature drifted
+BINS = 10  # of a number: the reference's deciles
+FEWEST_PER_BIN = 10  # of both sides together; smaller bins are counted as one
+WORD_BUCKETS = 16  # of prompts by their longest word: a topic of sorts, in any language
+OTHERS = "(others)"
+
+NUMBERS = (
+    *("prompt_characters", "completion_characters", "correction_characters"),
+    *("prompt_digit_share", "score"),
+)
+WORDS = ("kind", "thumbs", "rating", "source", "signed", "topic", "word_bucket", "prompt_asks")
+FEATURES = (*NUMBERS, *WORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureDrift:
+    """One feature: its PSI, above what it counts as drift, and how many values each side had."""
+
+    psi: float
+    threshold: float
+    drifted: bool
+    current_values: int
+    reference_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """What changed between two snapshots; any drifted feature makes the whole drifted."""
+
+    features: Mapping[str, FeatureDrift]
+    not_compared: Sequence[str]  # one side has no values
+    current_rows: int
+    reference_rows: int
+    html_path: str
+    json_path: str
+
+    @property
+    def drifted(self) -> bool:
+        """Whether any feature drifted."""
+        return any(feature.drifted for feature in self.features.values())
+
+    @property
+    def psi(self) -> dict[str, float]:
+        """Each compared feature's PSI."""
+        return {name: feature.psi for name, feature in self.features.items()}
+
+
+def feedback_drift(
+    current: pd.DataFrame,
+    reference: pd.DataFrame,
+    *,
+    threshold_psi: float = 0.2,
+    html_path: str | Path,
+) -> DriftReport:
+    """Compare two snapshot frames and write Evidently's page and its JSON beside it.
+
+    Both sides are sampled down to MOST_ROWS rows. The page needs no network. Raises
+    ValidationFailed where a side has no rows.
+    """
+    html_path = Path(html_path)
+    now, before = _binned(_features(_sampled(current)), _features(_sampled(reference)))
+    counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
+    compared = [name for name in FEATURES if min(counts[name])]
+    if not compared:
+        raise ValidationFailed(
+            f"drift needs rows on both sides, found {len(current)} and {len(reference)}; "
+            "compare snapshots that hold feedback"
+        )
+    thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
+    snapshot = _compare(now[compared], before[compared], thresholds)
+    document = json.loads(snapshot.json())
+    if len(document["tests"]) != len(compared):
+        raise ValidationFailed(
+            f"needed {len(compared)} drift tests from Evidently, found {len(document['tests'])}; "
+            "without tests its report passes whatever it saw"
+        )
+    values = {m["config"]["column"]: float(m["value"]) for m in document["metrics"]}
+    failed = {
+        test["metric_config"]["params"]["column"]
+        for test in document["tests"]
+        if test["status"] != "SUCCESS"
+    }
+    json_path = html_path.with_suffix(".json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_text(html_path, snapshot.get_html_str(as_iframe=False))
+    write_json(json_path, document)
+    return DriftReport(
+        features={
+            name: FeatureDrift(values[name], thresholds[name], name in failed, *counts[name])
+            for name in compared
+        },
+        not_compared=[name for name in FEATURES if name not in compared],
+        current_rows=len(current),
+        reference_rows=len(reference),
+        html_path=str(html_path),
+        json_path=str(json_path),
+    )
+
+
+def _sampled(frame: pd.DataFrame) -> pd.DataFrame:
+    if len(frame) <= MOST_ROWS:
+        return frame.reset_index(drop=True)
+    return frame.sample(MOST_ROWS, random_state=0).reset_index(drop=True)
+
+
+def _features(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return one column per feature, missing where it does not apply."""
+    import pandas as pd
+
+    prompts = {text: _prompt_features(text) for text in frame["prompt"].dropna().unique()}
+    prompt = pd.DataFrame(
+        [prompts.get(text, (None, None, None, None)) for text in frame["prompt"]],
+        columns=["prompt_characters", "prompt_digit_share", "prompt_asks", "word_bucket"],
+        index=frame.index,
+    )
+    number = frame["number"].astype(float)
+    features = prompt.assign(
+        completion_characters=frame["completion"].str.len(),
+        correction_characters=frame["text"].str.len().where(frame["kind"] == "correction"),
+        rating=number.map({float(n): str(n) for n in range(1, 6)}).where(frame["kind"] == "rating"),
+        score=number.where(frame["kind"] == "score"),
+        thumbs=number.map({1.0: "up", 0.0: "down"}).where(frame["kind"] == "thumbs"),
+        kind=frame["kind"],
+        source=frame["source"],
+        signed=frame["rater_id"].notna().map({True: "yes", False: "no"}),
+        topic=frame["topic"],
+    )
+    for name in NUMBERS:
+        features[name] = features[name].astype(float)
+    for name in WORDS:
+        features[name] = features[name].astype("object")
+    return features[list(FEATURES)]
+
+
+def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return both sides as words: numbers as intervals of the reference, rare values as one."""
+    now, before = now.copy(), before.copy()
+    for name in FEATURES:
+        if name in NUMBERS:
+            edges = _edges(before[name])
+            now[name], before[name] = _intervals(now[name], edges), _intervals(before[name], edges)
+        counts = now[name].value_counts().add(before[name].value_counts(), fill_value=0)
+        rare = counts.index[counts < FEWEST_PER_BIN]
+        for side in (now, before):
+            side[name] = side[name].mask(side[name].isin(rare), OTHERS)
+    return now, before
+
+
+def _edges(reference: pd.Series[Any]) -> np.ndarray[Any, Any]:
+    """Return the inner edges of the bins: of few values the values, else the deciles."""
+    values = np.unique(reference.dropna())
+    if len(values) <= BINS:
+        return np.asarray(np.repeat(values, 2) + np.tile([-1e-9, 1e-9], len(values)))
+    return np.asarray(np.unique(np.quantile(reference.dropna(), np.linspace(0, 1, BINS + 1)[1:-1])))
+
+
+def _intervals(values: pd.Series[Any], edges: np.ndarray[Any, Any]) -> pd.Series[Any]:
+    """Return "up to 12", "12 to 40", "above 40"; missing stays missing."""
+    shown = [f"{edge:.4g}" for edge in edges]
+    labels = [f"up to {shown[0]}", *(f"{a} to {b}" for a, b in pairwise(shown))] if shown else []
+    labels = [*labels, f"above {shown[-1]}"] if shown else ["any"]
+    words = np.array(labels, dtype=object)[np.searchsorted(edges, values.to_numpy())]
+    return values.astype("object").where(values.isna(), words)
+
+
+def _threshold(now: pd.DataFrame, before: pd.DataFrame, name: str, threshold_psi: float) -> float:
+    """Return what the feature's PSI must exceed: the setting, or more where rows are few."""
+    from scipy.stats import chi2
+
+    bins = len({*now[name].dropna().unique(), *before[name].dropna().unique()})
+    if bins < 2:
+        return threshold_psi
+    chance = float(chi2.ppf(1 - CHANCE, bins - 1))
+    return max(threshold_psi, chance * (1 / now[name].count() + 1 / before[name].count()))
+
+
+def _compare(now: pd.DataFrame, before: pd.DataFrame, thresholds: Mapping[str, float]) -> Any:
+    """Return Evidently's snapshot; the method is named, as its default changes with the rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its legacy parts warn on import and in use
+        from evidently import DataDefinition, Dataset, Report
+        from evidently.metrics import ValueDrift
+
+        definition = DataDefinition(categorical_columns=list(now))
+        sides = [Dataset.from_pandas(side, data_definition=definition) for side in (now, before)]
+        metrics = [
+            ValueDrift(column=name, method="psi", threshold=threshold)
+            for name, threshold in thresholds.items()
+        ]
+        # Without include_tests a report passes whatever it saw. Current comes first.
+        return Report(metrics, include_tests=True).run(*sides)
+
+
+def _prompt_features(text: str) -> tuple[float, float, str, str]:
+    """Return characters, share of digits, whether it asks, and the longest word's bucket."""
+    content = prompt_from_json(text)[-1].content
+    digits = sum(character.isdigit() for character in content) / max(len(content), 1)
+    asks = "yes" if content.rstrip().endswith(("?", "？", "؟")) else "no"
+    words = content.lower().split()
+    longest = max(words, key=lambda word: (len(word), word), default="")
+    bucket = zlib.crc32(longest.encode("utf-8", "replace")) % WORD_BUCKETS
+    return float(len(content)), digits, asks, f"{bucket:02d}"
