@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ppo.world import save_base
+from tests.ppo.world import save_absolute, save_base
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +24,9 @@ def _one_thread() -> Iterator[None]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny policy every run starts from; nobody writes to it."""
     return save_base(tmp_path_factory.mktemp("base") / "policy")
+
+
+@pytest.fixture(scope="session")
+def absolute(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny policy with absolute positions."""
+    return save_absolute(tmp_path_factory.mktemp("absolute") / "policy")

@@ -44,9 +44,12 @@ def wider(tokens: Tokens, *, left: int, right: int, filling: int) -> Tokens:
     )
 
 
+@pytest.mark.parametrize("positions", ["base", "absolute"])
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_padding_changes_neither_logprobs_nor_values(base: Path, critic: str) -> None:
-    learner = learner_at(base, changed(critic=critic))
+def test_padding_changes_neither_logprobs_nor_values(
+    request: pytest.FixtureRequest, positions: str, critic: str
+) -> None:
+    learner = learner_at(request.getfixturevalue(positions), changed(critic=critic))
     tokens = rollouts_of(learner).tokens
     T, mask = tokens.completion_ids.shape[1], tokens.completion_mask
     with torch.no_grad():

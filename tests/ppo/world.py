@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -76,6 +77,31 @@ def tiny_policy(**config: Any) -> Policy:
         embeddings = policy.model.get_input_embeddings().weight
         embeddings[policy.eos_id] *= 2.0
     return policy
+
+
+def save_absolute(directory: Path) -> Path:
+    """Write a policy with learned absolute positions, which wrong position ids show in.
+
+    Rotary positions are relative: there a constant shift by the padding changes nothing.
+    """
+    tokenizer = tiny_policy().tokenizer
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(20)
+    save_policy(Policy(model, tokenizer), directory)
+    return directory
 
 
 def save_base(directory: Path) -> Path:
