@@ -151,6 +151,24 @@ class PromotionLedger:
             previous=by_number[line[-2]] if len(line) > 1 else None,
         )
 
+    def find(self, agent_id: str, name: str) -> ModelVersion:
+        """Return the version that a person means: champion, challenger, previous, baseline or a
+        number. Raises RegistryError where there is none.
+        """
+        if name.isdecimal():
+            return self.version(agent_id, int(name))
+        found = None
+        if name == "baseline":
+            found = self.baseline(agent_id)
+        elif name in ("champion", "challenger", "previous"):
+            found = getattr(self.standing(agent_id), name)
+        if found is None:
+            raise RegistryError(
+                f"a version of agent {agent_id} is needed, found no {name!r}; give its number or "
+                "champion, challenger, previous, baseline (`rlhf versions` lists them)"
+            )
+        return found
+
     # ---- registering
 
     def add_baseline(

@@ -17,8 +17,10 @@ pickled is written or loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,8 +228,11 @@ class ModelRegistry:
                     f"the alias was moved from what entry {projected} said, and entry "
                     f"{standing.entry} is newer"
                 )
-            with mlflow_refusals(f"checking the files of MLflow version {found}"):
-                self._check(chosen, self._artifacts(chosen))
+            with (
+                mlflow_refusals(f"checking the files of MLflow version {found}"),
+                self._stored(chosen) as stored,
+            ):
+                self._check(chosen, stored)
             outcome = self.ledger.adopt(
                 agent_id,
                 chosen.version,
@@ -257,28 +262,22 @@ class ModelRegistry:
 
     def find(self, uri: str) -> ModelVersion:
         """Return the ledger's version that a `models:/` URI means."""
-        match = re.fullmatch(r"models:/rlhf-([^/@]+)(?:@(\w+)|/(\d+))", uri)
+        match = re.fullmatch(r"models:/rlhf-([^/@]+)(?:@([a-z]+)|/(\d+))", uri)
         if match is None:
             raise RegistryError(
                 "a URI like models:/rlhf-<agent>@champion or models:/rlhf-<agent>/3 is needed, "
                 f"found {uri!r}"
             )
         agent_id, alias, number = match.groups()
-        if alias is None:
-            found = [v for v in self.ledger.versions(agent_id) if v.mlflow_version == number]
-            version = found[0] if found else None
-        elif alias in ("champion", "challenger", "previous"):
-            version = getattr(self.ledger.standing(agent_id), alias)
-        elif alias == "baseline":
-            version = self.ledger.baseline(agent_id)
-        else:
-            version = None
-        if version is None:
+        if alias is not None:
+            return self.ledger.find(agent_id, alias)
+        found = [v for v in self.ledger.versions(agent_id) if v.mlflow_version == number]
+        if not found:
             raise RegistryError(
                 f"{uri} needs a version behind it, found none in the ledger; "
                 "`rlhf versions` lists what there is"
             )
-        return version
+        return found[0]
 
     def folder_of(self, version: ModelVersion) -> Path:
         """Return a local folder with exactly the files that were registered.
@@ -289,15 +288,19 @@ class ModelRegistry:
         if version.path.is_dir():
             return self._check(version, version.path)
         cached = self.folder / "cache" / model_name(version.agent_id) / str(version.version)
-        if not cached.is_dir():
-            with mlflow_refusals(f"fetching version {version.version} of {version.agent_id}"):
-                stored = self._artifacts(version)
-                if sqlite_file(self.tracking_uri) is not None:
-                    return self._check(version, stored)
-                with new_folder(cached) as aside:
-                    self._artifacts(version, into=aside)
-                    self._check(version, aside)
-        return self._check(version, cached)
+        if cached.is_dir():
+            return self._check(version, cached)
+        with (
+            mlflow_refusals(f"fetching version {version.version} of {version.agent_id}"),
+            self._stored(version) as stored,
+        ):
+            self._check(version, stored)
+            if sqlite_file(self.tracking_uri) is not None:
+                return stored
+            with new_folder(cached) as aside:
+                for child in stored.iterdir():
+                    shutil.move(child, aside)
+        return cached
 
     def _check(self, version: ModelVersion, folder: Path) -> Path:
         """Return the folder if its files are the registered ones; raise HashMismatch if not."""
@@ -312,20 +315,24 @@ class ModelRegistry:
             "restore the folder from a backup, or roll back"
         )
 
-    def _artifacts(self, version: ModelVersion, into: Path | None = None) -> Path:
-        """Return MLflow's copy of the files: in place where it is local, else downloaded."""
+    @contextmanager
+    def _stored(self, version: ModelVersion) -> Iterator[Path]:
+        """Yield MLflow's copy of the files: in place where it is local, else downloaded."""
         from mlflow.artifacts import download_artifacts
 
         location = self.client.get_model_version_download_uri(
             model_name(version.agent_id), self._number(version)
         )
-        return Path(
-            download_artifacts(
-                artifact_uri=location,
-                dst_path=str(into) if into else None,
-                tracking_uri=self.tracking_uri,
+        if sqlite_file(self.tracking_uri) is not None:
+            yield Path(download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri))
+            return
+        (self.folder / "cache").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder / "cache") as aside:
+            yield Path(
+                download_artifacts(
+                    artifact_uri=location, dst_path=aside, tracking_uri=self.tracking_uri
+                )
             )
-        )
 
     # ---- MLflow's side of a version
 
@@ -437,6 +444,7 @@ class ModelRegistry:
             tags=tags | {"rlhf.model_id": model.model_id},
             description=f"{version.label}: {_verdict(version)}",
             model_id=None if embedded else model.model_id,
+            await_creation_for=0,  # it is ready at once; waiting only writes a line
         )
         return str(registered.version)
 

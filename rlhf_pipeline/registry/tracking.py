@@ -30,6 +30,12 @@ FLUSH_SECONDS = 5.0
 METRICS_PER_CALL = 1000  # the most that MLflow takes in one log_batch
 TAG_CHARACTERS = 4000  # MLflow takes 5000 in a run's tag
 
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+
 
 @functools.lru_cache(maxsize=8)
 def open_client(tracking_uri: str) -> Any:
@@ -37,7 +43,8 @@ def open_client(tracking_uri: str) -> Any:
 
     A file lock beside a SQLite database keeps two processes from creating its tables at once.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     with warnings.catch_warnings():
         # MLflow 3.17 maps with a loader that SQLAlchemy 2.1 deprecates; delete when it does not.
         warnings.filterwarnings("ignore", message=".*noload.*loader strategy is deprecated")

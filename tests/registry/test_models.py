@@ -184,8 +184,8 @@ def test_a_move_to_a_version_whose_files_changed_is_set_back(
     registry: ModelRegistry, agent: str, tmp_path: Path
 ) -> None:
     add(registry, agent, tmp_path)
-    stored = registry._artifacts(registry.ledger.version(agent, 1))
-    (stored / "model.safetensors").write_text("poison")
+    with registry._stored(registry.ledger.version(agent, 1)) as stored:
+        (stored / "model.safetensors").write_text("poison")
     move(registry, agent, 1)
     registry.reconcile(agent)
     assert aliases(registry, agent)["champion"] == 0

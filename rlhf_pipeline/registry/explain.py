@@ -1,0 +1,145 @@
+"""Everything that is known about one version, for a person who asks why it serves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline.database import claims, snapshots
+from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
+
+
+def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, Any]:
+    """Return a version's standing, lineage, data, training attempts, gate table and ledger entries.
+
+    Plain JSON values; `to_text` writes them for people. Raises RegistryError if it is unknown.
+    """
+    found = ledger.version(agent_id, version)
+    standing = ledger.standing(agent_id)
+    baseline = ledger.baseline(agent_id)
+    entries = [e for e in standing.history if version in (e.version, e.previous_version)]
+    return {
+        "agent_id": agent_id,
+        "version": version,
+        "label": found.label,
+        "standing": _standing(found, standing, baseline),
+        "created_at": found.created_at.isoformat(),
+        "path": str(found.path),
+        "mlflow": {"version": found.mlflow_version, "run_id": found.mlflow_run_id},
+        "lineage": dict(found.lineage),
+        "data": _data(ledger, found),
+        "gate": dict(found.gate) if found.gate is not None else None,
+        "ledger": [_entry(e) for e in entries],
+        "files": dict(found.files),
+    }
+
+
+def to_text(explanation: dict[str, Any]) -> str:
+    """Return an explanation as text, the most asked first."""
+    e = explanation
+    lines = [
+        f"{e['agent_id']} version {e['version']} ({e['label']}): {', '.join(e['standing'])}",
+        f"registered {e['created_at'][:19]} UTC, files in {e['path']}",
+    ]
+    if e["mlflow"]["version"]:
+        lines.append(f"MLflow version {e['mlflow']['version']}, run {e['mlflow']['run_id'] or '–'}")
+    lines += ["", "Ledger"]
+    lines += [
+        f"  {x['entry']:>3}  {x['created_at'][:19]}  {x['action']:<8} {_arrow(x)}  "
+        f"by {x['actor']}: {x['reason']}"
+        for x in e["ledger"]
+    ] or ["  no entry: it never was champion"]
+    lines += ["", "Gate"]
+    if e["gate"] is None:
+        lines.append("  not judged")
+    else:
+        lines.append(f"  {'passed' if e['gate']['passed'] else 'refused'}")
+        lines += [
+            f"  {r['verdict']:<4}  {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]
+        ]
+    lines += ["", "Lineage", *_tree(e["lineage"])]
+    lines += ["", "Data", *_tree(e["data"])]
+    lines += ["", "Files", *(f"  {digest}  {name}" for name, digest in e["files"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def _standing(
+    version: ModelVersion, standing: Standing, baseline: ModelVersion | None
+) -> list[str]:
+    found = [
+        name
+        for name, other in (
+            ("champion", standing.champion),
+            ("challenger", standing.challenger),
+            ("previous champion", standing.previous),
+            ("baseline", baseline),
+        )
+        if other is not None and other.version == version.version
+    ]
+    last = [e for e in standing.history if version.version in (e.version, e.previous_version)]
+    if last and last[-1].action == "rollback" and last[-1].previous_version == version.version:
+        found.append("rolled back from")
+    if version.gate is not None and not version.passed_gate:
+        found.append("refused by the gate")
+    return found or ["registered"]
+
+
+def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:
+    """Return the snapshot it was trained from and every attempt to train on that."""
+    if version.fingerprint is None:
+        return {"fingerprint": None}
+    s, c = snapshots.c, claims.c
+    with ledger.database.read() as connection:
+        snapshot = connection.execute(
+            sa.select(s.watermark, s.rows, s.sha256, s.created_at).where(
+                s.agent_id == version.agent_id, s.fingerprint == version.fingerprint
+            )
+        ).one_or_none()
+        attempts = connection.execute(
+            sa.select(c.token, c.attempt, c.state, c.holder, c.asked_by, c.created_at)
+            .where(c.agent_id == version.agent_id, c.fingerprint == version.fingerprint)
+            .order_by(c.token)
+        ).all()
+    return {
+        "fingerprint": version.fingerprint,
+        "snapshot": _plain(snapshot) if snapshot else None,
+        "attempts": [_plain(attempt) for attempt in attempts],
+    }
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    return {k: v.isoformat() if hasattr(v, "isoformat") else v for k, v in row._mapping.items()}
+
+
+def _entry(entry: Promotion) -> dict[str, Any]:
+    return {
+        "entry": entry.entry,
+        "action": entry.action,
+        "version": entry.version,
+        "previous_version": entry.previous_version,
+        "token": entry.token,
+        "actor": entry.actor,
+        "reason": entry.reason,
+        "created_at": entry.created_at.isoformat(),
+    }
+
+
+def _arrow(entry: dict[str, Any]) -> str:
+    before = entry["previous_version"]
+    return f"{'–' if before is None else before} → {entry['version']}"
+
+
+def _tree(value: Any, indent: int = 2) -> list[str]:
+    """Return nested values as indented lines."""
+    if not isinstance(value, dict) or not value:
+        return [" " * indent + (value if isinstance(value, str) else json.dumps(value))]
+    lines = []
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            lines += [" " * indent + f"{key}:", *_tree(inner, indent + 2)]
+        else:
+            shown = inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
+            lines.append(" " * indent + f"{key}: {shown}")
+    return lines

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline import records
+from rlhf_pipeline.database import Database, claims, snapshots
+from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.registry.explain import explain, to_text
+from rlhf_pipeline.registry.ledger import PromotionLedger
+
+AGENT = "support"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[PromotionLedger]:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    ledger = PromotionLedger(database, root=tmp_path)
+    ledger.add_baseline(
+        AGENT,
+        label="v0",
+        path=tmp_path / "b",
+        files={"model.safetensors": "00"},
+        lineage={},
+        actor="setup",
+    )
+    for number, passed in ((1, True), (2, False)):
+        verdict = "pass" if passed else "fail"
+        result = {"rule": "kl_stop", "verdict": verdict, "words": "KL: needed ≤ 20, found 4"}
+        ledger.add_version(
+            AGENT,
+            label=f"v{number}00",
+            path=tmp_path / str(number),
+            files={"model.safetensors": f"0{number}"},
+            lineage={"base_model": "tiny", "seeds": {"ppo": 7}},
+            gate={"passed": passed, "results": [result]},
+            fingerprint=f"print{number}",
+        )
+    ledger.promote(AGENT, 1, actor="ann", reason="won 62 %", expected_champion=0)
+    moment = records.now()
+    with database.write() as connection:
+        connection.execute(
+            snapshots.insert().values(
+                snapshot_id="s",
+                agent_id=AGENT,
+                fingerprint="print1",
+                watermark=40,
+                rows=37,
+                path="x",
+                sha256="ab",
+                created_at=moment,
+            )
+        )
+        connection.execute(
+            claims.insert().values(
+                agent_id=AGENT,
+                fingerprint="print1",
+                watermark=40,
+                attempt=1,
+                state="done",
+                holder="run-9",
+                asked_by="sensor",
+                created_at=moment,
+                heartbeat_at=moment,
+                expires_at=moment + timedelta(minutes=1),
+            )
+        )
+    yield ledger
+    database.close()
+
+
+def test_a_champion_is_explained_from_the_feedback_to_the_decision(
+    ledger: PromotionLedger,
+) -> None:
+    found = explain(ledger, AGENT, 1)
+    assert found["standing"] == ["champion"]
+    assert found["data"]["snapshot"]["rows"] == 37
+    assert found["data"]["attempts"][0]["holder"] == "run-9"
+    assert [e["action"] for e in found["ledger"]] == ["promote"]
+    text = to_text(found)
+    for part in ("won 62 %", "0 → 1", "kl_stop", "ppo: 7", "rows: 37", "01  model.safetensors"):
+        assert part in text
+    json.dumps(found)
+
+
+def test_standing_names_refused_rolled_back_and_baseline(ledger: PromotionLedger) -> None:
+    assert explain(ledger, AGENT, 2)["standing"] == ["refused by the gate"]
+    assert "never was champion" in to_text(explain(ledger, AGENT, 2))
+    assert explain(ledger, AGENT, 0)["standing"] == ["previous champion", "baseline"]
+    ledger.rollback(AGENT, actor="watch", reason="errors")
+    assert explain(ledger, AGENT, 1)["standing"] == ["rolled back from"]
+    assert explain(ledger, AGENT, 0)["standing"] == ["champion", "baseline"]
+    assert "not judged" in to_text(explain(ledger, AGENT, 0))
+
+
+def test_an_unknown_version_is_said_so(ledger: PromotionLedger) -> None:
+    with pytest.raises(RegistryError, match="version 8"):
+        explain(ledger, AGENT, 8)
+
+
+def test_a_person_may_name_a_version_by_its_standing(ledger: PromotionLedger) -> None:
+    assert ledger.find(AGENT, "champion").version == 1
+    assert ledger.find(AGENT, "previous").version == 0
+    assert ledger.find(AGENT, "baseline").version == 0
+    assert ledger.find(AGENT, "2").version == 2
+    for name in ("challenger", "newest", "v100"):
+        with pytest.raises(RegistryError, match=f"no '{name}'"):
+            ledger.find(AGENT, name)

@@ -1,0 +1,105 @@
+"""The tracking server as `make ui` starts it, and the registry against it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_mlflow_folder_never_shadows_the_library() -> None:
+    assert not (ROOT / "mlflow" / "__init__.py").exists()
+    assert os.access(ROOT / "mlflow" / "start", os.X_OK)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    state = tmp_path_factory.mktemp("state")
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    with (
+        (state / "server.log").open("w") as log,
+        subprocess.Popen(
+            [str(ROOT / "mlflow" / "start"), str(state), str(port)],
+            env=os.environ | {"PYTHON": sys.executable},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            for _ in range(240):
+                if process.poll() is not None or answers(f"{address}/health"):
+                    break
+                time.sleep(0.5)
+            assert answers(f"{address}/health"), (state / "server.log").read_text()
+            yield address
+        finally:
+            process.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_the_server_answers_here_and_refuses_other_host_names(server: str) -> None:
+    url = f"{server}/api/2.0/mlflow/experiments/search?max_results=1"
+    assert answers(url)
+    request = urllib.request.Request(url, headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert refused.value.code == 403
+    refused.value.close()
+
+
+@pytest.mark.slow
+def test_the_registry_works_through_a_server(server: str, tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    ledger = PromotionLedger(database)
+    registry = ModelRegistry(ledger, server, tmp_path / "mlflow")
+    for name in ("baseline", "candidate"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    registry.register_baseline("a", tmp_path / "baseline", label="v0", lineage={}, actor="test")
+    with registry.run("a", fingerprint="f", stage="ppo", parameters={"seed": 1}) as run:
+        run.report({"update": 1, "score_mean": 0.5})
+    version = registry.register(
+        "a",
+        tmp_path / "candidate",
+        label="v1",
+        lineage={"base_model": "tiny"},
+        gate={"passed": True, "results": []},
+        fingerprint="f",
+        run_id=run.run_id,
+    )
+    registry.client.set_registered_model_alias("rlhf-a", "champion", version.mlflow_version)
+    assert registry.reconcile("a").adopted is not None
+    assert registry.reconcile("a").changes == ()
+    (tmp_path / "candidate").rename(tmp_path / "gone")
+    cached = registry.resolve("models:/rlhf-a@champion")
+    assert cached == tmp_path / "mlflow" / "cache" / "rlhf-a" / "1"
+    assert (cached / "model.safetensors").read_text() == "candidate"
+    database.close()
