@@ -185,6 +185,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"a tokenizer is needed at {source}; found: {error}; save it beside the model"
         ) from error
+    if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+        tokenizer.eos_token = tokenizer.sep_token  # encoders end with a separator
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"a tokenizer with an end token is needed, found none at {source}; set eos_token"

@@ -1,0 +1,300 @@
+"""The reward model: a trunk that reads prompt and completion, and a scalar head on what it read.
+
+On disk it is a folder: trunk/ (a plain transformers folder with its tokenizer), head.safetensors
+(weight, bias) and reward_model.json (what is read, limits, centre offset, calibration temperature).
+Nothing is pickled, and no code from a model is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedTokenizerBase
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import folder_sha256, read_json, write_json
+from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+from rlhf_pipeline.policy.loading import (
+    choose_device,
+    load_tokenizer,
+    load_weights,
+    no_progress_bars,
+    switch_off_dropout,
+)
+from rlhf_pipeline.policy.sampling import pad_left, pad_right, position_ids
+from rlhf_pipeline.records import Prompt, RewardInput, hashed
+
+Reads = Literal["last", "first", "mean"]
+TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
+TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How margins become probabilities, and what a score of 0 means."""
+
+    offset: float = 0.0  # subtracted from the head's output; centre completions then score 0
+    temperature: float = 1.0  # P(chosen over rejected) = sigmoid(margin / temperature)
+    deviation: float = 1.0  # standard deviation of the centre completions' scores
+
+    def probability(self, margin: float) -> float:
+        """Return the calibrated probability that a completion ahead by `margin` is preferred."""
+        return 1 / (1 + math.exp(-max(-700.0, min(700.0, margin / self.temperature))))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a conversation is read; prompts lose their beginning, completions their end."""
+
+    max_prompt_tokens: int
+    max_completion_tokens: int
+
+
+class RewardModel(nn.Module):
+    """Trunk and scalar head; forward gives raw scores, without the centre offset."""
+
+    def __init__(
+        self, trunk: nn.Module, head: nn.Linear, *, encoder: bool, reads: Reads, pad_id: int
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = head
+        self.encoder = encoder
+        self.reads = reads
+        self.pad_id = pad_id
+
+    def features(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return the hidden state that is judged, (B, H) float32, of rows of token ids.
+
+        A causal trunk has seen everything at the last token (eos, where it fitted); an encoder
+        gathers it at the first; "mean" is the mean over all tokens, which a head on a frozen trunk
+        learns from best: nothing has taught that trunk to gather a judgement in one place.
+        """
+        device = self.head.weight.device
+        ids, mask = (pad_right if self.encoder else pad_left)(rows, self.pad_id)
+        ids, mask = ids.to(device), mask.to(device)
+        places = {} if self.encoder else {"position_ids": position_ids(mask), "use_cache": False}
+        with autocast(device):
+            hidden: Tensor = self.trunk(
+                input_ids=ids, attention_mask=mask.long(), **places
+            ).last_hidden_state
+        if self.reads == "mean":
+            kept = hidden.float().masked_fill(~mask[..., None], 0.0)
+            return kept.sum(1) / mask.sum(1, keepdim=True)
+        return hidden[:, 0 if self.reads == "first" else -1].float()
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return raw scores (B,) of rows of token ids."""
+        scores: Tensor = self.head(self.features(rows))[:, 0]
+        return scores
+
+
+class LearnedReward:
+    """A trained reward model as a reward function: finite scores, in the items' order."""
+
+    def __init__(
+        self,
+        model: RewardModel,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Limits,
+        calibration: Calibration,
+        version: str,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.calibration = calibration
+        self.version = version
+
+    def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+        """Return one centred score per item. Raises ModelError if a score is not finite."""
+        rows = encode_rows(self.tokenizer, [(i.prompt, i.completion) for i in items], self.limits)
+        raw = score_rows(self.model, rows)
+        return [score - self.calibration.offset for score in raw]
+
+
+def new_reward_model(
+    base: str | Path, *, seed: int, reads: Reads | None = None, device: str = "auto"
+) -> tuple[RewardModel, PreTrainedTokenizerBase]:
+    """Return an untrained reward model on a policy's trunk (output layer dropped) or an encoder.
+
+    It reads the last token, an encoder the first, unless told otherwise.
+    The head starts with deviation 1 / sqrt(H + 1) and no bias, so first scores are small.
+    Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
+    """
+    trunk = load_weights(AutoModel, base, "float32")
+    tokenizer = load_tokenizer(base)
+    if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
+        tokenizer.pad_token = tokenizer.eos_token
+    head = nn.Linear(trunk.config.hidden_size, 1)
+    with torch.no_grad():
+        width = head.in_features
+        head.weight.normal_(
+            0.0, 1 / math.sqrt(width + 1), generator=torch.Generator().manual_seed(seed)
+        )
+        head.bias.zero_()
+    encoder = _is_encoder(trunk)
+    reads = reads or ("first" if encoder else "last")
+    return _assemble(trunk, head, encoder, reads, tokenizer, device), tokenizer
+
+
+def save_reward_model(
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    limits: Limits,
+    calibration: Calibration,
+) -> None:
+    """Write the reward model's files into a folder (see files.new_folder for atomicity)."""
+    trunk: Any = model.trunk
+    with no_progress_bars():
+        trunk.save_pretrained(folder / TRUNK)
+    tokenizer.save_pretrained(folder / TRUNK)
+    save_file(
+        {
+            name: t.detach().float().cpu().contiguous()
+            for name, t in model.head.state_dict().items()
+        },
+        folder / HEAD,
+    )
+    write_json(
+        folder / SETTINGS,
+        {
+            "encoder": model.encoder,
+            "reads": model.reads,
+            **asdict(limits),
+            "calibration": asdict(calibration),
+        },
+    )
+
+
+def load_reward_model(directory: str | Path, *, device: str = "auto") -> LearnedReward:
+    """Return the reward model that `train_reward_model` wrote, ready to score.
+
+    Its version is a digest of its weights and settings. Raises ModelError if files are missing or
+    do not fit together.
+    """
+    root = Path(directory)
+    missing = [name for name in (TRUNK, HEAD, SETTINGS) if not (root / name).exists()]
+    if missing:
+        raise ModelError(
+            f"a reward model is needed at {root}, found no {', '.join(missing)}; train one with "
+            "train_reward_model or correct the path"
+        )
+    settings = read_json(root / SETTINGS)
+    trunk = load_weights(AutoModel, root / TRUNK, "float32")
+    tokenizer = load_tokenizer(root / TRUNK)
+    try:
+        head = nn.Linear(trunk.config.hidden_size, 1)
+        head.load_state_dict(load_file(root / HEAD))
+        limits = Limits(settings["max_prompt_tokens"], settings["max_completion_tokens"])
+        calibration = Calibration(**settings["calibration"])
+        encoder, reads = settings["encoder"], settings["reads"]
+    except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"the reward model's trunk, head and settings must belong together in {root}; found: "
+            f"{error}; train it again"
+        ) from error
+    model = _assemble(trunk, head, encoder, reads, tokenizer, device)
+    return LearnedReward(model, tokenizer, limits, calibration, reward_version(root))
+
+
+def reward_version(directory: Path) -> str:
+    """Return 16 hex digits that change with the weights or the settings, not with the report."""
+    digests = folder_sha256(directory)
+    names = [n for n in digests if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]
+    return hashed(*(f"{name}:{digests[name]}" for name in names))[:16]
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[tuple[Prompt, str]],
+    limits: Limits,
+) -> list[list[int]]:
+    """Return each prompt's and completion's token ids, as sampling and SFT lay them out."""
+    prompts = encode_prompts(
+        tokenizer, [p for p, _ in conversations], max_tokens=limits.max_prompt_tokens
+    )
+    completions = encode_completions(
+        tokenizer, [c for _, c in conversations], max_tokens=limits.max_completion_tokens
+    )
+    return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def score_rows(model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Return raw scores in the rows' order. Raises ModelError if one is not finite."""
+    scores = [0.0] * len(rows)
+    for members, features in features_of(model, rows):
+        with torch.no_grad():
+            values = model.head(features)[:, 0].tolist()
+        for i, score in zip(members, values, strict=True):
+            scores[i] = score
+    broken = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+    if broken:
+        raise ModelError(
+            f"a reward model must give finite scores, found {len(broken)} of {len(scores)} that "
+            f"are not (first at item {broken[0]}); its weights are damaged: train it again"
+        )
+    return scores
+
+
+def features_of(
+    model: RewardModel, rows: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the rows' numbers and features (B, H), batch by batch of like length, no gradients."""
+    for members in batches_by_length([len(row) for row in rows]):
+        with torch.no_grad():
+            yield members, model.features([rows[i] for i in members])
+
+
+def batches_by_length(lengths: Sequence[int], tokens: int = TOKENS_AT_ONCE) -> list[list[int]]:
+    """Return the rows' numbers, shortest first, in batches of at most `tokens` once padded.
+
+    A row that is longer than that is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return bfloat16 autocast on a GPU, nothing elsewhere."""
+    if device.type == "cuda":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _assemble(
+    trunk: Any,
+    head: nn.Linear,
+    encoder: bool,
+    reads: Reads,
+    tokenizer: PreTrainedTokenizerBase,
+    device: str,
+) -> RewardModel:
+    switch_off_dropout(trunk)
+    model = RewardModel(
+        trunk, head, encoder=encoder, reads=reads, pad_id=int(tokenizer.pad_token_id)
+    )
+    return model.to(choose_device(device)).eval()
+
+
+def _is_encoder(trunk: Any) -> bool:
+    """True for the masked-language-model families: BERT, RoBERTa, DeBERTa, ModernBERT, ..."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    masked = type(trunk.config) in MODEL_FOR_MASKED_LM_MAPPING
+    return masked and not getattr(trunk.config, "is_decoder", False)

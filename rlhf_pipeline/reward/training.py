@@ -1,0 +1,450 @@
+"""Training a reward model on preference pairs, and judging it on pairs it has not seen.
+
+The loss is Bradley-Terry's: -log sigmoid(score(chosen) - score(rejected)), with a target of one
+half for ties. Either the whole model learns, or (freeze_trunk) its features are computed once and
+only the head is fitted, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.files import new_folder, write_json
+from rlhf_pipeline.records import PreferencePair, Progress, RewardInput, ignore_progress
+from rlhf_pipeline.reward.calibration import (
+    Bin,
+    calibration_error,
+    fit_temperature,
+    pair_accuracy,
+    reliability,
+    wilson_interval,
+)
+from rlhf_pipeline.reward.model import (
+    TOKENS_AT_ONCE,
+    Calibration,
+    Limits,
+    RewardModel,
+    batches_by_length,
+    encode_rows,
+    features_of,
+    new_reward_model,
+    save_reward_model,
+    score_rows,
+)
+from rlhf_pipeline.reward.plots import plot_report
+
+ADAM_EPS = 1e-5  # arXiv:2403.17031 (N+), as for PPO
+MAX_GRAD_NORM = 1.0
+POOL = 16  # minibatches drawn together and sorted by length, so that little is padding
+RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
+NEWTON_STEPS = 25
+
+
+@dataclass(frozen=True)
+class RewardModelReport:
+    """What a reward model is worth, measured on held-out pairs that people decided."""
+
+    path: Path
+    # accuracy
+    accuracy: float  # share of held-out pairs ranked as people did
+    interval: tuple[float, float]  # its 95 % Wilson interval
+    n: int  # held-out pairs without ties
+    train_accuracy: float  # on the training pairs, as they were seen in the last epoch
+    floors: dict[str, float]  # what knows nothing reaches: "longer", "random"
+    # calibration, on the half of the held-out pairs that did not fit the temperature
+    temperature: float
+    ece: float  # expected calibration error at that temperature
+    ece_before: float  # the same at temperature 1
+    reliability: tuple[Bin, ...]
+    calibrated_on: int  # pairs that fitted the temperature
+    # the run
+    offset: float  # raw score of the centre completions, subtracted from every score
+    score_deviation: float  # standard deviation of the centre completions' scores
+    pairs: int  # training pairs, ties among them
+    ties: int
+    loss_curve: tuple[tuple[int, float], ...]  # (optimizer step, mean loss since the last one)
+    seconds: float
+    freeze_trunk: bool
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Token ids of pairs; target is 1 where chosen is better and 0.5 for ties."""
+
+    chosen: list[list[int]]
+    rejected: list[list[int]]
+    targets: list[float]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How training went."""
+
+    loss_curve: list[tuple[int, float]]  # (optimizer step, mean loss since the last one)
+    train_accuracy: float  # on the decided training pairs, as seen in the last epoch
+
+
+def train_reward_model(
+    base: str | Path,
+    train_pairs: Sequence[PreferencePair],
+    test_pairs: Sequence[PreferencePair],
+    output_dir: str | Path,
+    *,
+    freeze_trunk: bool,
+    centre_on: Sequence[RewardInput],
+    epochs: float,
+    learning_rate: float,
+    batch_size: int,
+    max_prompt_tokens: int,
+    max_completion_tokens: int,
+    seed: int,
+    min_pairs: int = 2,
+    device: str = "auto",
+    report: Progress | None = None,
+) -> RewardModelReport:
+    """Train on `train_pairs`, judge on `test_pairs`, save in `output_dir` and return the report.
+
+    1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
+    `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
+    pairs; 6. save model, report.json and plots in one rename.
+    `base` is a policy folder or an encoder. With freeze_trunk, epochs, learning_rate and batch_size
+    are unused: the head's problem is convex and is solved. The same seed gives the same model.
+    Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
+    """
+    started = time.perf_counter()
+    check_pairs(train_pairs, test_pairs, centre_on, min_pairs)
+    report = report or ignore_progress
+    limits = Limits(max_prompt_tokens, max_completion_tokens)
+    model, tokenizer = new_reward_model(
+        base, seed=seed, reads="mean" if freeze_trunk else None, device=device
+    )
+    train = encode_pairs(tokenizer, train_pairs, limits)
+    if freeze_trunk:
+        groups = [_prompt_digest(pair) for pair in train_pairs]
+        fit = fit_head(model, train, groups, report=report)
+    else:
+        fit = fit_model(
+            model,
+            train,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            seed=seed,
+            report=report,
+        )
+    model.eval()
+
+    centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
+    centre = score_rows(model, centre_rows)
+    decided = [pair for pair in test_pairs if not is_tie(pair)]
+    test = encode_pairs(tokenizer, decided, limits)
+    margins = margins_of(model, test)
+    fitting, judging = halves(decided)
+    temperature = fit_temperature([margins[i] for i in fitting])
+    judged = [margins[i] for i in judging]
+    bins = reliability(judged, temperature)
+    accuracy = pair_accuracy(margins)
+    result = RewardModelReport(
+        path=Path(output_dir),
+        accuracy=accuracy,
+        interval=wilson_interval(accuracy, len(margins)),
+        n=len(margins),
+        train_accuracy=fit.train_accuracy,
+        floors={"longer": longer_is_better(decided), "random": 0.5},
+        temperature=temperature,
+        ece=calibration_error(bins),
+        ece_before=calibration_error(reliability(judged, 1.0)),
+        reliability=tuple(bins),
+        calibrated_on=len(fitting),
+        offset=statistics.fmean(centre),
+        score_deviation=statistics.pstdev(centre),
+        pairs=len(train),
+        ties=sum(is_tie(pair) for pair in train_pairs),
+        loss_curve=tuple(fit.loss_curve),
+        seconds=time.perf_counter() - started,
+        freeze_trunk=freeze_trunk,
+    )
+    calibration = Calibration(result.offset, temperature, result.score_deviation)
+    with new_folder(output_dir) as folder:
+        save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
+        write_json(folder / "report.json", {**asdict(result), "path": str(result.path)})
+        plot_report(result, margins, folder)
+    return result
+
+
+def check_pairs(
+    train_pairs: Sequence[PreferencePair],
+    test_pairs: Sequence[PreferencePair],
+    centre_on: Sequence[RewardInput],
+    min_pairs: int,
+) -> None:
+    """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these."""
+    if len(train_pairs) < min_pairs:
+        raise NotEnoughData(
+            f"reward training needs {min_pairs} preference pairs, found {len(train_pairs)}; "
+            f"collect {min_pairs - len(train_pairs)} more or lower reward.min_pairs"
+        )
+    if not any(not is_tie(pair) for pair in train_pairs):
+        raise NotEnoughData(
+            f"reward training needs pairs that people decided, found {len(train_pairs)} ties only; "
+            "collect at least 1 preference"
+        )
+    decided = sum(not is_tie(pair) for pair in test_pairs)
+    if decided < 2:
+        raise NotEnoughData(
+            f"judging a reward model needs 2 held-out pairs that people decided, found {decided}; "
+            f"collect {2 - decided} more or raise feedback.evaluation_share"
+        )
+    prompts = {pair.prompt for pair in train_pairs}
+    if len(prompts) < 2:
+        raise NotEnoughData(
+            "reward training needs pairs on several prompts, found one prompt only; "
+            "collect feedback on at least 1 more"
+        )
+    seen = sum(pair.prompt in prompts for pair in test_pairs)
+    if seen:
+        raise TrainingError(
+            f"held-out pairs must be on prompts that training does not see, found {seen} of "
+            f"{len(test_pairs)} on training prompts; split by prompt"
+        )
+    if not centre_on:
+        raise NotEnoughData(
+            "centring needs completions whose mean score is to be 0, found none; "
+            "pass the baseline's completions"
+        )
+    for pair in (*train_pairs, *test_pairs):
+        if pair.chosen == pair.rejected and not is_tie(pair):
+            raise TrainingError(
+                f"a preference needs two different completions, found the same one twice in pair "
+                f"{pair.pair_id}; remove it or mark it a tie"
+            )
+
+
+def is_tie(pair: PreferencePair) -> bool:
+    """True where neither completion was preferred."""
+    return pair.tie or pair.both_bad
+
+
+def preference_loss(margins: Tensor, targets: Tensor) -> Tensor:
+    """Return the Bradley-Terry loss of each pair, (B,), in nats.
+
+    targets (B,) are the probability that chosen is better: 1, or 0.5 for ties.
+    -[y log sigmoid(m) + (1 - y) log sigmoid(-m)] = softplus(-m) + (1 - y) m.
+    Source: Stiennon et al., arXiv:2009.01325 section 3.4; ties as half a win for each.
+    """
+    return functional.softplus(-margins) + (1 - targets) * margins
+
+
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[PreferencePair], limits: Limits
+) -> EncodedPairs:
+    """Return the pairs' token ids, in order."""
+    return EncodedPairs(
+        chosen=encode_rows(tokenizer, [(p.prompt, p.chosen) for p in pairs], limits),
+        rejected=encode_rows(tokenizer, [(p.prompt, p.rejected) for p in pairs], limits),
+        targets=[0.5 if is_tie(pair) else 1.0 for pair in pairs],
+    )
+
+
+def margins_of(model: RewardModel, pairs: EncodedPairs) -> list[float]:
+    """Return score(chosen) - score(rejected) of each pair, without gradients."""
+    scores = score_rows(model, [*pairs.chosen, *pairs.rejected])
+    n = len(pairs)
+    return [chosen - rejected for chosen, rejected in zip(scores[:n], scores[n:], strict=True)]
+
+
+def fit_model(
+    model: RewardModel,
+    pairs: EncodedPairs,
+    *,
+    epochs: float,
+    learning_rate: float,
+    batch_size: int,
+    seed: int,
+    report: Progress,
+) -> Fit:
+    """Train trunk and head with AdamW, annealed linearly to 0; return how it went.
+
+    A minibatch is `batch_size` pairs of like length, run in microbatches that fit TOKENS_AT_ONCE;
+    how it is split does not change its gradient.
+    """
+    steps = max(1, round(epochs * math.ceil(len(pairs) / batch_size)))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0
+    )
+    anneal = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    lengths = [len(c) + len(r) for c, r in zip(pairs.chosen, pairs.rejected, strict=True)]
+    draw = random.Random(seed)
+    minibatches: list[list[int]] = []
+    curve: list[tuple[int, float]] = []
+    recent: list[float] = []
+    seen: dict[int, float] = {}  # each pair's latest margin
+    model.train()
+    for step in range(1, steps + 1):
+        minibatches = minibatches or like_length(lengths, batch_size, draw)
+        loss, margins = backward(model, pairs, minibatches.pop())
+        seen.update(margins)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if not (math.isfinite(loss) and math.isfinite(float(norm))):
+            raise TrainingError(
+                f"loss and gradient must stay finite, found {loss} and {float(norm)} at step "
+                f"{step}; lower reward.learning_rate from {learning_rate}"
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        anneal.step()
+        recent.append(loss)
+        if step == steps or step % max(1, steps // 50) == 0:
+            curve.append((step, statistics.fmean(recent)))
+            report({"step": step, "of": steps, "loss": curve[-1][1]})
+            recent.clear()
+    decided = [margin for i, margin in seen.items() if pairs.targets[i] == 1]
+    return Fit(curve, pair_accuracy(decided or [0.0]))
+
+
+def backward(
+    model: RewardModel, pairs: EncodedPairs, members: Sequence[int]
+) -> tuple[float, dict[int, float]]:
+    """Add the gradient of the members' mean loss, microbatch by microbatch.
+
+    Returns that loss and each member's margin.
+    """
+    longest = [max(len(pairs.chosen[i]), len(pairs.rejected[i])) for i in members]
+    total = 0.0
+    seen: dict[int, float] = {}
+    for batch in batches_by_length(longest, TOKENS_AT_ONCE // 2):
+        chosen = [pairs.chosen[members[i]] for i in batch]
+        rejected = [pairs.rejected[members[i]] for i in batch]
+        targets = torch.tensor([pairs.targets[members[i]] for i in batch])
+        scores = model([*chosen, *rejected])
+        margins = scores[: len(batch)] - scores[len(batch) :]
+        loss = preference_loss(margins, targets.to(margins.device)).sum() / len(members)
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+        seen.update(zip((members[i] for i in batch), margins.tolist(), strict=True))
+    return total, seen
+
+
+def like_length(lengths: Sequence[int], size: int, draw: random.Random) -> list[list[int]]:
+    """Return one epoch's minibatches: random, but of like length within a pool of POOL."""
+    order = list(range(len(lengths)))
+    draw.shuffle(order)
+    minibatches = []
+    for start in range(0, len(order), size * POOL):
+        pool = sorted(order[start : start + size * POOL], key=lambda i: lengths[i])
+        minibatches += [pool[i : i + size] for i in range(0, len(pool), size)]
+    draw.shuffle(minibatches)
+    return minibatches
+
+
+def fit_head(
+    model: RewardModel, pairs: EncodedPairs, groups: Sequence[str], *, report: Progress
+) -> Fit:
+    """Fit the head on the frozen trunk's features; the loss curve is per Newton step.
+
+    The features are standardised (folded back into the head). The ridge is the one that ranks best
+    on a fifth of the prompts (`groups` names each pair's), then all pairs are used.
+    """
+    for parameter in model.trunk.parameters():
+        parameter.requires_grad_(False)
+    rows = [*pairs.chosen, *pairs.rejected]
+    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
+    done = 0
+    for members, batch in features_of(model, rows):
+        features[members] = batch.double().cpu()
+        done += len(members)
+        report({"features": done, "of": len(rows)})
+    deviation = features.std(0).clamp(min=1e-6)
+    differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
+    targets = torch.tensor(pairs.targets, dtype=torch.float64)
+    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
+    decided = kept_out & (targets == 1)
+    ridge = RIDGES[len(RIDGES) // 2]
+    if decided.any() and not kept_out.all():
+        ranked = {}
+        for candidate in RIDGES:
+            weight, _ = logistic(differences[~kept_out], targets[~kept_out], candidate)
+            ranked[candidate] = float(
+                preference_loss(differences[decided] @ weight, targets[decided]).mean()
+            )
+        ridge = min(ranked, key=lambda r: ranked[r])
+    weight, curve = logistic(differences, targets, ridge)
+    if not bool(weight.isfinite().all()):
+        raise TrainingError(
+            "features must be finite numbers, found some that are not; the base model's weights "
+            "are damaged: load another"
+        )
+    with torch.no_grad():
+        model.head.weight.copy_((weight / deviation)[None])
+        model.head.bias.zero_()
+    report({"step": len(curve), "of": len(curve), "loss": curve[-1][1], "ridge": ridge})
+    return Fit(curve, pair_accuracy((differences @ weight)[targets == 1].tolist()))
+
+
+def logistic(
+    differences: Tensor, targets: Tensor, ridge: float
+) -> tuple[Tensor, list[tuple[int, float]]]:
+    """Return the weights (H,) that least sum preference_loss + ridge/2 |w|^2, and the mean losses.
+
+    Newton's method with halved steps where the objective would rise; the problem is convex.
+    """
+    weight = differences.new_zeros(differences.shape[1])
+    curve: list[tuple[int, float]] = []
+    identity = torch.eye(len(weight), dtype=weight.dtype)
+
+    def objective(w: Tensor) -> float:
+        loss = preference_loss(differences @ w, targets).sum()
+        return float(loss + ridge / 2 * w.dot(w))
+
+    current = objective(weight)
+    for step in range(1, NEWTON_STEPS + 1):
+        chances = (differences @ weight).sigmoid()
+        gradient = differences.T @ (chances - targets) + ridge * weight
+        spread = chances * (1 - chances)
+        hessian = differences.T @ (differences * spread[:, None]) + ridge * identity
+        move = torch.linalg.solve(hessian, gradient)
+        size = 1.0
+        while size > 1e-4 and objective(weight - size * move) > current:
+            size /= 2
+        weight = weight - size * move
+        before, current = current, objective(weight)
+        curve.append((step, float(preference_loss(differences @ weight, targets).mean())))
+        if abs(before - current) <= 1e-9 * max(1.0, abs(current)):
+            break
+    return weight, curve
+
+
+def longer_is_better(pairs: Sequence[PreferencePair]) -> float:
+    """Return the accuracy of always preferring the longer completion, in characters."""
+    return pair_accuracy([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs])
+
+
+def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
+    """Return two halves of the pairs' numbers that share no prompt, where there are two prompts."""
+    digests = [_prompt_digest(pair) for pair in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: (digests[i], i))
+    middle = len(order) // 2
+    cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]
+    cut = min(cuts, key=lambda i: abs(i - middle), default=middle)
+    return order[:cut], order[cut:]
+
+
+def _prompt_digest(pair: PreferencePair) -> str:
+    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in pair.prompt)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
