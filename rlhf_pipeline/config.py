@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
@@ -205,7 +213,9 @@ class Settings(Section):
     """The whole tree."""
 
     recipe: str = "defaults"
-    state_dir: Path = Field(Path("state"), description="The one folder all state lives in.")
+    state_dir: Annotated[Path, AfterValidator(Path.absolute)] = Field(
+        Path("state"), validate_default=True, description="The one folder all state lives in."
+    )
     database_url: SecretStr | None = Field(None, description="None: SQLite in the state folder.")
     mlflow_uri: str | None = Field(None, description="None: SQLite and files in the state folder.")
     policy: PolicySettings = PolicySettings()
@@ -227,16 +237,16 @@ class Settings(Section):
         """Return the database's URL, the embedded one where none is set."""
         if self.database_url is not None:
             return self.database_url.get_secret_value()
-        return f"sqlite:///{self.state_dir.resolve() / 'feedback.db'}"
+        return f"sqlite:///{self.state_dir / 'feedback.db'}"
 
     @property
     def resolved_mlflow_uri(self) -> str:
         """Return MLflow's tracking URI, the embedded one where none is set."""
-        return self.mlflow_uri or f"sqlite:///{self.state_dir.resolve() / 'mlflow' / 'mlflow.db'}"
+        return self.mlflow_uri or f"sqlite:///{self.state_dir / 'mlflow' / 'mlflow.db'}"
 
     def agent_folder(self, agent_id: str) -> Path:
         """Return where an agent's snapshots, turns and baseline are kept."""
-        return self.state_dir.resolve() / "agents" / agent_id
+        return self.state_dir / "agents" / agent_id
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -40,6 +40,7 @@ class Claim:
     state: ClaimState
     holder: str  # the run's id
     asked_by: str
+    created_at: datetime
     heartbeat_at: datetime
     expires_at: datetime
     reason: str | None = None
@@ -171,6 +172,14 @@ class ClaimBook:
             check_token(connection, token)
             _update(connection, token, state=state, reason=reason or None)
 
+    def give_up(self, token: int, reason: str) -> None:
+        """Close a claim whose holder is gone, if its lease has run out and nobody has yet."""
+        c = db.claims.c
+        with self.database.write() as connection:
+            claim = _one(connection, db.claims.select().where(c.token == token))
+            if claim is not None and claim.state == "held" and claim.expires_at <= self.clock():
+                _update(connection, token, state="lost", reason=reason)
+
     def held(self, agent_id: str) -> Claim | None:
         """Return the claim that is held now, its lease alive or stale, or None."""
         c = db.claims.c
@@ -233,9 +242,7 @@ def _all(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> lis
 
 
 def _claim_of(row: sa.Row[tuple[object, ...]]) -> Claim:
-    values = dict(row._mapping)
-    del values["created_at"]
-    return Claim(**values)
+    return Claim(**row._mapping)
 
 
 def _update(connection: sa.Connection, token: int, **values: object) -> None:

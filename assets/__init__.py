@@ -1,0 +1,1 @@
+"""Dagster assets: one module per stage, each asset a few lines around one call of the engine."""

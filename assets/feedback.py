@@ -1,0 +1,153 @@
+"""From the store to validated votes: a frozen snapshot, its checks, its drift."""
+
+import dataclasses
+
+import dagster as dg
+
+from assets.common import Materialized, agents, table
+from resources.pipeline import Pipeline
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
+from rlhf_pipeline.files import write_json
+
+SNAPSHOT, VALIDATED, DRIFT = "feedback.parquet", "validated.parquet", "drift.json"
+
+
+class SnapshotConfig(dg.Config):
+    """What to freeze."""
+
+    watermark: int | None = None  # None: everything that is there now
+    again: bool = False  # train once more from a fingerprint that was trained on
+
+
+@dg.asset(partitions_def=agents, group_name="feedback", kinds={"parquet"})
+def feedback_snapshot(
+    context: dg.AssetExecutionContext, config: SnapshotConfig, pipeline: Pipeline
+) -> Materialized:
+    """The effective votes up to a watermark, frozen; this run's claim on them begins here."""
+    agent_id = context.partition_key
+    watermark = config.watermark or snapshot.newest_seq(pipeline.database, agent_id)
+    mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
+    turn = pipeline.begin_turn(context, mark, watermark, again=config.again)
+    with pipeline.turn(context):
+        taken = snapshot.take(pipeline.database, agent_id, watermark, turn.data / SNAPSHOT)
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(taken.fingerprint),
+        metadata={
+            "dagster/row_count": taken.rows,
+            "fingerprint": taken.fingerprint,
+            "watermark": watermark,
+            "claim_token": turn.token,
+            "votes by kind": table(
+                [{"kind": k, "votes": n} for k, n in pipeline.store.counts(agent_id).items()]
+            ),
+            "path": dg.MetadataValue.path(taken.path),
+        },
+    )
+
+
+@dg.asset(
+    partitions_def=agents,
+    group_name="feedback",
+    deps=[feedback_snapshot],
+    kinds={"greatexpectations"},
+    check_specs=[
+        dg.AssetCheckSpec(name, asset="validated_feedback", blocking=name in BLOCKING)
+        for name in CHECKS
+    ],
+)
+def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
+    """The snapshot's rows that keep every rule; the others are in quarantine, by rule."""
+    from rlhf_pipeline.feedback.validation import validate
+
+    with pipeline.turn(context) as turn:
+        limits = turn.settings.validation
+        report = validate(
+            snapshot.read(turn.data / SNAPSHOT),
+            min_rows=limits.min_rows,
+            max_prompt_characters=limits.max_prompt_characters,
+            max_completion_characters=limits.max_completion_characters,
+        )
+        report.clean.to_parquet(turn.data / VALIDATED)
+        pipeline.store.quarantine(report.quarantine_rows())
+    by_rule: dict[str, int] = {}
+    for row in report.quarantined:
+        by_rule[row.rule] = by_rule.get(row.rule, 0) + 1
+    return dg.MaterializeResult(
+        metadata={
+            "dagster/row_count": len(report.clean),
+            "quarantined": len(report.quarantined),
+            "quarantined by rule": table([{"rule": r, "rows": n} for r, n in by_rule.items()]),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                check_name=check.name,
+                passed=check.passed,
+                severity=(
+                    dg.AssetCheckSeverity.ERROR if check.blocking else dg.AssetCheckSeverity.WARN
+                ),
+                metadata={
+                    "unexpected": check.unexpected,
+                    "total": check.total,
+                    **{name: float(number) for name, number in check.numbers.items()},
+                },
+            )
+            for check in report.checks
+        ],
+    )
+
+
+@dg.asset(
+    partitions_def=agents,
+    group_name="feedback",
+    deps=[validated_feedback],
+    kinds={"evidently"},
+    check_specs=[dg.AssetCheckSpec("feedback_is_stable", asset="feedback_profile")],
+)
+def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
+    """How this feedback differs from what the agent was last trained on (Evidently)."""
+    from rlhf_pipeline.feedback.drift import feedback_drift
+
+    with pipeline.turn(context) as turn:
+        before = pipeline.claims.last_done(turn.agent_id)
+        folder = turn.data.parent / before.fingerprint[:16] if before else None
+        if folder is None or not (folder / VALIDATED).exists():
+            write_json(turn.data / DRIFT, {"drifted": False, "compared_with": None})
+            return dg.MaterializeResult(
+                metadata={"compared with": "nothing: no feedback was trained on yet"},
+                check_results=[dg.AssetCheckResult(passed=True, check_name="feedback_is_stable")],
+            )
+        report = feedback_drift(
+            snapshot.read(turn.data / VALIDATED),
+            snapshot.read(folder / VALIDATED),
+            threshold_psi=turn.settings.drift.threshold_psi,
+            html_path=turn.data / "drift.html",
+        )
+        write_json(
+            turn.data / DRIFT,
+            {"drifted": report.drifted, "compared_with": folder.name, "psi": report.psi},
+        )
+        with pipeline.tracked(turn) as run:
+            run.log_file(turn.data / "drift.html", "drift")
+            run.log_metrics({f"drift/{name}": psi for name, psi in report.psi.items()})
+    rows = [{"feature": n, **_plain(f)} for n, f in report.features.items()]
+    return dg.MaterializeResult(
+        metadata={
+            "compared with": folder.name,
+            "features": table(rows),
+            "report": dg.MetadataValue.path(report.html_path),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                passed=not report.drifted,
+                check_name="feedback_is_stable",
+                severity=dg.AssetCheckSeverity.WARN,  # training goes on; automatic promotion waits
+                metadata={name: float(psi) for name, psi in report.psi.items()},
+            )
+        ],
+    )
+
+
+def _plain(feature: object) -> dict[str, float | bool | str]:
+    values = dataclasses.asdict(feature)  # type: ignore[call-overload]  # a frozen dataclass
+    return {k: v for k, v in values.items() if isinstance(v, float | bool | int | str)}

@@ -1,0 +1,171 @@
+"""The trained models: version 0, the three reward models, and the policy PPO improves."""
+
+from pathlib import Path
+
+import dagster as dg
+
+from assets.common import GPU, RESUME, Materialized, agents, plots, table
+from resources.compute import Compute
+from resources.pipeline import Pipeline
+from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.files import read_json
+
+
+@dg.asset(
+    partitions_def=agents,
+    pool=GPU,
+    retry_policy=RESUME,
+    group_name="training",
+    deps=["sft_examples"],
+    kinds={"pytorch", "trl"},
+)
+def sft_policy(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, compute: Compute
+) -> Materialized:
+    """Version 0: the fixed baseline every later version is measured against, and first champion."""
+    turn = pipeline.bootstrap_turn(context)
+    with pipeline.turn(context):
+        if turn.baseline is not None:
+            return dg.MaterializeResult(
+                metadata={
+                    "path": dg.MetadataValue.path(str(turn.baseline)),
+                    "trained": "earlier; the baseline is fixed until a person resets it",
+                }
+            )
+        result = compute.run_stage(context, "baseline", turn)
+        with pipeline.tracked(turn) as run:
+            for step, loss in result["loss_curve"]:
+                run.log_metrics({"sft/loss": loss}, step=step)
+            version = pipeline.registry.register_baseline(
+                turn.agent_id,
+                Path(result["path"]),
+                label=f"v{pipeline.rows(turn)}",
+                lineage=pipeline.lineage(turn, examples=result["examples"]),
+                actor="sft_policy",
+                fingerprint=turn.fingerprint,
+                token=turn.token,
+                run_id=run.run_id,
+            )
+        pipeline.finish_bootstrap(turn)
+    return dg.MaterializeResult(
+        metadata={
+            "version": version.version,
+            "path": dg.MetadataValue.path(str(version.path)),
+            "examples": result["examples"],
+            "parameters": result["parameters"],
+            "final loss": result["loss_curve"][-1][1],
+            "seconds": result["seconds"],
+        }
+    )
+
+
+@dg.asset(
+    partitions_def=agents,
+    pool=GPU,
+    retry_policy=RESUME,
+    group_name="training",
+    deps=["preference_pairs", "reward_examples", sft_policy],
+    kinds={"pytorch"},
+    check_specs=[
+        dg.AssetCheckSpec("ranks_better_than_length", asset="reward_model"),
+        dg.AssetCheckSpec("is_calibrated", asset="reward_model"),
+    ],
+)
+def reward_model(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, compute: Compute
+) -> Materialized:
+    """Three models on disjoint raters: proxy (maximised), stopping (chooses), gate (judges)."""
+    with pipeline.turn(context) as turn:
+        reports = compute.run_stage(context, "reward", turn)
+        images = [
+            path for job in JOBS for path in sorted((turn.work / "reward" / job).glob("*.png"))
+        ]
+        with pipeline.tracked(turn) as run:
+            for job in JOBS:
+                for step, loss in reports[job]["loss_curve"]:
+                    run.log_metrics({f"reward/{job}/loss": loss}, step=step)
+                numbers = ("accuracy", "n", "ece", "temperature", "pairs")
+                run.log_metrics({f"reward/{job}/{n}": float(reports[job][n]) for n in numbers})
+            for path in images:
+                run.log_file(path, f"reward/{path.parent.name}")
+    rows = [
+        {
+            "model": job,
+            "accuracy": round(reports[job]["accuracy"], 4),
+            "low": round(reports[job]["interval"][0], 4),
+            "high": round(reports[job]["interval"][1], 4),
+            "held-out pairs": reports[job]["n"],
+            "always longer": round(reports[job]["floors"]["longer"], 4),
+            "random": reports[job]["floors"]["random"],
+            "training pairs": reports[job]["pairs"],
+            "ECE": round(reports[job]["ece"], 4),
+        }
+        for job in JOBS
+    ]
+    worst = min(reports.values(), key=lambda r: r["accuracy"] - max(r["floors"].values()))
+    calibration = max(r["ece"] for r in reports.values())
+    return dg.MaterializeResult(
+        metadata={
+            "accuracy": reports["proxy"]["accuracy"],
+            "held-out accuracy": table(rows),
+            **plots([p for p in images if p.parent.name == "proxy"]),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                check_name="ranks_better_than_length",
+                passed=worst["interval"][0] > max(worst["floors"].values()),
+                severity=dg.AssetCheckSeverity.WARN,  # the gate has the last word
+                metadata={"accuracy": worst["accuracy"], "floor": max(worst["floors"].values())},
+            ),
+            dg.AssetCheckResult(
+                check_name="is_calibrated",
+                passed=calibration <= 0.05,
+                severity=dg.AssetCheckSeverity.WARN,
+                metadata={"worst ECE": calibration},
+            ),
+        ],
+    )
+
+
+@dg.asset(
+    partitions_def=agents,
+    pool=GPU,
+    retry_policy=RESUME,
+    group_name="training",
+    deps=[reward_model, sft_policy],
+    kinds={"pytorch"},
+    check_specs=[dg.AssetCheckSpec("training_is_healthy", asset="ppo_policy")],
+)
+def ppo_policy(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, compute: Compute
+) -> Materialized:
+    """The candidate: the champion after PPO against the proxy, at its best checkpoint."""
+    with pipeline.turn(context) as turn:
+        outcome = compute.run_stage(context, "ppo", turn)
+        result = read_json(Path(outcome["result"]))
+        images = [turn.work / "ppo" / name for name in result["plots"]]
+        with pipeline.tracked(turn) as run:
+            for update, metrics in enumerate(result["history"], 1):
+                run.log_metrics({f"ppo/{name}": v for name, v in metrics.items()}, step=update)
+            for path in images:
+                run.log_file(path, "ppo")
+            run.log_json("ppo/result.json", result)
+    return dg.MaterializeResult(
+        metadata={
+            "path": dg.MetadataValue.path(outcome["path"]),
+            "updates": len(result["reward_history"]),
+            "chosen update": result["chosen_update"],
+            "stopped because": result["stopped_because"],
+            "score": result["final_reward_mean"],
+            "kl": result["kl_history"][-1],
+            **plots(images),
+        },
+        check_results=[
+            dg.AssetCheckResult(
+                check_name="training_is_healthy",
+                passed=not result["alarms"],
+                severity=dg.AssetCheckSeverity.WARN,
+                metadata={"alarms": dg.MetadataValue.json(result["alarms"])},
+            )
+        ],
+    )

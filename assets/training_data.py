@@ -1,0 +1,61 @@
+"""What training reads: pairs, reward examples, SFT examples and held-out prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import dagster as dg
+
+from assets.common import Materialized, agents, table
+from assets.feedback import VALIDATED, feedback_profile, validated_feedback
+from resources.pipeline import Pipeline
+from rlhf_pipeline import stages
+from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.stages import Turn
+
+DEPS = [validated_feedback, feedback_profile]
+
+
+@dg.multi_asset(
+    name="training_data",
+    partitions_def=agents,
+    specs=[
+        dg.AssetSpec("preference_pairs", deps=DEPS, group_name="data", kinds={"json"}),
+        dg.AssetSpec("reward_examples", deps=DEPS, group_name="data", kinds={"json"}),
+        dg.AssetSpec("sft_examples", deps=DEPS, group_name="data", kinds={"json"}),
+        dg.AssetSpec("evaluation_prompts", deps=DEPS, group_name="data", kinds={"json"}),
+    ],
+)
+def training_data(
+    context: dg.AssetExecutionContext, pipeline: Pipeline
+) -> tuple[Materialized, Materialized, Materialized, Materialized]:
+    """The validated votes as data sets; no prompt is in two splits."""
+    with pipeline.turn(context) as turn:
+        feedback = turn.settings.feedback
+        built = datasets.build(
+            snapshot.read(turn.data / VALIDATED),
+            evaluation_share=feedback.evaluation_share,
+            min_rating=feedback.min_rating,
+            max_samples=feedback.max_samples,
+        )
+        return (
+            _kept(turn, "preference_pairs", stages.PAIRS, built.preference_pairs),
+            _kept(turn, "reward_examples", stages.EXAMPLES, built.reward_examples),
+            _kept(turn, "sft_examples", stages.SFT_EXAMPLES, built.sft_examples),
+            _kept(turn, "evaluation_prompts", stages.PROMPTS, built.evaluation_prompts),
+        )
+
+
+def _kept(turn: Turn, asset: str, file: str, records: Sequence[Any]) -> Materialized:
+    datasets.write_jsonl(turn.data / file, records)
+    counts: dict[str, int] = {}
+    for record in records:
+        split = getattr(record, "split", "all")
+        counts[split] = counts.get(split, 0) + 1
+    return dg.MaterializeResult(
+        asset_key=asset,
+        metadata={
+            "dagster/row_count": len(records),
+            "by split": table([{"split": s, "rows": n} for s, n in counts.items()]),
+            "path": dg.MetadataValue.path(str(turn.data / file)),
+        },
+    )

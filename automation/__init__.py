@@ -1,0 +1,1 @@
+"""What starts things: jobs, sensors, schedules, and the processes that run them unattended."""

@@ -1,0 +1,100 @@
+"""The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
+
+from pathlib import Path
+
+import dagster as dg
+
+from assets.common import agents
+from resources.pipeline import AGENT, ASKED_BY, Pipeline
+from rlhf_pipeline.continuous import Due
+from rlhf_pipeline.errors import ClaimLost
+
+INBOX_DONE = "done"  # folder beside the dropped files
+
+
+@dg.failure_hook(required_resource_keys={"pipeline"})
+def free_the_claim(context: dg.HookContext) -> None:
+    """Let the next attempt begin at once when a step has failed for good."""
+    pipeline: Pipeline = context.resources.pipeline
+    run = context.instance.get_run_by_id(context.run_id)
+    claim = pipeline.claims.of_holder((run and run.root_run_id) or context.run_id)
+    if claim is None or claim.state != "held":
+        return
+    try:
+        pipeline.claims.finish(claim.token, "failed", f"step {context.op.name} failed")
+    except ClaimLost:
+        context.log.info("the claim had been taken over already")
+
+
+LIGHT = dg.in_process_executor  # a step's own process costs seconds; training has one anyway
+
+retrain = dg.define_asset_job(
+    "retrain",
+    selection=dg.AssetSelection.all(),
+    partitions_def=agents,
+    executor_def=LIGHT,
+    hooks={free_the_claim},
+    description="One turn: from the feedback that is there to a gated, registered version.",
+)
+
+bootstrap = dg.define_asset_job(
+    "bootstrap",
+    selection=dg.AssetSelection.assets("sft_policy"),
+    partitions_def=agents,
+    executor_def=LIGHT,
+    hooks={free_the_claim},
+    description="Version 0 from the seed conversations alone: something to chat with.",
+)
+
+
+class DroppedFile(dg.Config):
+    """One file somebody dropped for an agent."""
+
+    agent_id: str
+    path: str
+
+
+@dg.op
+def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipeline) -> None:
+    """Store the file's feedback, then move the file aside. Taking it twice stores nothing twice."""
+    from rlhf_pipeline.feedback.ingest import ingest
+
+    path = Path(config.path)
+    if not path.exists():
+        context.log.info(f"{path} was taken in by an earlier run")
+        return
+    summary = ingest(pipeline.store, [path], config.agent_id)
+    done = path.parent / INBOX_DONE
+    done.mkdir(exist_ok=True)
+    path.replace(done / path.name)
+    context.add_output_metadata(
+        {
+            "read": summary.read,
+            "stored": summary.stored,
+            "already known": summary.known,
+            "quarantined": dg.MetadataValue.json(dict(summary.quarantined)),
+        }
+    )
+
+
+@dg.job(executor_def=LIGHT, description="Take in one JSONL file that was dropped into the inbox.")
+def ingest_file() -> None:
+    """Take in one dropped file."""
+    take_in()
+
+
+def request(turn: Due, *, asked_by: str, deadline_minutes: int) -> dg.RunRequest:
+    """Return the run that a due turn asks for; the same turn asks once."""
+    return dg.RunRequest(
+        job_name=retrain.name,
+        run_key=turn.run_key,
+        partition_key=turn.agent_id,
+        run_config={"ops": {"feedback_snapshot": {"config": {"watermark": turn.watermark}}}},
+        tags={
+            AGENT: turn.agent_id,
+            ASKED_BY: asked_by,
+            "rlhf/fingerprint": turn.fingerprint[:32],
+            "rlhf/new_votes": str(turn.votes),
+            "dagster/max_runtime": str(60 * deadline_minutes),
+        },
+    )

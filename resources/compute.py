@@ -1,0 +1,100 @@
+"""Runs a training stage in a process of its own and streams what it reports into the run."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from resources.worker import specification
+from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.stages import Turn
+
+ROOT = Path(__file__).resolve().parents[1]
+OBSERVE_SECONDS = 5.0  # between observations: the UI plots them, the event log keeps them
+TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
+
+
+class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
+    """One stage, one process. Several GPUs: `launcher` is put before the command."""
+
+    launcher: list[str] = []  # noqa: RUF012 - a pydantic field; e.g. ["accelerate", "launch"]
+
+    def run_stage(
+        self, context: dg.AssetExecutionContext, stage: str, turn: Turn
+    ) -> dict[str, Any]:
+        """Return the stage's result. Raises dg.Failure (retryable) when its process dies."""
+        turn.work.mkdir(parents=True, exist_ok=True)
+        spec_path = turn.work / f"{stage}.spec.json"
+        write_json(spec_path, specification(turn))
+        log_path = turn.work / f"{stage}.log"
+        deadline = time.monotonic() + 60 * turn.settings.training.stage_timeout_minutes
+        with (
+            dg.open_pipes_session(
+                context=context,
+                context_injector=dg.PipesTempFileContextInjector(),
+                message_reader=dg.PipesTempFileMessageReader(),
+            ) as session,
+            log_path.open("ab") as log,
+        ):
+            command = [*(self.launcher or [sys.executable]), "-m", "resources.worker"]
+            process = subprocess.Popen(
+                [*command, stage, str(spec_path)],
+                cwd=ROOT,
+                env={**os.environ, **session.get_bootstrap_env_vars()},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                self._follow(context, session, process, stage, deadline)
+            finally:
+                _end(process)
+        if process.returncode != 0:
+            tail = log_path.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise dg.Failure(
+                f"stage {stage} exited with {process.returncode}; the end of {log_path}:\n{tail}",
+                allow_retries="rlhf_pipeline.errors." not in tail,  # what is refused stays refused
+            )
+        return dict(read_json(turn.work / f"{stage}.json")["result"])
+
+    def _follow(
+        self,
+        context: dg.AssetExecutionContext,
+        session: Any,
+        process: subprocess.Popen[bytes],
+        stage: str,
+        deadline: float,
+    ) -> None:
+        seen, last = 0, 0.0
+        while True:
+            ended = process.poll() is not None
+            messages: list[Mapping[str, Any]] = session.get_custom_messages()[seen:]
+            seen += len(messages)
+            if messages and (ended or time.monotonic() - last >= OBSERVE_SECONDS):
+                last = time.monotonic()
+                context.log_event(
+                    dg.AssetObservation(
+                        asset_key=context.asset_key,
+                        partition=context.partition_key,
+                        metadata={"stage": stage, **messages[-1]},
+                    )
+                )
+            if ended:
+                return
+            if time.monotonic() > deadline:
+                raise dg.Failure(f"stage {stage} took longer than training.stage_timeout_minutes")
+            time.sleep(0.3)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

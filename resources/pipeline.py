@@ -1,0 +1,258 @@
+"""The resource every asset gets: settings, store, claims, ledger, registry of a state folder."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dagster as dg
+
+from rlhf_pipeline import stages
+from rlhf_pipeline.config import Settings, load_settings, shown
+from rlhf_pipeline.database import Database, open_database
+from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.records import hashed
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.stages import Turn
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.registry.tracking import TrackedRun
+
+ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
+AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
+
+
+class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
+    """Builds what assets and sensors work with, from the recipe or the agent's own recipe."""
+
+    recipe: str | None = None
+
+    def settings(self, agent_id: str | None = None) -> Settings:
+        """Return the settings; an agent that was given a recipe of its own has that one's."""
+        settings = load_settings(self.recipe)
+        if agent_id is None:
+            return settings
+        row = FeedbackStore(open_database(settings.resolved_database_url)).agent(agent_id)
+        return settings if row is None or row.recipe is None else load_settings(row.recipe)
+
+    @property
+    def database(self) -> Database:
+        """Return the one database of this state folder."""
+        return open_database(self.settings().resolved_database_url)
+
+    @property
+    def store(self) -> FeedbackStore:
+        """Return the feedback store."""
+        return FeedbackStore(self.database)
+
+    @property
+    def claims(self) -> ClaimBook:
+        """Return the claims table."""
+        return ClaimBook(self.database)
+
+    @property
+    def ledger(self) -> PromotionLedger:
+        """Return the promotion ledger."""
+        return PromotionLedger(self.database, self.settings().state_dir)
+
+    @property
+    def registry(self) -> ModelRegistry:
+        """Return the MLflow registry; this is where mlflow is first imported."""
+        from rlhf_pipeline.registry.models import ModelRegistry
+
+        settings = self.settings()
+        folder = settings.state_dir.resolve() / "mlflow"
+        return ModelRegistry(self.ledger, settings.resolved_mlflow_uri, folder)
+
+    def begin_turn(
+        self, context: dg.AssetExecutionContext, mark: str, watermark: int, *, again: bool = False
+    ) -> Turn:
+        """Claim the fingerprint for this run and return the turn.
+
+        Raises dg.Failure (no retry) when another run holds the agent or the fingerprint was
+        trained on already: trying again would not help.
+        """
+        run = context.run
+        try:
+            claim = self.claims.claim(
+                context.partition_key,
+                mark,
+                watermark,
+                holder=run.root_run_id or run.run_id,
+                asked_by=run.tags.get(ASKED_BY, "person"),
+                again=again,
+            )
+        except ClaimRefused as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
+        return self._turn(claim)
+
+    @contextmanager
+    def turn(self, context: dg.AssetExecutionContext) -> Iterator[Turn]:
+        """Yield the turn this run holds, its claim kept alive while the block runs."""
+        run = context.run
+        claim = self.claims.of_holder(run.root_run_id or run.run_id)
+        if claim is None:
+            raise dg.Failure(
+                "needed the turn that feedback_snapshot begins, found none in this run; run the "
+                "job `retrain`, or materialise feedback_snapshot together with this asset",
+                allow_retries=False,
+            )
+        try:
+            with self.claims.kept_alive(claim.token):
+                yield self._turn(claim)
+        except PipelineError as error:
+            # What the engine refuses it would refuse again; crashes stay retryable.
+            raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
+
+    def bootstrap_turn(self, context: dg.AssetExecutionContext) -> Turn:
+        """Return this run's turn, or begin the one that only trains version 0 from seeds."""
+        run = context.run
+        claim = self.claims.of_holder(run.root_run_id or run.run_id)
+        if claim is not None and claim.state == "held":
+            return self._turn(claim)
+        return self.begin_turn(context, bootstrap_mark(context.partition_key), 0)
+
+    def tracked(self, turn: Turn) -> AbstractContextManager[TrackedRun]:
+        """Return the turn's one MLflow run; every asset of the turn adds to the same."""
+        return self.registry.run(
+            turn.agent_id,
+            fingerprint=turn.fingerprint,
+            stage="turn",
+            parameters={
+                "fingerprint": turn.fingerprint,
+                "watermark": turn.watermark,
+                **flattened(shown(turn.settings)),
+            },
+            tags={"rlhf.agent": turn.agent_id},
+        )
+
+    def rows(self, turn: Turn) -> int:
+        """Return how many votes the turn learns from; 0 for one that had only seeds."""
+        taken = snapshot.find(self.database, turn.agent_id, turn.fingerprint)
+        return taken.rows if taken else 0
+
+    def lineage(self, turn: Turn, **counts: int) -> dict[str, Any]:
+        """Return everything a version must be able to say about where it came from."""
+        rewards = {
+            job: folder_sha256(turn.work / "reward" / job)
+            for job in JOBS
+            if (turn.work / "reward" / job).is_dir()
+        }
+        files = (stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS)
+        lines = {name: turn.data / name for name in files}
+        return {
+            "fingerprint": turn.fingerprint,
+            "watermark": turn.watermark,
+            "token": turn.token,
+            "votes": self.rows(turn),
+            "counts": {
+                **{Path(n).stem: count_lines(p) for n, p in lines.items() if p.exists()},
+                **counts,
+            },
+            "reward_models": rewards,
+            "base": turn.settings.policy.base,
+            "started_from": str(turn.champion) if turn.champion else None,
+            "recipe": shown(turn.settings),
+            "code": code_version(),
+            "seed": turn.settings.training.seed,
+        }
+
+    def promote_if_due(self, turn: Turn, *, drifted: bool) -> str:
+        """Promote this turn's version if the gate passed and nobody has to be asked; say which."""
+        versions = [
+            v for v in self.ledger.versions(turn.agent_id) if v.fingerprint == turn.fingerprint
+        ]
+        version, champion = versions[-1], self.ledger.champion(turn.agent_id)
+        if champion is None:
+            raise RegistryError(f"agent {turn.agent_id} needs a champion, found none")
+        row = self.store.agent(turn.agent_id)
+        automatic = turn.settings.promotion.automatic
+        if row is not None and row.automatic_promotion is not None:
+            automatic = bool(row.automatic_promotion)
+        if not version.passed_gate:
+            return f"version {version.version} was refused; version {champion.version} stays"
+        if drifted:
+            return f"version {version.version} passed; feedback has drifted, so a person decides"
+        if not automatic:
+            return (
+                f"version {version.version} passed and waits for a person: "
+                f"rlhf promote {version.version} --agent {turn.agent_id}"
+            )
+        return self.ledger.promote(
+            turn.agent_id,
+            version.version,
+            actor="promotion",
+            reason="the gate passed and promotion is automatic for this agent",
+            expected_champion=champion.version,
+            token=turn.token,
+        ).words
+
+    def finish_bootstrap(self, turn: Turn) -> None:
+        """Close the claim of a turn that only had to train version 0."""
+        if turn.fingerprint == bootstrap_mark(turn.agent_id):
+            self.claims.finish(turn.token, "done", "version 0 trained from seeds")
+
+    def _turn(self, claim: Claim) -> Turn:
+        settings = self.settings(claim.agent_id)
+        folder = settings.agent_folder(claim.agent_id)
+        ledger = self.ledger
+        champion, baseline = ledger.champion(claim.agent_id), ledger.baseline(claim.agent_id)
+        return Turn(
+            agent_id=claim.agent_id,
+            fingerprint=claim.fingerprint,
+            watermark=claim.watermark,
+            token=claim.token,
+            data=folder / "snapshots" / claim.fingerprint[:16],
+            work=folder / "turns" / claim.fingerprint[:16],
+            baseline=Path(baseline.path) if baseline else None,
+            champion=Path(champion.path) if champion else None,
+            settings=settings,
+        )
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"a.b": value} for {"a": {"b": value}}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flattened(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has."""
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def code_version() -> str:
+    """Return the commit this code is at, `+changes` where files differ, `unknown` without git."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        told = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return told.stdout.strip()
+
+
+def bootstrap_mark(agent_id: str) -> str:
+    """Return the fingerprint that stands for "no feedback yet": version 0 is trained from seeds."""
+    return hashed("bootstrap", agent_id)

@@ -1,0 +1,131 @@
+"""The process a training stage runs in: `python -m resources.worker STAGE SPEC.json`.
+
+Progress goes to the orchestrator as Dagster Pipes messages and to a file beside the result. It
+stops by itself when its parent is gone or its claim is lost, so no orphan keeps training. A stage
+that finished under the same specification is not run again: its result is returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.records import hashed
+from rlhf_pipeline.stages import STAGES, Turn
+
+
+def specification(turn: Turn) -> dict[str, Any]:
+    """Return the turn as plain values: what `turn_from` reads back."""
+    return {
+        "agent_id": turn.agent_id,
+        "fingerprint": turn.fingerprint,
+        "watermark": turn.watermark,
+        "token": turn.token,
+        "data": str(turn.data),
+        "work": str(turn.work),
+        "baseline": None if turn.baseline is None else str(turn.baseline),
+        "champion": None if turn.champion is None else str(turn.champion),
+        "settings": turn.settings.model_dump(mode="json"),
+    }
+
+
+def turn_from(values: Mapping[str, Any]) -> Turn:
+    """Return the turn that `specification` wrote."""
+    paths = {
+        key: None if values[key] is None else Path(values[key]) for key in ("baseline", "champion")
+    }
+    return Turn(
+        agent_id=values["agent_id"],
+        fingerprint=values["fingerprint"],
+        watermark=values["watermark"],
+        token=values["token"],
+        data=Path(values["data"]),
+        work=Path(values["work"]),
+        settings=settings_from(values["settings"]),
+        **paths,
+    )
+
+
+def settings_from(values: Mapping[str, Any]) -> Settings:
+    """Return settings dumped as JSON; a masked secret is taken from the environment again."""
+    masked: dict[str, Any] = {
+        "database_url": os.environ.get("RLHF_DATABASE_URL"),
+        "notifications": {},
+    }
+    return Settings.model_validate({**values, **masked})
+
+
+def same_work(stage: str, spec: Mapping[str, Any]) -> str:
+    """Return a hash of everything the stage's result depends on (so not the token)."""
+    parts = {key: value for key, value in spec.items() if key != "token"}
+    return hashed(stage, json.dumps(parts, sort_keys=True))
+
+
+def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one stage, or return the result it left under the same specification."""
+    turn = turn_from(spec)
+    turn.work.mkdir(parents=True, exist_ok=True)
+    result_path = turn.work / f"{stage}.json"
+    work = same_work(stage, spec)
+    if result_path.exists():
+        earlier = read_json(result_path)
+        if earlier["work"] == work:
+            return dict(earlier["result"])
+    claims = ClaimBook(open_database(turn.settings.resolved_database_url))
+    progress_path = turn.work / f"{stage}.progress.jsonl"
+    with progress_path.open("a", encoding="utf-8") as progress, _pipes() as pipes:
+
+        def report(facts: Mapping[str, float | int | str]) -> None:
+            progress.write(json.dumps({"at": time.time(), **facts}) + "\n")
+            progress.flush()
+            if pipes is not None:
+                pipes.report_custom_message(dict(facts))
+
+        def keep_going() -> None:
+            claims.check(turn.token)
+
+        result = STAGES[stage](turn, report, keep_going)
+        keep_going()
+        write_json(result_path, {"work": work, "result": result})
+    return result
+
+
+def _pipes() -> Any:
+    """Return the Pipes session, or a context of None where nobody orchestrates."""
+    from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
+
+    return open_dagster_pipes() if DAGSTER_PIPES_CONTEXT_ENV_VAR in os.environ else nullcontext()
+
+
+def _die_with_parent() -> None:
+    """End this process when the run that started it is gone: kill -9 leaves no orphan."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(70)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Run the stage named on the command line."""
+    stage, spec_path = sys.argv[1], Path(sys.argv[2])
+    _die_with_parent()
+    run(stage, read_json(spec_path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""When the next turn starts by itself: enough new votes, old enough, cool enough, within budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
+
+BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A turn that should start now."""
+
+    agent_id: str
+    fingerprint: str
+    watermark: int
+    votes: int  # new since the last turn
+    attempt: int
+
+    @property
+    def run_key(self) -> str:
+        """Return what makes two requests the same request."""
+        return f"{self.agent_id}:{self.fingerprint[:32]}:{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotDue:
+    """Why no turn starts, with the numbers."""
+
+    agent_id: str
+    reason: str
+
+
+def due(
+    database: Database,
+    agent_id: str,
+    settings: Settings,
+    *,
+    at: datetime,
+    min_new_feedback: int | None = None,
+) -> Due | NotDue:
+    """Return whether the agent's next turn starts at this moment, or why not.
+
+    `min_new_feedback` stands in for the setting (the nightly schedule takes 1). Costs what is new,
+    not what is there, until the threshold is reached.
+    """
+    rules = settings.continuous_learning
+    store, claims = FeedbackStore(database), ClaimBook(database)
+    row = store.agent(agent_id)
+    if row is not None and row.paused_reason is not None:
+        return NotDue(agent_id, f"paused: {row.paused_reason}")
+    if not (settings.training.enabled and rules.enabled):
+        return NotDue(agent_id, "training.enabled or continuous_learning.enabled is off")
+    held = claims.held(agent_id)
+    if held is not None:
+        return NotDue(
+            agent_id, f"run {held.holder[:8]} holds attempt {held.attempt} (token {held.token})"
+        )
+    last = claims.last_done(agent_id)
+    new = store.new_since(agent_id, last.watermark if last else 0)
+    needed = min_new_feedback or rules.min_new_feedback
+    if new.votes < needed or new.newest_received_at is None:
+        return NotDue(agent_id, f"{new.votes} new votes of the {needed} needed")
+    age = (at - new.newest_received_at).total_seconds()
+    if age < rules.min_age_seconds:
+        return NotDue(
+            agent_id, f"newest vote is {age:.0f} s old, {rules.min_age_seconds:g} s needed"
+        )
+    history = claims.history(agent_id)
+    if last is not None and last.watermark > 0:  # version 0 from seeds needs no rest
+        rested = (at - last.heartbeat_at).total_seconds() / 60
+        if rested < rules.cool_down_minutes:
+            return NotDue(
+                agent_id,
+                f"{rested:.1f} min since the last turn, {rules.cool_down_minutes:g} needed",
+            )
+    spent = minutes_since(history, at - timedelta(hours=24))
+    if spent >= rules.gpu_minutes_per_night:
+        return NotDue(
+            agent_id,
+            f"{spent:.0f} min of training in 24 h, budget {rules.gpu_minutes_per_night} min",
+        )
+    mark = snapshot.fingerprint(database, agent_id, new.newest_seq)
+    earlier = [claim for claim in history if claim.fingerprint == mark]
+    if len(earlier) >= rules.max_attempts:
+        return NotDue(
+            agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
+        )
+    if earlier:
+        waited, needed_wait = at - earlier[-1].heartbeat_at, BACK_OFF * 2 ** (len(earlier) - 1)
+        if waited < needed_wait:
+            return NotDue(
+                agent_id, f"attempt {len(earlier)} failed {waited} ago; next in {needed_wait}"
+            )
+    return Due(agent_id, mark, new.newest_seq, new.votes, len(earlier) + 1)
+
+
+def minutes_since(history: list[Claim], start: datetime) -> float:
+    """Return how many minutes the claims were at work since a moment."""
+    seconds = 0.0
+    for claim in history:
+        seconds += max(0.0, (claim.heartbeat_at - max(claim.created_at, start)).total_seconds())
+    return seconds / 60

@@ -1,0 +1,28 @@
+"""The composition root: every asset, check, job, sensor, schedule and resource, in one place."""
+
+from __future__ import annotations
+
+import dagster as dg
+
+from assets import feedback, policies, release, training_data
+from automation import jobs, schedules, sensors
+from resources.compute import Compute
+from resources.pipeline import Pipeline
+
+
+@dg.definitions
+def definitions() -> dg.Definitions:
+    """Return everything Dagster runs. Loads no torch, transformers, mlflow or the like."""
+    return dg.Definitions(
+        assets=dg.load_assets_from_modules([feedback, training_data, policies, release]),
+        jobs=[jobs.retrain, jobs.bootstrap, jobs.ingest_file],
+        sensors=[
+            sensors.enough_new_feedback,
+            sensors.dropped_files,
+            sensors.dead_runs,
+            sensors.aliases_moved_by_hand,
+            sensors.run_failed,
+        ],
+        schedules=[schedules.nightly_schedule()],
+        resources={"pipeline": Pipeline(), "compute": Compute()},
+    )

@@ -1,0 +1,334 @@
+"""The training stages of one turn: files in, files and numbers out.
+
+Each runs in a process of its own (resources/worker.py), so that a crash is contained and a GPU's
+memory is given back. They are plain functions: nothing here knows who calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
+from rlhf_pipeline.feedback import datasets
+from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    Message,
+    PreferencePair,
+    Progress,
+    Prompt,
+    RewardExample,
+    RewardInput,
+    SftExample,
+    prompt_to_json,
+)
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.policy.loading import Policy
+
+KeepGoing = Callable[[], None]
+"""Raises ClaimLost when this run must stop; called before anything is written."""
+
+PAIRS = "preference_pairs.jsonl"
+EXAMPLES = "reward_examples.jsonl"
+SFT_EXAMPLES = "sft_examples.jsonl"
+PROMPTS = "evaluation_prompts.jsonl"
+
+CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One agent's way from a snapshot to a verdict: where its files are, and by which right."""
+
+    agent_id: str
+    fingerprint: str
+    watermark: int
+    token: int  # the claim's fencing token
+    data: Path  # the snapshot and its data sets
+    work: Path  # what training leaves: sft, reward, ppo, evaluation
+    baseline: Path | None  # None before version 0 is trained
+    champion: Path | None
+    settings: Settings
+
+
+def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
+    """Train version 0 from the seed conversations and what the snapshot holds worth imitating."""
+    from rlhf_pipeline.policy.loading import load_policy
+    from rlhf_pipeline.policy.sft import train_sft
+    from rlhf_pipeline.policy.tiny import build_tiny
+
+    settings = turn.settings
+    examples = seeds(settings) + _imitable(turn)
+    if settings.sft.max_examples is not None:
+        examples = examples[: settings.sft.max_examples]
+    if not examples:
+        raise NotEnoughData(
+            "the baseline needs conversations to learn from, found none; set "
+            "sft.seed_conversations, or send corrections, ratings or preferences first"
+        )
+    if settings.policy.base == "tiny":
+        tiny = settings.policy.tiny
+        policy = build_tiny(
+            _texts(examples),
+            vocabulary=tiny.vocabulary,
+            layers=tiny.layers,
+            width=tiny.width,
+            heads=tiny.heads,
+            context=tiny.context,
+            seed=settings.training.seed,
+        )
+    else:
+        policy = load_policy(settings.policy.base, device=settings.policy.device)
+    keep_going()
+    result = train_sft(
+        policy,
+        examples,
+        turn.work / "sft",
+        epochs=settings.sft.epochs,
+        learning_rate=settings.sft.learning_rate,
+        batch_size=settings.sft.batch_size,
+        max_tokens=settings.policy.max_prompt_tokens + settings.policy.max_completion_tokens,
+        seed=settings.training.seed,
+        report=report,
+    )
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    return {
+        "path": str(result.path),
+        "examples": len(examples),
+        "parameters": parameters,
+        "loss_curve": [list(point) for point in result.loss_curve],
+        "seconds": result.seconds,
+    }
+
+
+def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
+    """Train proxy, stopping and gate model, each on voters of its own; returns their reports."""
+    from rlhf_pipeline.reward.training import train_reward_model
+
+    settings = turn.settings
+    baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+    train, test = reward_splits(pairs, settings)
+    centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
+    reports: dict[str, Any] = {}
+    for job in JOBS:
+        keep_going()
+        freeze = settings.reward.freeze_trunk or (settings.reward.freeze_judges and job != "proxy")
+        outcome = train_reward_model(
+            baseline,
+            train[job],
+            test,
+            turn.work / "reward" / job,
+            freeze_trunk=freeze,
+            centre_on=centre_on,
+            epochs=settings.reward.epochs,
+            learning_rate=settings.reward.learning_rate,
+            batch_size=settings.reward.batch_size,
+            max_prompt_tokens=settings.policy.max_prompt_tokens,
+            max_completion_tokens=settings.policy.max_completion_tokens,
+            seed=settings.training.seed + JOBS.index(job),
+            min_pairs=settings.reward.min_pairs,
+            device=settings.policy.device,
+            report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
+        )
+        reports[job] = read_json(outcome.path / "report.json")
+    return reports
+
+
+def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
+    """Improve the champion with PPO on the proxy; the stopping model chooses the checkpoint."""
+    from rlhf_pipeline.ppo.trainer import train_ppo
+    from rlhf_pipeline.reward.model import load_reward_model
+
+    baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    champion = _need(turn.champion, "a champion", "sft_policy")
+    settings = turn.settings
+    prompts = training_prompts(turn)
+    watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
+    reward_folder = turn.work / "reward"
+    result = train_ppo(
+        policy_dir=champion,
+        reference_dir=baseline,
+        reward=load_reward_model(reward_folder / "proxy", device=settings.policy.device),
+        stopping=load_reward_model(reward_folder / "stopping", device=settings.policy.device),
+        prompts=prompts[watched:],
+        watch_prompts=prompts[:watched],
+        output_dir=turn.work / "ppo",
+        settings=settings.ppo,
+        value_init=reward_folder / "proxy",
+        report=report,
+        keep_going=keep_going,
+    )
+    return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
+
+
+def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
+    """Compare the candidate with baseline and champion, judged by the gate model; then the gate."""
+    from rlhf_pipeline.evaluation.compare import compare
+    from rlhf_pipeline.evaluation.gate import decide
+    from rlhf_pipeline.evaluation.plots import write_plots
+    from rlhf_pipeline.reward.model import load_reward_model
+
+    settings = turn.settings
+    baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    champion = _need(turn.champion, "a champion", "sft_policy")
+    prompts = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
+    if not prompts:
+        raise EvaluationError(
+            "needed held-out prompts, found none; raise feedback.evaluation_share or collect "
+            "feedback on more prompts"
+        )
+    keep_going()
+    rewards = turn.work / "reward"
+    comparison = compare(
+        turn.work / "ppo" / "policy",
+        baseline,
+        None if champion == baseline else champion,
+        prompts[: settings.evaluation.prompts],
+        load_reward_model(rewards / "gate", device=settings.policy.device),
+        {
+            job: load_reward_model(rewards / job, device=settings.policy.device)
+            for job in JOBS
+            if job != "gate"
+        },
+        max_completion_tokens=settings.policy.max_completion_tokens,
+        max_prompt_tokens=settings.policy.max_prompt_tokens,
+        temperature=settings.policy.temperature,
+        seed=settings.training.seed,
+        bootstrap_samples=settings.evaluation.bootstrap_samples,
+        samples_shown=settings.evaluation.samples_shown,
+        device=settings.policy.device,
+        report=report,
+    )
+    decision = decide(comparison, settings.promotion.gate)
+    return {
+        "report": comparison.to_json(),
+        "markdown": comparison.to_markdown(),
+        "gate": decision.to_json(),
+        "gate_markdown": decision.to_markdown(),
+        "plots": [str(path) for path in write_plots(comparison, turn.work / "evaluation")],
+    }
+
+
+STAGES: Mapping[str, Callable[[Turn, Progress, KeepGoing], dict[str, Any]]] = {
+    "baseline": train_baseline,
+    "reward": train_reward_models,
+    "ppo": train_policy,
+    "evaluation": evaluate_candidate,
+}
+
+
+def seeds(settings: Settings) -> list[SftExample]:
+    """Return the seed conversations the settings name.
+
+    Raises TrainingError for a file that cannot be read or a line that is no conversation.
+    """
+    wanted = settings.sft.seed_conversations
+    if wanted is None:
+        return []
+    if wanted.startswith("simulated:"):
+        from rlhf_pipeline.simulation.world import seed_conversations
+
+        return seed_conversations(int(wanted.removeprefix("simulated:")), settings.training.seed)
+    return _read_conversations(Path(wanted))
+
+
+def reward_splits(
+    pairs: Sequence[PreferencePair], settings: Settings
+) -> tuple[dict[Job, list[PreferencePair]], list[PreferencePair]]:
+    """Return each reward model's training pairs (no voter in two) and the pairs all are tested on.
+
+    Raises NotEnoughData naming the model that has too few.
+    """
+    by_job = settings.reward.shares
+    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
+    train: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
+    for pair in pairs:
+        if pair.split == "train" and not pair.both_bad:
+            train[job_of(pair.voter, shares)].append(pair)
+    test = [pair for pair in pairs if pair.split == "evaluation" and not pair.tie]
+    for job in JOBS:
+        missing = settings.reward.min_pairs - len(train[job])
+        if missing > 0:
+            raise NotEnoughData(
+                f"the {job} reward model needs {settings.reward.min_pairs} preference pairs, found "
+                f"{len(train[job])}; collect about {round(missing / shares[job])} more, or lower "
+                "reward.min_pairs"
+            )
+    return train, test
+
+
+def training_prompts(turn: Turn) -> list[Prompt]:
+    """Return every training prompt of the turn once, in an order that only the prompts decide."""
+    pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+    examples = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
+    records: list[PreferencePair | RewardExample] = [*pairs, *examples]
+    by_text = {prompt_to_json(r.prompt): r.prompt for r in records if r.split == "train"}
+    if not by_text:
+        raise NotEnoughData("needed training prompts, found none; collect feedback first")
+    return [by_text[text] for text in sorted(by_text, key=lambda t: unit_interval("order", t))]
+
+
+def _baseline_completions(
+    turn: Turn, baseline: Path, prompts: Sequence[Prompt]
+) -> list[RewardInput]:
+    from rlhf_pipeline.policy.loading import load_policy
+    from rlhf_pipeline.policy.sampling import complete
+
+    settings = turn.settings.policy
+    policy: Policy = load_policy(baseline, device=settings.device)
+    completions = complete(
+        policy,
+        prompts,
+        max_completion_tokens=settings.max_completion_tokens,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        temperature=settings.temperature,
+        seed=turn.settings.training.seed,
+    )
+    return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _imitable(turn: Turn) -> list[SftExample]:
+    path = turn.data / SFT_EXAMPLES
+    return datasets.read_jsonl(path, SftExample) if path.exists() else []
+
+
+def _texts(examples: Sequence[SftExample]) -> list[str]:
+    return [
+        text
+        for example in examples
+        for text in (*(message.content for message in example.prompt), example.completion)
+    ]
+
+
+def _read_conversations(path: Path) -> list[SftExample]:
+    import json
+
+    if not path.exists():
+        raise TrainingError(f"needed seed conversations at {path}, found no such file")
+    examples = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                messages = [Message(m["role"], m["content"]) for m in json.loads(line)["messages"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise TrainingError(
+                    f'{path}:{number}: needed {{"messages": [{{"role", "content"}}, …]}}, '
+                    f"found {line[:80]!r}"
+                ) from error
+            if len(messages) < 2 or messages[-1].role != "assistant":
+                raise TrainingError(f"{path}:{number}: the last message must be the assistant's")
+            examples.append(SftExample(tuple(messages[:-1]), messages[-1].content, "seed"))
+    return examples
+
+
+def _need(path: Path | None, what: str, asset: str) -> Path:
+    if path is None:
+        raise TrainingError(f"needed {what} of this agent, found none; materialise {asset} first")
+    return path
