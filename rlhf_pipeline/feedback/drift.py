@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 100_000  # of each side that are compared
 CHANCE = 0.001  # how often chance alone may call a feature drifted
-BINS = 10  # of a number: the reference's deciles
-FEWEST_PER_BIN = 10  # of both sides together; smaller bins are counted as one
+BINS = 10  # of a number: the reference's deciles; fewer where rows are few
+FEWEST_PER_BIN = 15  # of both sides together, so that none is empty by chance; the rest is one bin
 WORD_BUCKETS = 16  # of prompts by their longest word: a topic of sorts, in any language
 OTHERS = "(others)"
 
@@ -91,14 +91,14 @@ def feedback_drift(
     ValidationFailed where a side has no rows.
     """
     html_path = Path(html_path)
-    now, before = _binned(_features(_sampled(current)), _features(_sampled(reference)))
-    counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
-    compared = [name for name in FEATURES if min(counts[name])]
-    if not compared:
+    if not len(current) or not len(reference):
         raise ValidationFailed(
             f"drift needs rows on both sides, found {len(current)} and {len(reference)}; "
             "compare snapshots that hold feedback"
         )
+    now, before = _binned(_features(_sampled(current)), _features(_sampled(reference)))
+    counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
+    compared = [name for name in FEATURES if min(counts[name])]
     thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
     snapshot = _compare(now[compared], before[compared], thresholds)
     document = json.loads(snapshot.json())
@@ -171,7 +171,8 @@ def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
     now, before = now.copy(), before.copy()
     for name in FEATURES:
         if name in NUMBERS:
-            edges = _edges(before[name])
+            most = min(now[name].count(), before[name].count()) // FEWEST_PER_BIN
+            edges = _edges(before[name], min(BINS, max(2, int(most))))
             now[name], before[name] = _intervals(now[name], edges), _intervals(before[name], edges)
         counts = now[name].value_counts().add(before[name].value_counts(), fill_value=0)
         rare = counts.index[counts < FEWEST_PER_BIN]
@@ -180,12 +181,12 @@ def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
     return now, before
 
 
-def _edges(reference: pd.Series[Any]) -> np.ndarray[Any, Any]:
-    """Return the inner edges of the bins: of few values the values, else the deciles."""
+def _edges(reference: pd.Series[Any], bins: int) -> np.ndarray[Any, Any]:
+    """Return the inner edges of the bins: of few values the values, else the quantiles."""
     values = np.unique(reference.dropna())
-    if len(values) <= BINS:
+    if len(values) <= bins:
         return np.asarray(np.repeat(values, 2) + np.tile([-1e-9, 1e-9], len(values)))
-    return np.asarray(np.unique(np.quantile(reference.dropna(), np.linspace(0, 1, BINS + 1)[1:-1])))
+    return np.asarray(np.unique(np.quantile(reference.dropna(), np.linspace(0, 1, bins + 1)[1:-1])))
 
 
 def _intervals(values: pd.Series[Any], edges: np.ndarray[Any, Any]) -> pd.Series[Any]:

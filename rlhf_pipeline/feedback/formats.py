@@ -353,7 +353,7 @@ def _ranked(replies: list[Any]) -> list[Values]:
         and reply.get("deleted") is not True
         and _role(reply.get("role")) == "assistant"
     ]
-    return sorted(ranked, key=lambda reply: _number(reply["rank"], "rank"))
+    return sorted(ranked, key=lambda r: (_number(r["rank"], "rank"), str(r.get("text"))))
 
 
 def _reactions(node: Values) -> float | None:

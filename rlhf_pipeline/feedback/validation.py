@@ -382,10 +382,11 @@ def _contradicted(
     import pandas as pd
 
     choice = frame["choice"].astype("object").to_numpy()
-    decided = decided & ((choice == "left") | (choice == "right"))
+    first = frame["shown_first"].astype("object").to_numpy()
+    decided = decided & np.isin(choice.astype(str), ("left", "right"))
+    decided &= np.isin(first.astype(str), ("this", "other"))
     rows = np.flatnonzero(decided & ((codes["rater"] >= 0) | inline))
-    this_is_left = frame["shown_first"].astype("object").to_numpy()[rows] == "this"
-    prefers_this = (choice[rows] == "left") == this_is_left
+    prefers_this = (choice[rows] == "left") == (first[rows] == "this")
     this, other = codes["completion"][rows], codes["other"][rows]
     rater = codes["rater"][rows]
     keys = _hashes(
@@ -565,13 +566,21 @@ def _judge(frame: pd.DataFrame, expectations: Mapping[str, Sequence[Any]]) -> li
             },
         )
     for result in outcome.results:
-        if result.exception_info and result.exception_info.get("raised_exception"):
+        if reason := _failure(result.exception_info or {}):
             raise ValidationFailed(
                 f"needed an answer from {result.expectation_config.type} on "
-                f"{result.expectation_config.kwargs.get('column')!r}, found "
-                f"{result.exception_info.get('exception_message')}; the frame is not a snapshot's"
+                f"{result.expectation_config.kwargs.get('column')!r}, found {reason}; "
+                "the frame is not a snapshot's"
             )
     return list(outcome.results)
+
+
+def _failure(info: Mapping[str, Any]) -> str:
+    """Return why an expectation was not computed, empty where it was; metrics nest their own."""
+    for each in (info, *(value for value in info.values() if isinstance(value, dict))):
+        if each.get("raised_exception"):
+            return str(each.get("exception_message"))[:300]
+    return ""
 
 
 def _great_expectations() -> Any:

@@ -1,0 +1,164 @@
+"""Drift is seen where something changed, and chance alone is not called drift."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlhf_pipeline.errors import ValidationFailed
+from rlhf_pipeline.feedback import drift
+from rlhf_pipeline.feedback.drift import FEATURES, feedback_drift
+from rlhf_pipeline.records import prompt_to_json, user_prompt
+
+WORDS = ["tea", "water", "kettle", "morning", "leaves", "sugar", "porcelain", "steam"]
+
+
+def snapshot(rows: int, seed: int, **changes: Any) -> pd.DataFrame:
+    """Return a frame of thumbs and ratings about tea; `changes` replace whole columns."""
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(["thumbs", "rating"], rows)
+    rated = rng.integers(1, 6, rows)
+
+    def text(shortest: int, longest: int) -> str:
+        return " ".join(rng.choice(WORDS, rng.integers(shortest, longest)))
+
+    frame = pd.DataFrame(
+        {
+            "kind": kind,
+            "prompt": [prompt_to_json(user_prompt(text(3, 12) + "?")) for _ in range(rows)],
+            "completion": [text(5, 60) for _ in range(rows)],
+            "text": pd.Series([None] * rows, dtype="str"),
+            "number": np.where(kind == "thumbs", rng.random(rows) < 0.7, rated).astype(float),
+            "source": "human",
+            "rater_id": pd.Series(rng.choice(["ann", "bo"], rows)).where(rng.random(rows) < 0.5),
+            "topic": rng.choice(["green", "black"], rows),
+        }
+    )
+    return frame.assign(**changes)
+
+
+def psi(p: np.ndarray[Any, Any], q: np.ndarray[Any, Any]) -> float:
+    return float(sum((a - b) * np.log(a / b) for a, b in zip(p, q, strict=True)))
+
+
+def test_what_did_not_change_does_not_drift(tmp_path: Path) -> None:
+    report = feedback_drift(snapshot(400, 1), snapshot(300, 2), html_path=tmp_path / "d.html")
+    assert not report.drifted
+    assert report.current_rows == 400
+    assert report.reference_rows == 300
+    assert set(report.features) | set(report.not_compared) == set(FEATURES)
+    assert set(report.not_compared) == {"correction_characters", "score"}  # all null: left out
+
+
+@pytest.mark.parametrize(
+    ("features", "changes"),
+    [
+        (
+            {"completion_characters", "source", "signed", "topic", "kind", "thumbs"},
+            {
+                "completion": "short",
+                "source": "model",
+                "rater_id": "ann",
+                "topic": "football",
+                "kind": "thumbs",
+                "number": 0.0,
+            },
+        ),
+        (
+            {"prompt_characters", "prompt_asks", "prompt_digit_share", "word_bucket", "rating"},
+            {
+                "prompt": prompt_to_json(user_prompt("Photosynthesis 12345, please!")),
+                "kind": "rating",
+                "number": 1.0,
+            },
+        ),
+    ],
+)
+def test_a_change_is_seen_in_its_feature(
+    tmp_path: Path, features: set[str], changes: dict[str, Any]
+) -> None:
+    current = snapshot(300, 1, **changes)
+    report = feedback_drift(current, snapshot(300, 2), html_path=tmp_path / "d.html")
+    drifted = {name for name, feature in report.features.items() if feature.drifted}
+    assert drifted == features | {"kind"}
+    assert report.drifted
+
+
+def test_psi_is_the_textbook_sum_over_shares(tmp_path: Path) -> None:
+    current = snapshot(400, 1, topic=["green"] * 100 + ["black"] * 300)
+    reference = snapshot(400, 2, topic=["green"] * 200 + ["black"] * 200)
+    report = feedback_drift(current, reference, html_path=tmp_path / "d.html")
+    by_hand = psi(np.array([0.25, 0.75]), np.array([0.5, 0.5]))
+    assert by_hand == pytest.approx(0.2747, abs=1e-4)
+    assert report.psi["topic"] == pytest.approx(by_hand)
+    assert report.features["topic"].drifted
+    calmer = feedback_drift(current, reference, threshold_psi=0.3, html_path=tmp_path / "d.html")
+    assert not calmer.features["topic"].drifted
+
+
+def test_the_page_needs_no_network_and_the_numbers_are_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "drift.html"
+    report = feedback_drift(snapshot(50, 1), snapshot(50, 2), html_path=path)
+    page = path.read_text()
+    assert page.lstrip().startswith("<")
+    for loading in ('src="http', "src='http", 'rel="stylesheet" href="http'):
+        assert loading not in page
+    document = json.loads(Path(report.json_path).read_text())
+    assert len(document["tests"]) == len(report.features)
+
+
+def test_few_rows_differ_by_chance_and_are_not_called_drift(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drift, "FEATURES", ("prompt_characters", "topic"))
+    rng = np.random.default_rng(0)
+
+    def unchanged() -> pd.DataFrame:
+        topic = rng.choice(list("abcdefgh"), 60)
+        return pd.DataFrame({"prompt_characters": rng.lognormal(size=60), "topic": topic})
+
+    false_alarms = above_setting = 0
+    for _ in range(60):
+        now, before = drift._binned(unchanged(), unchanged())
+        for name in drift.FEATURES:
+            words = sorted({*now[name], *before[name]})
+            p, q = (
+                np.array([max((side[name] == w).mean(), 1e-4) for w in words])
+                for side in (now, before)
+            )
+            above_setting += psi(p, q) > 0.2
+            false_alarms += psi(p, q) > drift._threshold(now, before, name, 0.2)
+    assert above_setting > 10  # of 120: what a fixed 0.2 would have called drift
+    assert false_alarms <= 1
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValidationFailed, match="found 0 and 5"):
+        feedback_drift(snapshot(0, 1), snapshot(5, 2), html_path=tmp_path / "d.html")
+
+
+def test_large_snapshots_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "MOST_ROWS", 100)
+    report = feedback_drift(snapshot(400, 1), snapshot(90, 2), html_path=tmp_path / "d.html")
+    assert report.features["kind"].current_values == 100
+    assert report.current_rows == 400
+
+
+def test_a_report_without_tests_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = drift._compare
+
+    class Untested:
+        def __init__(self, *arguments: Any) -> None:
+            self.document = json.loads(compare(*arguments).json())
+
+        def json(self) -> str:
+            return json.dumps({**self.document, "tests": []})
+
+    monkeypatch.setattr(drift, "_compare", Untested)
+    with pytest.raises(ValidationFailed, match="passes whatever it saw"):
+        feedback_drift(snapshot(30, 1), snapshot(30, 2), html_path=tmp_path / "d.html")

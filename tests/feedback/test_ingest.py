@@ -1,0 +1,106 @@
+"""Files into a real store: once, with what is wrong beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.store import FeedbackStore
+
+THUMBS = {"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "Because."}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    database = db.Database(f"sqlite:///{tmp_path}/state/rlhf.db")
+    yield FeedbackStore(database)
+    database.close()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text(text)
+    return path
+
+
+def test_the_same_file_again_stores_nothing_twice(store: FeedbackStore, tmp_path: Path) -> None:
+    rows = [{**THUMBS, "completion": f"Answer {i}."} for i in range(25)]
+    path = write(tmp_path / "a.jsonl", *rows, "{broken", rows[0])
+    first = ingest(store, path, "tea", batch=4)
+    assert (first.read, first.stored, first.known) == (27, 25, 1)
+    assert first.quarantined == {"broken_json": 1}
+    renamed = write(tmp_path / "b.jsonl", *rows, "{broken")
+    second = ingest(store, [path, renamed], "tea")
+    assert (second.read, second.stored, second.known) == (53, 0, 51)
+    assert store.counts("tea") == {"thumbs": 25}
+    assert store.quarantined("tea") == {"broken_json": 1}
+
+
+def test_another_agent_has_its_own_copy(store: FeedbackStore, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", THUMBS)
+    assert ingest(store, path, "tea").stored == 1
+    assert ingest(store, path, "coffee").stored == 1
+
+
+def test_what_the_store_refuses_goes_to_quarantine_with_its_line(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {**THUMBS, "idempotency_key": "one"},
+        {**THUMBS, "idempotency_key": "one", "value": "down"},
+        {"kind": "thumbs", "value": 1, "interaction_id": "nobody-saw-it"},
+    )
+    summary = ingest(store, path, "tea")
+    assert (summary.read, summary.stored) == (3, 1)
+    assert summary.quarantined == {"idempotency_conflict": 1, "unknown_interaction": 1}
+    with store.database.read() as connection:
+        lines = connection.execute(db.quarantine.select().order_by(db.quarantine.c.line)).all()
+    assert [(row.line, row.rule) for row in lines] == [
+        (2, "idempotency_conflict"),
+        (3, "unknown_interaction"),
+    ]
+
+
+def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "inbox"
+    write(folder / "a.jsonl", THUMBS)
+    write(folder / "deeper" / "b.json", [{"prompt": "Why?", "chosen": "A.", "rejected": "B."}])
+    write(folder / "c.jsonl", {"apples": 3})
+    write(folder / "notes.txt", "not feedback")
+    write(folder / ".half-written.jsonl", THUMBS)
+    summary = ingest(store, folder, "tea")
+    assert (summary.files, summary.read, summary.stored) == (2, 2, 2)
+    assert list(summary.unreadable) == [str(folder / "c.jsonl")]
+    assert "known format" in summary.unreadable[str(folder / "c.jsonl")]
+
+
+def test_a_named_file_that_cannot_be_read_is_an_error(store: FeedbackStore, tmp_path: Path) -> None:
+    good = write(tmp_path / "a.jsonl", THUMBS)
+    with pytest.raises(SourceError, match="check the path"):
+        ingest(store, [good, tmp_path / "missing.jsonl"], "tea")
+    assert store.counts("tea") == {}
+    with pytest.raises(SourceError, match="known format"):
+        ingest(store, write(tmp_path / "u.jsonl", {"apples": 3}), "tea")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match="check the folder"):
+        ingest(store, tmp_path / "empty", "tea")
+
+
+def test_progress_is_told_in_bytes_and_rows(store: FeedbackStore, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({**THUMBS, "completion": f"{i}"} for i in range(10)))
+    heard: list[dict[str, Any]] = []
+    ingest(store, path, "tea", batch=4, on_progress=lambda facts: heard.append(dict(facts)))
+    assert [facts["read"] for facts in heard] == [4, 8, 10]
+    assert heard[-1]["bytes_read"] == heard[-1]["bytes_total"] == path.stat().st_size
+    assert {facts["file"] for facts in heard} == {str(path)}

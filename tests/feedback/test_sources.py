@@ -1,0 +1,569 @@
+"""Every format from a file written here, dirt of every sort, and bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback import lines, sources
+from rlhf_pipeline.feedback.formats import FORMATS, Row, to_row
+from rlhf_pipeline.feedback.lines import Position, parse, raw_rows
+from rlhf_pipeline.feedback.rules import check_event
+from rlhf_pipeline.feedback.sources import read
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Message,
+    QuarantinedRow,
+    hash_rater,
+    user_prompt,
+)
+
+THUMBS = {"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "Because."}
+
+
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
+    """Write one row a line: values as JSON, bytes as they are."""
+    content = b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def read_all(path: Path | str, **options: Any) -> tuple[list[Feedback], list[QuarantinedRow]]:
+    """Return the events and the rows set aside, each in order."""
+    rows = list(read(path, "tea", **options))
+    return (
+        [row for row in rows if isinstance(row, Feedback)],
+        [row for row in rows if isinstance(row, QuarantinedRow)],
+    )
+
+
+def rules_of(aside: list[QuarantinedRow]) -> list[tuple[int | None, str]]:
+    return [(row.line, row.rule) for row in aside]
+
+
+# -- our own events -----------------------------------------------------------------------------
+
+
+def test_events_of_every_kind_are_read(tmp_path: Path) -> None:
+    target = {"prompt": [{"role": "user", "content": "Why?"}], "completion": "Because."}
+    rows = [
+        {"kind": "thumbs", "value": True, **target},
+        {"kind": "thumbs", "value": "down", **target},
+        {"kind": "rating", "value": 4, "interaction_id": "i-1", "rater": "ann@example.org"},
+        {"kind": "score", "value": 0.25, **target, "tags": ["short"], "topic": "tea"},
+        {"kind": "correction", "value": "Because of tea.", **target},
+        {"kind": "preference", "value": "right", "other_completion": "No.", **target},
+        {"kind": "criteria", "value": {"safety": 1}, **target},
+        {"kind": "comment", "value": "hm", **target, "occurred_at": "2026-01-02T03:04:05Z"},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert aside == []
+    assert [e.number for e in events] == [1, 0, 4, 0.25, None, None, None, None]
+    assert events[2].rater_id == hash_rater("tea", "ann@example.org")
+    assert events[2].interaction_id == "i-1"
+    assert events[3].tags == ("short",)
+    assert events[3].topic == "tea"
+    assert events[4].text == "Because of tea."
+    assert events[5].choice == "right"
+    assert events[5].other_completion == "No."
+    assert events[6].criteria == {"safety": 1.0}
+    assert events[7].occurred_at == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert {e.origin for e in events} == {"f.jsonl"}
+
+
+def test_a_row_without_a_key_gets_one_from_what_it_says(tmp_path: Path) -> None:
+    turned = dict(reversed(THUMBS.items()))
+    rows = [THUMBS, turned, {**THUMBS, "completion": "So."}, {**THUMBS, "idempotency_key": "mine"}]
+    events, _ = read_all(write_lines(tmp_path / "a.jsonl", rows))
+    keys = [e.idempotency_key for e in events]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+    assert keys[3] == "mine"
+    again, _ = read_all(write_lines(tmp_path / "renamed.jsonl", rows))
+    assert [e.idempotency_key for e in again] == keys
+    other_agent = list(read(tmp_path / "a.jsonl", "coffee"))
+    assert isinstance(other_agent[0], Feedback)
+    assert other_agent[0].idempotency_key != keys[0]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=30)
+prompts = st.builds(
+    lambda before, last: (*before, Message("user", last)),
+    st.lists(st.builds(Message, st.sampled_from(["user", "assistant", "system"]), texts)),
+    texts,
+)
+unit = st.floats(0, 1)
+values = st.one_of(
+    st.builds(lambda n: (FeedbackKind.thumbs, {"number": float(n)}), st.integers(0, 1)),
+    st.builds(lambda n: (FeedbackKind.rating, {"number": float(n)}), st.integers(1, 5)),
+    st.builds(lambda n: (FeedbackKind.score, {"number": n}), unit),
+    st.builds(lambda t: (FeedbackKind.correction, {"text": t + "."}), texts),
+    st.builds(lambda t: (FeedbackKind.comment, {"text": t + "."}), texts),
+    st.builds(
+        lambda c, o, p, s: (
+            FeedbackKind.preference,
+            {"choice": c, "other_completion": o, "other_prompt": p, "shown_first": s},
+        ),
+        st.sampled_from(["left", "right", "tie", "both_bad"]),
+        texts,
+        st.none() | prompts,
+        st.sampled_from(["this", "other"]),
+    ),
+    st.builds(
+        lambda c: (FeedbackKind.criteria, {"criteria": c}),
+        st.dictionaries(texts.map(lambda t: t + "."), unit, min_size=1, max_size=3),
+    ),
+)
+feedback = st.builds(
+    lambda value, prompt, completion, **rest: Feedback(
+        agent_id="tea", kind=value[0], prompt=prompt, completion=completion, **value[1], **rest
+    ),
+    values,
+    prompts,
+    texts,
+    idempotency_key=texts.map(lambda t: t + "."),
+    rater_id=st.none() | st.text("0123456789abcdef", min_size=32, max_size=32),
+    source=st.sampled_from(["human", "model", "code"]),
+    occurred_at=st.none() | st.datetimes(datetime(2000, 1, 1), timezones=st.just(UTC)),  # noqa: DTZ001 - zone added
+    tags=st.lists(texts, max_size=3).map(tuple),
+    comment=st.none() | texts,
+    topic=st.none() | texts,
+)
+
+
+@given(feedback)
+def test_an_event_written_as_a_row_reads_back_the_same(event: Feedback) -> None:
+    check_event(event)
+    line = lines.RawRow(2, json.dumps(to_row(event)).encode())
+    row = Row(parse(line), "tea", event.origin, "human")
+    assert list(FORMATS[0].events(row)) == [event]
+
+
+# -- other formats ------------------------------------------------------------------------------
+
+
+def test_pairs_as_text_messages_and_conversations_are_the_same_pair(tmp_path: Path) -> None:
+    def said(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": text}]
+
+    rows = [
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "rater": 7, "score": 3},
+        {"prompt": said("")[:1], "chosen": said("A.")[1:], "rejected": said("B.")[1:]},
+        {"chosen": said("A."), "rejected": said("B."), "tie": True},
+        {
+            "conversations": [{"from": "human", "value": "Why?"}],
+            "chosen": {"from": "gpt", "value": "A."},
+            "rejected": {"from": "gpt", "value": "B."},
+        },
+        {
+            "question": "Why?",
+            "chosen": "A.",
+            "rejected": "B.",
+            "score_chosen": 2,
+            "score_rejected": 2,
+        },
+    ]
+    events, aside = read_all(write_lines(tmp_path / "p.jsonl.gz", rows))
+    assert aside == []
+    assert {(e.prompt, e.completion, e.other_completion) for e in events} == {
+        (user_prompt("Why?"), "A.", "B.")
+    }
+    assert [e.choice for e in events] == ["left", "left", "tie", "left", "tie"]
+    assert events[0].rater_id == hash_rater("tea", "7")
+
+
+def test_pairs_that_cannot_be_meant_are_set_aside(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B."},
+        {"prompt": "Why?", "chosen": "A.", "rejected": None},
+        {"chosen": "A.", "rejected": "B."},
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "tie": "yes"},
+        {
+            "prompt": "Why?",
+            "chosen": "A.",
+            "rejected": "B.",
+            "chosen_score": 1,
+            "rejected_score": 2,
+        },
+        {"prompt": "Why?", "chosen": [{"role": "user", "content": "A."}], "rejected": "B."},
+        {"prompt": "Why?", "chosen": [{"role": "alien", "content": "A."}], "rejected": "B."},
+        {"prompt": [7], "chosen": "A.", "rejected": "B."},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "p.jsonl", rows))
+    assert len(events) == 1
+    assert [row.rule for row in aside] == [
+        "wrong_type",
+        "no_prompt",
+        "wrong_type",
+        "value_out_of_range",
+        "wrong_type",
+        "wrong_type",
+        "wrong_type",
+    ]
+
+
+def dialogue(*turns: str) -> str:
+    names = ("Human", "Assistant")
+    return "".join(f"\n\n{names[i % 2]}: {turn}" for i, turn in enumerate(turns))
+
+
+def test_whole_dialogues_split_at_the_last_answer(tmp_path: Path) -> None:
+    rows = [
+        {"chosen": dialogue("a", "b", "c", "good"), "rejected": dialogue("a", "b", "c", "bad")},
+        {"chosen": dialogue("a", "same"), "rejected": dialogue("a", "same")},
+        {"chosen": dialogue("a", "x"), "rejected": dialogue("a", "")},
+        {"chosen": "no turns at all", "rejected": dialogue("a", "b")},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "h.jsonl.gz", rows))
+    before = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    assert (events[0].prompt, events[0].completion) == (before, "good")
+    assert (events[0].other_completion, events[0].choice) == ("bad", "left")
+    assert events[1].completion == events[1].other_completion == "same"
+    assert events[2].other_completion == ""
+    assert all(event.other_prompt is None for event in events)
+    assert rules_of(aside) == [(4, "no_prompt")]
+
+
+def test_two_contexts_are_both_kept_and_the_prompt_ends_with_the_user(tmp_path: Path) -> None:
+    cut_late = dialogue("a", "b") + "\n\nAssistant: c"
+    path = write_lines(
+        tmp_path / "h.jsonl",
+        [
+            {"chosen": dialogue("a", "good"), "rejected": cut_late},
+            {"chosen": cut_late, "rejected": dialogue("a", "bad")},
+        ],
+    )
+    events, aside = read_all(path)
+    assert aside == []
+    assert [(e.completion, e.other_completion, e.choice) for e in events] == [
+        ("good", "c", "left"),
+        ("bad", "c", "right"),
+    ]
+    late = (Message("user", "a"), Message("assistant", "b"))
+    assert all(e.prompt == user_prompt("a") and e.other_prompt == late for e in events)
+
+
+def message(name: str, parent: str | None, role: str, **rest: Any) -> dict[str, Any]:
+    return {
+        "message_id": name,
+        "parent_id": parent,
+        "text": f"text {name}",
+        "role": role,
+        **rest,
+    }
+
+
+def tree() -> dict[str, Any]:
+    """Return a question with three ranked answers (one deleted) and a follow-up under the best."""
+    best = message("b", "a", "assistant", rank=0, emojis={"+1": 3, "-1": 1, "_skip_reply": 9})
+    best["replies"] = [
+        {
+            **message("e", "b", "prompter"),
+            "replies": [
+                message("f", "e", "assistant", rank=1, replies=[]),
+                message("g", "e", "assistant", rank=1.0, replies=[]),
+            ],
+        }
+    ]
+    worse = message("c", "a", "assistant", rank=2, emojis={"name": ["-1"], "count": [1]})
+    middle = message("d", "a", "assistant", rank=1, emojis={"+1": 1, "-1": 1})
+    gone = message("x", "a", "assistant", rank=3, deleted=True)
+    root = message("a", None, "prompter", emojis={"+1": 5})
+    return {**root, "replies": [worse, best, middle, gone]}
+
+
+def flat(node: dict[str, Any], tree_id: str) -> list[dict[str, Any]]:
+    own = {k: v for k, v in node.items() if k != "replies"} | {"message_tree_id": tree_id}
+    return [own, *(row for reply in node.get("replies", []) for row in flat(reply, tree_id))]
+
+
+def said(events: list[Feedback]) -> set[tuple[Any, ...]]:
+    return {
+        (e.kind, e.prompt, e.completion, e.other_completion, e.choice, e.number) for e in events
+    }
+
+
+def test_a_ranked_tree_becomes_pairs_and_thumbs(tmp_path: Path) -> None:
+    rows = [{"message_tree_id": "a", "tree_state": "ready_for_export", "prompt": tree()}]
+    events, aside = read_all(write_lines(tmp_path / "t.jsonl", rows))
+    assert aside == []
+    question = (Message("user", "text a"),)
+    asked_on = (*question, Message("assistant", "text b"), Message("user", "text e"))
+    preference, thumbs = FeedbackKind.preference, FeedbackKind.thumbs
+    assert said(events) == {
+        (preference, question, "text b", "text d", "left", None),
+        (preference, question, "text b", "text c", "left", None),
+        (preference, question, "text d", "text c", "left", None),
+        (preference, asked_on, "text f", "text g", "tie", None),
+        (thumbs, question, "text b", None, None, 1.0),
+        (thumbs, question, "text c", None, None, 0.0),
+    }
+
+
+@pytest.mark.parametrize("shape", ["bare", "flat", "flat, children first"])
+def test_the_same_tree_in_another_shape_is_the_same_feedback(tmp_path: Path, shape: str) -> None:
+    whole, _ = read_all(
+        write_lines(tmp_path / "t.jsonl", [{"message_tree_id": "a", "prompt": tree()}])
+    )
+    rows = [tree()] if shape == "bare" else flat(tree(), "a")
+    if shape == "flat, children first":
+        rows.reverse()
+    second = flat(tree() | {"text": "another root"}, "z") if shape != "bare" else []
+    events, aside = read_all(write_lines(tmp_path / "m.jsonl", [*rows, *second]))
+    assert aside == []
+    assert {e.idempotency_key for e in whole} <= {e.idempotency_key for e in events}
+    assert len(events) == len(whole) * (2 if second else 1)
+
+
+def test_flat_messages_without_their_tree_are_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MOST_MESSAGES", 4)
+    rows = [
+        message("a", None, "prompter"),
+        message("b", "a", "assistant", rank=0),
+        message("q", "nowhere", "assistant", rank=1),
+        message("c", "a", "assistant", rank=1) | {"message_id": 7},
+        message("d", "a", "assistant", rank=1),
+    ]
+    _, aside = read_all(write_lines(tmp_path / "m.jsonl", rows))
+    assert sorted(rules_of(aside)) == [(3, "orphan_message"), (4, "missing_field"), (5, "too_long")]
+
+
+def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    rows = [
+        {"messages": messages, "quality": 0.75, "rater": "bo"},
+        {"messages": messages, "label": False},
+        {"prompt": "Why?", "completion": "So.", "label": True},
+        {"text": dialogue("Why?", "So."), "quality": 1},
+        {"text": "Only a text.", "quality": 0.5},
+        {"messages": messages, "quality": 1.5},
+        {"messages": messages[:1], "quality": 0.5},
+        {"messages": messages[1:], "quality": 0.5},
+        {"messages": messages, "quality": True},
+        {"completion": "So.", "quality": 0.5},
+        {"messages": messages, "label": "good"},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "q.jsonl", rows))
+    assert {(e.prompt, e.completion) for e in events} == {(user_prompt("Why?"), "So.")}
+    assert [(e.kind.value, e.number) for e in events] == [
+        ("score", 0.75),
+        ("thumbs", 0.0),
+        ("thumbs", 1.0),
+        ("score", 1.0),
+    ]
+    assert rules_of(aside) == [
+        (5, "no_prompt"),
+        (6, "value_out_of_range"),
+        (7, "wrong_type"),
+        (8, "no_prompt"),
+        (9, "wrong_type"),
+        (10, "no_prompt"),
+        (11, "wrong_type"),
+    ]
+
+
+def test_a_hub_data_set_streams_and_an_unknown_one_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", [{"prompt": "Why?", "chosen": "A.", "rejected": "B."}] * 2)
+    events, aside = read_all(f"hf://{folder}")
+    assert (len(events), aside) == (2, [])
+    assert events[0].origin == f"hf://{folder}"
+    with pytest.raises(SourceError, match=r"check name, split, network and HF_ENDPOINT"):
+        read_all(f"hf://{tmp_path}/nobody/nothing")
+
+
+# -- dirt ---------------------------------------------------------------------------------------
+
+
+def test_bad_lines_are_set_aside_by_file_line_and_rule_and_the_rest_goes_in(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        THUMBS,
+        b"{broken",
+        b'"a string"',
+        b'{"kind": "score", "value": NaN, "prompt": "a", "completion": "b"}',
+        b'{"kind": "score", "value": 1e999, "prompt": "a", "completion": "b"}',
+        {**THUMBS, "kind": "rating", "value": 6},
+        {**THUMBS, "completion": "\ud800"},
+        b'{"kind": "thumbs", "value": 1, "prompt": "a", "completion": "\xff"}',
+        b"",
+        {**THUMBS, "ratter": "ann"},
+        {**THUMBS, "kind": "stars"},
+        {**THUMBS, "agent_id": "coffee"},
+        {**THUMBS, "occurred_at": "2026-01-01T00:00:00"},
+        {**THUMBS, "occurred_at": "yesterday"},
+        {**THUMBS, "occurred_at": "0001-01-01T00:00:00+14:00"},
+        {**THUMBS, "value": [1]},
+        {**THUMBS, "tags": "one"},
+        {**THUMBS, "rater_id": "ann@example.org"},
+        {**THUMBS, "rater": 1.5},
+        {**THUMBS, "completion": 3},
+        {key: value for key, value in THUMBS.items() if key != "kind"},
+        {**THUMBS, "kind": "score", "value": 10**400},
+        b"[" * 100_000,
+        {**THUMBS, "completion": "the last one"},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "dirty.jsonl", rows))
+    assert [e.completion for e in events] == ["Because.", "the last one"]
+    assert rules_of(aside) == [
+        (2, "broken_json"),
+        (3, "not_an_object"),
+        (4, "not_finite"),
+        (5, "not_finite"),
+        (6, "value_out_of_range"),
+        (7, "bad_text"),
+        (8, "not_utf8"),
+        (10, "unknown_field"),
+        (11, "unknown_kind"),
+        (12, "other_agent"),
+        (13, "bad_time"),
+        (14, "bad_time"),
+        (15, "bad_time"),
+        (16, "wrong_type"),
+        (17, "wrong_type"),
+        (18, "wrong_type"),
+        (19, "wrong_type"),
+        (20, "wrong_type"),
+        (21, "missing_field"),
+        (22, "value_out_of_range"),
+        (23, "broken_json"),
+    ]
+    assert {row.origin for row in aside} == {"dirty.jsonl"}
+    assert aside[0].raw == "{broken"
+    assert "ann@example.org" not in " ".join(row.detail for row in aside)
+
+
+def test_a_line_of_fifty_megabytes_is_walked_past(tmp_path: Path) -> None:
+    path = tmp_path / "huge.jsonl"
+    with path.open("wb") as file:
+        file.write(json.dumps(THUMBS).encode() + b"\n{")
+        for _ in range(50):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n" + json.dumps({**THUMBS, "completion": "after"}).encode())
+    tracemalloc.start()
+    events, aside = read_all(path, longest_row=1 << 20)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [e.completion for e in events] == ["Because.", "after"]
+    assert rules_of(aside) == [(2, "line_too_long")]
+    assert "found 52428" in aside[0].detail
+    assert len(aside[0].raw or "") <= lines.SHOWN
+    assert peak < 8 << 20
+
+
+def test_a_huge_element_of_an_array_is_walked_past(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    content = json.dumps([THUMBS, {"x": "y" * 300_000}, {**THUMBS, "completion": "after"}])
+    path.write_text(content)
+    events, aside = read_all(path, longest_row=10_000)
+    assert [e.completion for e in events] == ["Because.", "after"]
+    assert [row.rule for row in aside] == ["line_too_long"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.dictionaries(st.text(max_size=4), json_values, max_size=3), max_size=5),
+    st.sampled_from([None, 1]),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_an_array_streams_what_json_loads(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[dict[str, Any]],
+    indent: int | None,
+    block: int,
+    packed: bool,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / ("rows.json.gz" if packed else "rows.json")
+    content = json.dumps(rows, indent=indent, ensure_ascii=False).encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK", block)
+        assert [parse(row) for row in raw_rows(path, Position())] == rows
+
+
+def test_an_array_gives_the_line_each_element_begins_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[\n{"a": 1},\n\n{"b":\n 2}, {"c": 3}\n]')
+    assert [row.line for row in raw_rows(path, Position())] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("end", ['[{"a": 1}, {"b": 2}', '[{"a": 1}, {"b": 2}] more'])
+def test_an_array_that_ends_wrongly_is_reported_after_its_rows(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(end)
+    rows = list(raw_rows(path, Position()))
+    assert [row.problem for row in rows] == [None, None, "damaged_file"]
+
+
+def test_a_gzip_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
+    rows = [{**THUMBS, "completion": f"{i} {i**9}"} for i in range(5_000)]
+    path = write_lines(tmp_path / "cut.jsonl.gz", rows)
+    path.write_bytes(path.read_bytes()[:-2_000])
+    events, aside = read_all(path)
+    assert 0 < len(events) < 5_000
+    assert "damaged_file" in [row.rule for row in aside]
+
+
+def test_the_position_follows_the_reading(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [THUMBS] * 5)
+    position = Position()
+    seen = [position.line for _ in read(path, "tea", position=position)]
+    assert seen == [1, 2, 3, 4, 5]
+    assert position.bytes_read == position.bytes_total == path.stat().st_size
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "b.jsonl", [b"\xef\xbb\xbf" + json.dumps(THUMBS).encode()])
+    assert len(read_all(path)[0]) == 1
+    path = write_lines(tmp_path / "b.json", [b"\xef\xbb\xbf" + json.dumps([THUMBS]).encode()])
+    assert len(read_all(path)[0]) == 1
+
+
+def test_a_file_of_no_known_format_lists_the_formats(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "u.jsonl", [b"{", {"apples": 3}])
+    with pytest.raises(SourceError, match=r"events, hh_rlhf, pairs, oasst, quality"):
+        read_all(path)
+    events, aside = read_all(path, format="pairs")
+    assert (events, len(aside)) == ([], 2)
+    with pytest.raises(SourceError, match="needed a format out of auto"):
+        read_all(path, format="xml")
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="check the path"):
+        read_all(tmp_path / "nothing.jsonl")
+
+
+def test_the_judge_of_a_whole_file_can_be_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "s.jsonl", [THUMBS, {**THUMBS, "source": "code"}])
+    events, _ = read_all(path, source="model")
+    assert [e.source for e in events] == ["model", "code"]
+    assert replace(events[0], source="code") != events[0]
