@@ -35,7 +35,9 @@ def wilson_interval(share: float, n: int, z: float = 1.959964) -> tuple[float, f
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    # At 0 and 1 the interval ends at the share itself, which rounding would miss by 1e-16.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def reliability(margins: Sequence[float], temperature: float) -> list[Bin]:
@@ -63,6 +65,19 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     """Return the expected calibration error, in [0, 1]. Source: arXiv:1706.04599 eq. 3."""
     total = sum(b.n for b in bins)
     return sum(b.n * abs(b.confidence - b.accuracy) for b in bins) / total
+
+
+def calibration_noise(bins: Sequence[Bin]) -> float:
+    """Return the calibration error to expect of a perfectly calibrated model with so few pairs.
+
+    In each bin the accuracy is off by sqrt(2 p (1 - p) / (pi n)) on average (normal approximation),
+    so an error near this is no evidence of miscalibration.
+    """
+    total = sum(b.n for b in bins)
+    return (
+        sum(b.n * math.sqrt(2 * b.confidence * (1 - b.confidence) / (math.pi * b.n)) for b in bins)
+        / total
+    )
 
 
 def fit_temperature(margins: Sequence[float]) -> float:

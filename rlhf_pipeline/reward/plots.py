@@ -23,17 +23,17 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     diagram, axes = _figure(
         "confidence",
         "accuracy",
-        f"Reliability, temperature {report.temperature:.2f}, ECE {report.ece:.3f}",
+        f"Temperature {report.temperature:.2f}, ECE {report.ece:.3f} (noise {report.ece_noise:.3f})",
     )
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle=":", label="calibrated")
     axes.scatter(
         [b.confidence for b in report.reliability],
         [b.accuracy for b in report.reliability],
-        s=[20 + 200 * b.n / report.n for b in report.reliability],
+        s=[20 + 600 * b.n / report.n for b in report.reliability],
         label="held-out pairs (size: how many)",
     )
     axes.set_ylim(-0.02, 1.02)
-    axes.legend()
+    axes.legend(loc="lower right")
     diagram.savefig(folder / PLOTS[1])
 
     low, high = report.interval

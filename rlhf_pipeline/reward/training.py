@@ -27,6 +27,7 @@ from rlhf_pipeline.records import PreferencePair, Progress, RewardInput, ignore_
 from rlhf_pipeline.reward.calibration import (
     Bin,
     calibration_error,
+    calibration_noise,
     fit_temperature,
     pair_accuracy,
     reliability,
@@ -68,6 +69,7 @@ class RewardModelReport:
     temperature: float
     ece: float  # expected calibration error at that temperature
     ece_before: float  # the same at temperature 1
+    ece_noise: float  # what a perfectly calibrated model would show on so few pairs
     reliability: tuple[Bin, ...]
     calibrated_on: int  # pairs that fitted the temperature
     # the run
@@ -170,6 +172,7 @@ def train_reward_model(
         temperature=temperature,
         ece=calibration_error(bins),
         ece_before=calibration_error(reliability(judged, 1.0)),
+        ece_noise=calibration_noise(bins),
         reliability=tuple(bins),
         calibrated_on=len(fitting),
         offset=statistics.fmean(centre),

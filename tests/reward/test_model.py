@@ -1,0 +1,193 @@
+"""A reward model's scores depend on the conversation alone, and its files on nothing pickled."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import new_folder
+from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
+from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.model import (
+    Calibration,
+    Limits,
+    batches_by_length,
+    encode_rows,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+    score_rows,
+)
+from tests.reward.conftest import Planted
+
+LIMITS = Limits(32, 40)
+
+
+def items_of(planted: Planted) -> list[RewardInput]:
+    items = [RewardInput(p.prompt, p.chosen) for p in planted.test[:12]]
+    return [*items, RewardInput(items[0].prompt, "")]
+
+
+def save_bert(folder: Path) -> None:
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "user", "assistant", "please", "order", ":", "no"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    wordlevel = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    wordlevel.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    wordlevel.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=wordlevel,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+    )
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("reads", ["last", "mean"])
+def test_scores_do_not_depend_on_padding_order_or_batching(planted: Planted, reads: Any) -> None:
+    model, tokenizer = new_reward_model(planted.base, seed=3, reads=reads, device="cpu")
+    rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in items_of(planted)], LIMITS)
+    together = score_rows(model, rows)
+    alone = [score_rows(model, [row])[0] for row in rows]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert score_rows(model, rows[::-1]) == pytest.approx(together[::-1], abs=1e-5)
+    assert len({round(s, 6) for s in together}) == len(rows)
+
+
+def test_a_causal_reward_model_reads_the_state_at_the_end_token(planted: Planted) -> None:
+    model, tokenizer = new_reward_model(planted.base, seed=3, device="cpu")
+    item = items_of(planted)[0]
+    (row,) = encode_rows(tokenizer, [(item.prompt, item.completion)], LIMITS)
+    prompt = encode_prompt(tokenizer, item.prompt, max_tokens=32)
+    assert row == prompt + encode_completion(tokenizer, item.completion, max_tokens=40)
+    assert row[-1] == tokenizer.eos_token_id
+    with torch.no_grad():
+        state = model.trunk(input_ids=torch.tensor([row])).last_hidden_state[0, -1]
+        expected = float(state @ model.head.weight[0] + model.head.bias)
+    assert score_rows(model, [row]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_the_head_starts_small_and_the_output_layer_is_gone(planted: Planted) -> None:
+    model, _ = new_reward_model(planted.base, seed=0, device="cpu")
+    assert float(model.head.weight.detach().std()) == pytest.approx(1 / math.sqrt(33), rel=0.3)
+    assert float(model.head.bias.detach()) == 0
+    assert not [n for n, _ in model.named_parameters() if "lm_head" in n]
+
+
+def test_an_encoder_reads_its_first_token_and_loads_again(tmp_path: Path) -> None:
+    save_bert(tmp_path / "bert")
+    model, tokenizer = new_reward_model(tmp_path / "bert", seed=0, device="cpu")
+    assert (model.encoder, model.reads) == (True, "first")
+    conversations = [(user_prompt("order"), "please"), (user_prompt("order no"), "no please order")]
+    rows = encode_rows(tokenizer, conversations, LIMITS)
+    assert rows[0][0] == tokenizer.cls_token_id
+    assert rows[0].count(tokenizer.sep_token_id) == 1
+    with torch.no_grad():
+        states = [model.trunk(torch.tensor([row])).last_hidden_state[0, 0] for row in rows]
+        expected = [float(model.head(state)) for state in states]
+    assert score_rows(model, rows) == pytest.approx(expected, abs=1e-5)
+    with new_folder(tmp_path / "rm") as folder:
+        save_reward_model(model, tokenizer, folder, limits=LIMITS, calibration=Calibration(0.5))
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    items = [RewardInput(p, c) for p, c in conversations]
+    assert reward(items) == pytest.approx([s - 0.5 for s in expected], abs=1e-5)
+
+
+def test_batches_keep_within_the_token_budget_and_lose_nothing() -> None:
+    lengths = [5, 1, 9, 3, 3, 8, 40]
+    batches = batches_by_length(lengths, tokens=18)
+    assert sorted(i for batch in batches for i in batch) == list(range(7))
+    sizes = [len(b) * max(lengths[i] for i in b) for b in batches]
+    assert all(size <= 18 for size in sizes[:-1])
+    assert batches[-1] == [6]
+
+
+def saved(planted: Planted, folder: Path, calibration: Calibration) -> None:
+    model, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+    with new_folder(folder) as new:
+        save_reward_model(model, tokenizer, new, limits=LIMITS, calibration=calibration)
+
+
+def test_the_version_follows_the_weights_and_settings_not_the_report(
+    planted: Planted, tmp_path: Path
+) -> None:
+    saved(planted, tmp_path / "a", Calibration())
+    saved(planted, tmp_path / "b", Calibration(offset=1.0))
+    first = load_reward_model(tmp_path / "a").version
+    (tmp_path / "a" / "report.json").write_text("{}")
+    assert load_reward_model(tmp_path / "a").version == first
+    assert load_reward_model(tmp_path / "b").version != first
+
+
+def test_damaged_reward_models_are_refused(planted: Planted, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"found no trunk, head\.safetensors, reward_model\.json"):
+        load_reward_model(tmp_path)
+    saved(planted, tmp_path / "rm", Calibration())
+    good = (tmp_path / "rm" / "reward_model.json").read_text()
+    settings = json.loads(good)
+    del settings["reads"]
+    (tmp_path / "rm" / "reward_model.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="must belong together"):
+        load_reward_model(tmp_path / "rm")
+    (tmp_path / "rm" / "reward_model.json").write_text(good)
+    (tmp_path / "rm" / "head.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ModelError, match="must belong together"):
+        load_reward_model(tmp_path / "rm")
+    shutil.copytree(planted.base, tmp_path / "base")
+    (tmp_path / "base" / "trunk").mkdir()
+    with pytest.raises(ModelError, match="found no head"):
+        load_reward_model(tmp_path / "base")
+
+
+def test_scores_that_are_not_finite_are_refused(planted: Planted, tmp_path: Path) -> None:
+    saved(planted, tmp_path / "rm", Calibration())
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    assert reward([]) == []
+    with torch.no_grad():
+        reward.model.head.bias.fill_(float("inf"))
+    with pytest.raises(ModelError, match="found 2 of 2"):
+        reward(items_of(planted)[:2])
+
+
+def test_any_callable_is_held_to_the_reward_contract() -> None:
+    items = [RewardInput(user_prompt("hi"), text) for text in ("a", "bb")]
+
+    def length(items: Sequence[RewardInput]) -> Sequence[float]:
+        return [len(item.completion) for item in items]
+
+    def one_short(items: Sequence[RewardInput]) -> Sequence[float]:
+        return [1.0]
+
+    def broken(items: Sequence[RewardInput]) -> Sequence[float]:
+        return [1.0, float("nan")]
+
+    assert as_reward(length)(items) == [1.0, 2.0]
+    assert as_reward(length)([]) == []
+    with pytest.raises(ModelError, match="reward one_short must give one score per item"):
+        as_reward(one_short)(items)
+    with pytest.raises(ModelError, match="found nan for item 1"):
+        as_reward(broken)(items)

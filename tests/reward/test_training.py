@@ -1,0 +1,231 @@
+"""Reward training finds what people prefer, says how sure it is, and refuses what cannot teach."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.files import folder_sha256, read_json
+from rlhf_pipeline.records import PreferencePair, RewardInput
+from rlhf_pipeline.reward import training
+from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model
+from rlhf_pipeline.reward.training import (
+    RewardModelReport,
+    encode_pairs,
+    halves,
+    logistic,
+    margins_of,
+    preference_loss,
+    train_reward_model,
+)
+from tests.reward.conftest import Planted
+
+SETTINGS: dict[str, Any] = {
+    "epochs": 4,
+    "learning_rate": 3e-3,
+    "batch_size": 16,
+    "max_prompt_tokens": 32,
+    "max_completion_tokens": 40,
+    "seed": 0,
+    "device": "cpu",
+}
+
+
+def train(
+    planted: Planted, folder: Path, *, freeze_trunk: bool = False, **changes: Any
+) -> RewardModelReport:
+    data: dict[str, Any] = {"train": planted.train, "test": planted.test, "centre": planted.centre}
+    data |= {name: changes.pop(name) for name in list(changes) if name in data}
+    return train_reward_model(
+        planted.base,
+        data["train"],
+        data["test"],
+        folder,
+        freeze_trunk=freeze_trunk,
+        centre_on=data["centre"],
+        **{**SETTINGS, **changes},
+    )
+
+
+def test_the_loss_is_that_of_a_hand_worked_example() -> None:
+    margins = torch.tensor([0.0, 2.0, -2.0, 2.0])
+    targets = torch.tensor([1.0, 1.0, 1.0, 0.5])
+    expected = [
+        math.log(2),
+        math.log(1 + math.exp(-2)),
+        math.log(1 + math.exp(2)),
+        (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2,
+    ]
+    assert preference_loss(margins, targets).tolist() == pytest.approx(expected)
+
+
+def test_the_gradient_is_that_of_finite_differences_and_ties_pull_to_zero() -> None:
+    targets = torch.tensor([1.0, 0.5, 0.5], dtype=torch.float64)
+    margins = torch.tensor([0.3, 1.2, -0.7], dtype=torch.float64, requires_grad=True)
+    torch.autograd.backward(preference_loss(margins, targets).sum())
+    assert margins.grad is not None
+    for i in range(3):
+        step = torch.zeros(3, dtype=torch.float64)
+        step[i] = 1e-5
+        with torch.no_grad():
+            up, down = (preference_loss(margins + s * step, targets).sum() for s in (1, -1))
+        assert margins.grad[i].item() == pytest.approx(float(up - down) / 2e-5, abs=1e-8)
+    assert margins.grad[1] > 0 > margins.grad[2]
+
+
+def test_a_planted_preference_is_learnt_centred_and_loads_again(
+    planted: Planted, tmp_path: Path
+) -> None:
+    heard: list[Any] = []
+    report = train(planted, tmp_path / "rm", report=heard.append)
+    assert report.accuracy > 0.9
+    assert report.interval[0] < report.accuracy <= report.interval[1]
+    assert report.accuracy > max(report.floors.values()) + 0.2
+    assert report.n == 80
+    assert report.train_accuracy > 0.9
+    assert report.loss_curve[-1][1] < 0.3 < report.loss_curve[0][1]
+    assert heard[-1]["step"] == heard[-1]["of"] == 60
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    assert statistics.fmean(reward(planted.centre)) == pytest.approx(0, abs=1e-4)
+    assert statistics.pstdev(reward(planted.centre)) == pytest.approx(
+        report.score_deviation, abs=1e-4
+    )
+    chosen = reward([RewardInput(p.prompt, p.chosen) for p in planted.test])
+    rejected = reward([RewardInput(p.prompt, p.rejected) for p in planted.test])
+    right = [c > r for c, r in zip(chosen, rejected, strict=True)]
+    assert statistics.fmean(right) == report.accuracy
+    assert reward.calibration.probability(0) == 0.5
+    assert reward.calibration.probability(report.temperature) == pytest.approx(1 / (1 + math.e**-1))
+    saved = read_json(tmp_path / "rm" / "report.json")
+    assert saved["accuracy"] == report.accuracy
+    for plot in ("loss.png", "reliability.png", "margins.png"):
+        assert (tmp_path / "rm" / plot).read_bytes().startswith(b"\x89PNG")
+    kinds = {Path(name).suffix for name in folder_sha256(tmp_path / "rm")}
+    assert kinds == {".json", ".safetensors", ".png", ".jinja"}
+
+
+def test_a_head_on_frozen_features_learns_it_too_and_leaves_the_trunk_alone(
+    planted: Planted, tmp_path: Path
+) -> None:
+    report = train(planted, tmp_path / "rm", freeze_trunk=True)
+    assert report.accuracy > 0.9
+    assert report.freeze_trunk
+    fresh, _ = new_reward_model(planted.base, seed=0, device="cpu")
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    for kept, original in zip(
+        reward.model.trunk.parameters(), fresh.trunk.parameters(), strict=True
+    ):
+        assert torch.equal(kept, original)
+    assert reward.model.reads == "mean"
+    assert statistics.fmean(as_reward(tmp_path / "rm")(planted.centre)) == pytest.approx(
+        0, abs=1e-4
+    )
+
+
+def test_the_same_seed_gives_the_same_model_and_another_another(
+    planted: Planted, tmp_path: Path
+) -> None:
+    versions = []
+    for name, seed in (("one", 5), ("two", 5), ("other", 6)):
+        train(planted, tmp_path / name, train=planted.train[:40], epochs=1, seed=seed)
+        versions.append(load_reward_model(tmp_path / name).version)
+    assert versions[0] == versions[1] != versions[2]
+
+
+def test_swapping_chosen_and_rejected_flips_the_margins(planted: Planted) -> None:
+    model, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+    limits = Limits(32, 40)
+    pairs = planted.test[:20]
+    swapped = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in pairs]
+    margins = margins_of(model, encode_pairs(tokenizer, pairs, limits))
+    flipped = margins_of(model, encode_pairs(tokenizer, swapped, limits))
+    assert margins == pytest.approx([-m for m in flipped], abs=1e-6)
+    assert max(map(abs, margins)) > 1e-3
+
+
+def test_how_a_minibatch_is_split_does_not_change_its_gradient(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradient_and_loss() -> tuple[list[torch.Tensor], float]:
+        model, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+        pairs = encode_pairs(tokenizer, planted.train[:12], Limits(32, 40))
+        loss, margins = training.backward(model, pairs, range(12))
+        assert sorted(margins) == list(range(12))
+        return [p.grad for p in model.parameters() if p.grad is not None], loss
+
+    whole, loss = gradient_and_loss()
+    monkeypatch.setattr(training, "TOKENS_AT_ONCE", 150)
+    pieces, same_loss = gradient_and_loss()
+    assert loss == pytest.approx(same_loss, abs=1e-6)
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_the_heads_newton_fit_is_where_the_gradient_vanishes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
+    y = torch.where(torch.rand(50, generator=generator) < 0.2, 0.5, 1.0).double()
+    weight, curve = logistic(x, y, ridge=2.0)
+    weight = weight.requires_grad_()
+    objective = preference_loss(x @ weight, y).sum() + weight.square().sum()
+    (gradient,) = torch.autograd.grad(objective, weight)
+    assert float(gradient.abs().max()) < 1e-5
+    assert curve[-1][1] < math.log(2)
+
+
+def test_ties_are_counted_and_trained_towards_no_margin(planted: Planted, tmp_path: Path) -> None:
+    ties = [replace(p, tie=True) for p in planted.train]
+    report = train(planted, tmp_path / "rm", train=[*ties, planted.train[0]], freeze_trunk=True)
+    assert report.ties == 240
+    assert report.pairs == 241
+    decided = train(planted, tmp_path / "decided", freeze_trunk=True)
+    assert report.score_deviation < decided.score_deviation / 3
+
+
+def test_calibration_is_judged_on_prompts_that_did_not_fit_it(planted: Planted) -> None:
+    pairs = [replace(p, prompt=planted.test[i // 4].prompt) for i, p in enumerate(planted.test)]
+    fitting, judging = halves(pairs)
+    assert sorted([*fitting, *judging]) == list(range(80))
+    assert abs(len(fitting) - len(judging)) <= 4
+    assert not {pairs[i].prompt for i in fitting} & {pairs[i].prompt for i in judging}
+    one_prompt = [replace(p, prompt=planted.test[0].prompt) for p in planted.test[:4]]
+    assert [len(half) for half in halves(one_prompt)] == [2, 2]
+
+
+def test_what_cannot_teach_or_judge_is_refused(planted: Planted, tmp_path: Path) -> None:
+    pairs, test = list(planted.train[:30]), list(planted.test)
+
+    def refused(kind: type[Exception], message: str, **changes: Any) -> None:
+        with pytest.raises(kind, match=message):
+            train(planted, tmp_path / "rm", **changes)
+
+    refused(
+        NotEnoughData, "needs 40 preference pairs, found 30; collect 10", train=pairs, min_pairs=40
+    )
+    refused(NotEnoughData, "found 30 ties only", train=[replace(p, tie=True) for p in pairs])
+    refused(NotEnoughData, "found 0; collect 2", test=[replace(p, both_bad=True) for p in test])
+    one_prompt: Sequence[PreferencePair] = [replace(p, prompt=pairs[0].prompt) for p in pairs]
+    refused(NotEnoughData, "found one prompt only", train=one_prompt)
+    refused(TrainingError, "found 1 of 81 on training prompts", test=[*test, planted.train[0]])
+    refused(NotEnoughData, "centring needs", centre=[])
+    same = [*pairs, replace(pairs[0], rejected=pairs[0].chosen)]
+    refused(TrainingError, "same one twice in pair pair 0", train=same)
+    refused(TrainingError, "must stay finite", learning_rate=1e30)
+    assert not (tmp_path / "rm").exists()
+
+
+def test_damaged_features_are_refused(planted: Planted) -> None:
+    model, tokenizer = new_reward_model(planted.base, seed=0, reads="mean", device="cpu")
+    with torch.no_grad():
+        next(model.trunk.parameters()).fill_(float("nan"))
+    pairs = encode_pairs(tokenizer, planted.train[:20], Limits(32, 40))
+    with pytest.raises(TrainingError, match="features must be finite"):
+        training.fit_head(model, pairs, ["0"] * 20, report=lambda facts: None)
