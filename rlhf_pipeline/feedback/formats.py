@@ -6,13 +6,15 @@
 | pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `rater`, `tie`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
+| answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
 | quality | `messages` ending with the assistant's, or `prompt` and `completion`, or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
 unknown field is refused: a misspelt one would lose what somebody said.
 
-Sources of the formats: arXiv:2204.05862 (HH-RLHF), arXiv:2304.07327 (OASST).
+Sources of the formats: arXiv:2204.05862 (HH-RLHF), arXiv:2304.07327 (OASST), arXiv:2306.01693 (answers:
+fine-grained feedback).
 """  # noqa: E501 - table rows cannot be broken
 
 from __future__ import annotations
@@ -96,8 +98,17 @@ class Row:
 
     def event(self, kind: FeedbackKind, **fields: Any) -> Feedback:
         """Return an event of this row."""
-        fields = {"source": self.source, "idempotency_key": self.key} | fields
+        if "idempotency_key" not in fields:
+            fields["idempotency_key"] = self.key
+        fields.setdefault("source", self.source)
         return Feedback(agent_id=self.agent_id, kind=kind, origin=self.origin, **fields)
+
+    def said(self, kind: FeedbackKind, **fields: Any) -> Feedback:
+        """Return one of several events of this row; its key follows from what it says."""
+        event = self.event(kind, idempotency_key="", **fields)
+        return replace(
+            event, idempotency_key="said:" + hashed(self.agent_id, canonical(to_row(event)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,21 +337,17 @@ def oasst(row: Row) -> Iterator[Feedback]:
         if path[-1].role == "user":
             for better, worse in combinations(_ranked(replies), 2):
                 choice = "tie" if better["rank"] == worse["rank"] else "left"
-                yield _with_key(
-                    row.event(
-                        FeedbackKind.preference,
-                        prompt=path,
-                        completion=_needed_text(better, "text"),
-                        other_completion=_needed_text(worse, "text"),
-                        choice=choice,
-                    )
+                yield row.said(
+                    FeedbackKind.preference,
+                    prompt=path,
+                    completion=_needed_text(better, "text"),
+                    other_completion=_needed_text(worse, "text"),
+                    choice=choice,
                 )
         vote = _reactions(node)
         if vote is not None and path[-1].role == "assistant" and before:
-            yield _with_key(
-                row.event(
-                    FeedbackKind.thumbs, prompt=before, completion=path[-1].content, number=vote
-                )
+            yield row.said(
+                FeedbackKind.thumbs, prompt=before, completion=path[-1].content, number=vote
             )
 
 
@@ -366,9 +373,42 @@ def _reactions(node: Values) -> float | None:
     return None if up == down else float(up > down)
 
 
-def _with_key(event: Feedback) -> Feedback:
-    said = canonical(to_row(event) | {"idempotency_key": None})
-    return replace(event, idempotency_key="said:" + hashed(event.agent_id, said))
+# -- several answers to one question ------------------------------------------------------------
+
+
+def answers(row: Row) -> Iterator[Feedback]:
+    """Yield every judged pair of a question's answers, and the correction of the first answer.
+
+    `preference` holds one number per pair in the order (1, 2), (1, 3), ..., (3, 4): 0 for a tie, 1
+    where the first is better, 2 where the second is. The passages the answers drew on are no part
+    of the prompt.
+    """
+    values = row.values
+    prompt = (Message("user", _needed_text(values, "question")),)
+    names = [name for name in (f"prediction {i}" for i in range(1, 10)) if name in values]
+    pairs_of = list(combinations([_needed_text(values, name) for name in names], 2))
+    judged = values.get("preference")
+    if not isinstance(judged, list) or len(judged) != len(pairs_of):
+        refuse(Rule.wrong_type, f"preference as a list of {len(pairs_of)} numbers", judged)
+    for (first, second), number in zip(pairs_of, judged, strict=True):
+        if isinstance(number, bool) or not isinstance(number, int) or number not in (0, 1, 2):
+            refuse(Rule.value_out_of_range, "0 (tie), 1 (first) or 2 (second)", number)
+        yield row.said(
+            FeedbackKind.preference,
+            prompt=prompt,
+            completion=first,
+            other_completion=second,
+            choice=("tie", "left", "right")[number],
+        )
+    remarks = values.get("feedback")
+    corrected = remarks.get("corrected-prediction") if isinstance(remarks, dict) else None
+    if isinstance(corrected, str) and corrected.strip():
+        yield row.said(
+            FeedbackKind.correction,
+            prompt=prompt,
+            completion=_needed_text(values, "prediction 1"),
+            text=corrected,
+        )
 
 
 # -- quality and labels -------------------------------------------------------------------------
@@ -503,6 +543,9 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format("pairs", lambda row: "chosen" in row and "rejected" in row, pairs),
     OASST,
+    Format(
+        "answers", lambda row: {"question", "prediction 1", "preference"} <= row.keys(), answers
+    ),
     Format(
         "quality",
         lambda row: (

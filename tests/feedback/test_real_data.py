@@ -80,3 +80,15 @@ def test_labels_and_conversations_are_read(store: FeedbackStore, tmp_path: Path)
     kinds = Counter(report.clean["kind"])
     assert kinds["thumbs"] > 290
     assert kinds["preference"] > 290
+
+
+def test_judged_answers_give_pairs_with_ties_and_corrections(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    summary, report = run(store, DATA / "qa_feedback_finegrained", tmp_path)
+    assert summary.quarantined == {}
+    assert summary.read == 3_000 + 487
+    kinds = Counter(report.clean["kind"])
+    assert kinds["correction"] >= 470
+    assert Counter(report.clean["choice"])["tie"] > 300
+    report.require_fit()

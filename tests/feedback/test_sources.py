@@ -342,6 +342,26 @@ def test_flat_messages_without_their_tree_are_set_aside(
     assert sorted(rules_of(aside)) == [(3, "orphan_message"), (4, "missing_field"), (5, "too_long")]
 
 
+def test_judged_answers_become_pairs_with_ties_and_a_correction(tmp_path: Path) -> None:
+    asked = {"question": "Why?", "passages": [], "prediction 1": "A.", "prediction 2": "B."}
+    three = {**asked, "prediction 3": "C.", "preference": [0, 1, 2]}
+    rows = [
+        {**three, "feedback": {"corrected-prediction": "A, rather."}},
+        {**three, "feedback": {"corrected-prediction": ""}, "preference": [1, 1]},
+        {**three, "preference": [0, 1.0, 2]},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "q.jsonl", rows))
+    assert [(e.completion, e.other_completion, e.choice, e.text) for e in events] == [
+        ("A.", "B.", "tie", None),
+        ("A.", "C.", "left", None),
+        ("B.", "C.", "right", None),
+        ("A.", None, None, "A, rather."),
+        ("A.", "B.", "tie", None),
+    ]
+    assert {e.prompt for e in events} == {user_prompt("Why?")}
+    assert rules_of(aside) == [(2, "wrong_type"), (3, "value_out_of_range")]
+
+
 def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     rows = [
@@ -549,7 +569,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
 
 def test_a_file_of_no_known_format_lists_the_formats(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "u.jsonl", [b"{", {"apples": 3}])
-    with pytest.raises(SourceError, match=r"events, hh_rlhf, pairs, oasst, quality"):
+    with pytest.raises(SourceError, match=r"events, hh_rlhf, pairs, oasst, answers, quality"):
         read_all(path)
     events, aside = read_all(path, format="pairs")
     assert (events, len(aside)) == ([], 2)
