@@ -113,7 +113,7 @@ def feedback_drift(
         for test in document["tests"]
         if test["status"] != "SUCCESS"
     }
-    json_path = html_path.with_suffix(".json")
+    json_path = html_path.with_suffix(".evidently.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write_text(html_path, snapshot.get_html_str(as_iframe=False))
