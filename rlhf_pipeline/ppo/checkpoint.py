@@ -45,7 +45,7 @@ def write_checkpoint(
     path = _folder(root, update)
     with new_folder(path) as folder:
         for name, group in tensors.items():
-            copies = {key: t.detach().cpu().contiguous().clone() for key, t in group.items()}
+            copies = {key: t.detach().cpu().contiguous() for key, t in group.items()}
             save_file(copies, folder / f"{name}.safetensors")
         write_json(folder / STATE, state)
         write_json(folder / MANIFEST, {"update": update, "sha256": folder_sha256(folder)})

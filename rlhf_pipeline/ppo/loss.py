@@ -24,11 +24,13 @@ def policy_loss(
     *,
     clip_range: float,
     token_count: int,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the clipped surrogate loss (to minimise) and its statistics.
 
-    The ratio is per token. The statistics, POLICY_FACTS, are means over tokens: of the ratio, of
-    k3 between old and new policy (nats), of |log ratio|, and the share of tokens that the clip
+    The ratio is per token. `weights`, (B, T), are importance weights of the old policy over the one
+    that sampled; None means 1. The statistics, POLICY_FACTS, are means over tokens: of the ratio,
+    of k3 between old and new policy (nats), of |log ratio|, and the share of tokens that the clip
     holds back.
     Source: arXiv:1707.06347 eq. 7, with the sign turned.
     """
@@ -38,7 +40,10 @@ def policy_loss(
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    loss = counted(torch.maximum(unclipped, clipped), completion_mask).sum() / token_count
+    losses = torch.maximum(unclipped, clipped)
+    if weights is not None:
+        losses = losses * counted(weights, completion_mask)
+    loss = counted(losses, completion_mask).sum() / token_count
     with torch.no_grad():
         facts = torch.stack(
             [

@@ -51,12 +51,13 @@ class Rollouts:
     """What one update learns from."""
 
     tokens: Tokens
-    logprobs: Tensor  # (B, T), nats, of the policy that sampled: PPO's old log-probabilities
+    logprobs: Tensor  # (B, T), nats, PPO's old log-probabilities: those of sampling, as a rule
     reference_logprobs: Tensor  # (B, T), nats, at the same temperature
     values: Tensor  # (B, T), the critic's before the update; 0 where there is none
     rewards: Tensor  # (B, T), KL penalty, plus the score on the last token
     advantages: Tensor  # (B, T)
     returns: Tensor  # (B, T), the critic's targets
+    weights: Tensor | None = None  # (B, T), importance weights; None where all are 1
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -190,6 +191,18 @@ def rewards_per_token(
     last = torch.where(completion_mask, positions, -1).amax(1, keepdim=True)
     is_last = (positions == last) & completion_mask
     return rewards + torch.where(is_last, scores[:, None].to(rewards.dtype), 0.0)
+
+
+def importance_weights(
+    logprobs: Tensor, sampled_logprobs: Tensor, completion_mask: Tensor, *, cap: float
+) -> Tensor:
+    """Return (B, T) weights min(exp(logprobs - sampled_logprobs), cap), 0 outside the mask.
+
+    They make tokens that one engine sampled count as the other would have sampled them, with
+    bounded variance. Source: E. Ionides, "Truncated Importance Sampling", JCGS 17(2), 2008.
+    """
+    weights = (logprobs - sampled_logprobs).exp().clamp(max=cap)
+    return counted(weights, completion_mask)
 
 
 def microbatches(tokens: Tokens, members: Tensor, *, token_budget: int) -> Iterator[Tensor]:

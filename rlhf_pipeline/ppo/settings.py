@@ -94,6 +94,10 @@ class PpoSettings:
     """Lower the rates linearly to 0 over the updates (N+)."""
     adam_eps: float = 1e-5
     """Adam's epsilon (N+: 1e-5, not the framework's 1e-8)."""
+    importance_cap: float | None = None
+    """For sampling and training that compute log-probabilities differently (other kernels, less
+    precision): training's own are taken as the old ones, and each token's loss is weighted by
+    min(training's / sampling's probability, this). None takes sampling's, which saves a pass."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm. N+ has none; a guard against one bad batch."""
 
@@ -150,12 +154,13 @@ class PpoSettings:
         _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
         for name, allowed in _CHOICES.items():
             _need(self, name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
-        if self.rollouts_per_update % (self.minibatches * self.completions_per_prompt):
+        multiple = math.lcm(self.minibatches, self.completions_per_prompt)
+        if self.rollouts_per_update % multiple:
             raise ConfigError(
-                "ppo.rollouts_per_update must divide into minibatches of whole prompts: "
+                "ppo.rollouts_per_update must divide into equal minibatches and whole prompts: "
                 f"found {self.rollouts_per_update} rollouts, {self.minibatches} minibatches and "
                 f"{self.completions_per_prompt} completions per prompt; take a multiple of "
-                f"{self.minibatches * self.completions_per_prompt}"
+                f"{multiple}"
             )
         if self.estimator == "rloo" and self.completions_per_prompt < 2:
             raise ConfigError(
@@ -195,7 +200,7 @@ _AT_LEAST_ONE = (
 ).split()
 _ABOVE_ZERO = (
     "temperature kl_target score_clip clip_range value_clip_range learning_rate "
-    "critic_learning_rate adam_eps max_grad_norm lora_alpha max_kl ratio_tolerance"
+    "critic_learning_rate adam_eps importance_cap max_grad_norm lora_alpha max_kl ratio_tolerance"
 ).split()
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "long_prompts": ("refuse", "keep_latest"),

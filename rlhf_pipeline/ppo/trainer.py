@@ -47,6 +47,7 @@ from rlhf_pipeline.ppo.rollout import (
     ScoreMoments,
     apply_eos_trick,
     ends_with_stop_token,
+    importance_weights,
     measure,
     microbatches,
     rewards_per_token,
@@ -224,7 +225,7 @@ def train_ppo(
         # 3.3 Optimizer steps.
         try:
             with now.timed("train"):
-                facts |= train_on(learner, rollouts, generators["shuffling"])
+                facts = train_on(learner, rollouts, generators["shuffling"]) | facts
         except NotFinite as error:
             alarm = not_finite(now.update + 1, str(error))
             now.alarms.append(alarm)
@@ -402,7 +403,8 @@ def make_rollouts(
 ) -> tuple[Rollouts, dict[str, float]]:
     """Return rollouts with rewards and advantages, and the facts of the rollout phase.
 
-    The log-probabilities of sampling are the old log-probabilities: no pass recomputes them.
+    The log-probabilities of sampling are the old log-probabilities: no pass recomputes them, but
+    with importance_cap.
     """
     settings, tokens, mask = learner.settings, sampled.tokens, sampled.tokens.completion_mask
     budget = settings.tokens_per_microbatch
@@ -444,6 +446,11 @@ def make_rollouts(
     rollouts = Rollouts(
         tokens, sampled.logprobs, reference_logprobs, values, rewards, advantages, returns
     )
+    if settings.importance_cap is not None:
+        old = measure(lambda t: learner.logprobs_and_values(t)[0], tokens, token_budget=budget)
+        weights = importance_weights(old, sampled.logprobs, mask, cap=settings.importance_cap)
+        rollouts = replace(rollouts, logprobs=old, weights=weights)
+        facts["policy/logprob_gap"] = float(masked_mean((old - sampled.logprobs).abs(), mask))
     return rollouts, facts
 
 
@@ -494,6 +501,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
             tokens.completion_mask,
             clip_range=settings.clip_range,
             token_count=token_count,
+            weights=None if rollouts.weights is None else rollouts.weights[some, :T],
         )
         facts["policy/loss"] = float(loss.detach())
         if values is not None:

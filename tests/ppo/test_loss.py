@@ -38,6 +38,14 @@ def test_policy_loss_worked_by_hand() -> None:
     )
 
 
+def test_importance_weights_scale_each_tokens_loss() -> None:
+    weights = torch.tensor([[2.0, 1.0, 0.5], [1.0, 0.0, math.nan]])
+    loss, _ = policy_loss(
+        LOGPROBS, OLD, ADVANTAGES, MASK, clip_range=0.2, token_count=5, weights=weights
+    )
+    assert float(loss) == pytest.approx(-(2 * 1.2 + 0.5 + 0.5 * 2.2 - 1.5) / 5)
+
+
 def test_beyond_the_clip_on_the_winning_side_there_is_no_gradient_and_elsewhere_there_is() -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
     loss_of(logprobs).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -24,6 +24,7 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
         ({"keep_checkpoints": 1}, "ppo.keep_checkpoints must be at least 2"),
         ({"critic": "twin"}, "ppo.critic must be one of separate, shared: found 'twin'"),
         ({"minibatches": 3}, "take a multiple of 3"),
+        ({"minibatches": 4, "completions_per_prompt": 6}, "take a multiple of 12"),
         ({"estimator": "rloo"}, "ppo.completions_per_prompt of at least 2, found 1"),
         ({"tokens_per_microbatch": 10}, "max_completion_tokens = 112, found 10"),
         ({"patience": 0}, "ppo.patience must be at least 1"),

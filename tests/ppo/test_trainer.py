@@ -26,8 +26,11 @@ from rlhf_pipeline.ppo.trainer import (
     check_first_ratio,
     choose_update,
     clipped_step,
+    encode_checked,
+    make_rollouts,
     next_prompts,
     reason_to_stop,
+    sample_for,
     shape_scores,
     train_on,
     updates_by_preference,
@@ -135,6 +138,25 @@ def test_rloo_needs_no_values_and_compares_completions_of_one_prompt(base: Path)
         siblings = [totals[j] for j in range(first, first + 3) if j != i]
         expected = total - sum(siblings) / 2
         assert float(rollouts.advantages[i, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_where_sampling_and_training_differ_tokens_are_weighted_up_to_the_cap(base: Path) -> None:
+    learner = moved_learner(base, importance_cap=1.5)
+    encoded = encode_checked(learner.policy, PROMPTS, learner.settings, "prompts")
+    sampled = sample_for(learner, encoded, torch.Generator().manual_seed(0))
+    mask = sampled.tokens.completion_mask
+    exact, facts = make_rollouts(learner, sampled, [0.0] * 6, 0.05)
+    assert exact.weights is not None
+    assert torch.allclose(exact.weights, mask.float(), atol=1e-4)
+    assert facts["policy/logprob_gap"] < 1e-5
+    off = replace(sampled, logprobs=sampled.logprobs - 0.2)  # sampling thought them less likely
+    off.logprobs[0] -= 9.0
+    rollouts, facts = make_rollouts(learner, off, [0.0] * 6, 0.05)
+    assert rollouts.weights is not None
+    assert torch.allclose(rollouts.logprobs, exact.logprobs)
+    assert torch.allclose(rollouts.weights[0], 1.5 * mask[0], atol=1e-4)
+    assert torch.allclose(rollouts.weights[1:], math.exp(0.2) * mask[1:], atol=1e-4)
+    assert facts["policy/logprob_gap"] > 0.2
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -452,7 +474,7 @@ def test_when_the_claim_is_lost_nothing_more_is_written(base: Path, tmp_path: Pa
         {"lora_rank": 2, "critic_learning_rate": 1e-2},
         {"precision": "bfloat16", "ratio_tolerance": 0.1},
         {"score_normalisation": "running", "whiten_rewards": True, "completions_at_once": 5},
-        {"max_completion_tokens": 1},
+        {"importance_cap": 2.0, "max_completion_tokens": 1},
     ],
     ids=lambda changes: next(iter(changes)),
 )
