@@ -1,0 +1,68 @@
+"""`rlhf`: the product without the UI. Each command lives in commands/; here they get their names.
+
+Exit codes: 0 done; 1 refused or failed, with one line on stderr that says what was needed, found
+and to do; 2 the command line itself is wrong; 3 `rlhf ingest` set some rows aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from rlhf_pipeline.commands import agents, chat, feedback, models, settings
+from rlhf_pipeline.commands.common import Command, Group
+
+app = typer.Typer(
+    cls=Group,
+    help="People's feedback on a chat assistant in; a better, gated, registered model out.",
+    epilog="Exit codes: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage, "
+    "3 ingest set rows aside. Settings: --recipe and --state, or RLHF_RECIPE and RLHF_STATE_DIR.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",  # paragraphs of a docstring flow
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
+
+FEEDBACK, MODELS, AUTOMATION, SETTINGS = "Feedback", "Models", "Automation", "Settings and recipes"
+
+COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
+    (feedback.ingest, FEEDBACK, "rlhf ingest votes.jsonl exports/ --agent tea"),
+    (feedback.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
+    (chat.chat, MODELS, 'rlhf chat --agent demo --once "how much is the lamp?"'),
+    (models.versions, MODELS, "rlhf versions --agent demo"),
+    (models.promote, MODELS, 'rlhf promote challenger --agent demo --reason "reads better"'),
+    (models.rollback, MODELS, 'rlhf rollback --agent demo --reason "rude to customers"'),
+    (models.explain, MODELS, "rlhf explain champion --agent demo --json"),
+    (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
+    (agents.status, AUTOMATION, "rlhf status"),
+    (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),
+    (agents.resume, AUTOMATION, "rlhf resume demo"),
+    (agents.automatic, AUTOMATION, "rlhf automatic demo on"),
+)
+for function, panel, example in COMMANDS:
+    app.command(cls=Command, rich_help_panel=panel, epilog=f"Example: {example}")(function)
+CONFIG_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (settings.show, "rlhf config show --recipe tiny"),
+    (settings.check, "rlhf config check my-recipe.yaml"),
+    (settings.recipes, "rlhf config recipes"),
+)
+for function, example in CONFIG_COMMANDS:
+    config.command(cls=Command, epilog=f"Example: {example}")(function)
+app.add_typer(config, name="config", rich_help_panel=SETTINGS)
+
+
+@app.callback()
+def rlhf() -> None:
+    """Take the settings options before a command's name."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="rlhf")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of `rlhf`, one module per subject; cli.py puts them together."""

@@ -1,0 +1,142 @@
+"""`rlhf status · pause · resume · automatic`: what goes on by itself, and who may stop it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rlhf_pipeline.commands.common import (
+    AgentArgument,
+    AsJson,
+    Workspace,
+    console,
+    workspace,
+)
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.feedback.claims import Claim
+
+
+def status(
+    agent: Annotated[
+        str | None, typer.Option("--agent", "-a", help="Only this agent.", envvar="RLHF_AGENT")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show every agent: votes, quarantine, champion, last turn, and when the next one starts.
+
+    Votes are effective votes: of somebody who changed their mind, the last one counts.
+    """
+    here = workspace()
+    if agent is not None:
+        here.need_agent(agent)
+    found = [_status(here, each) for each in ([agent] if agent else here.store.agents())]
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    if not found:
+        typer.echo(f"no agent in {here.settings.state_dir} yet; `rlhf ingest` makes one known")
+    for values in found:
+        _print_status(values)
+
+
+def pause(
+    agent: AgentArgument,
+    reason: Annotated[
+        str, typer.Option("--reason", "-r", help="Why; `rlhf status` shows it.")
+    ] = "by hand",
+) -> None:
+    """Start no more turns of an agent by themselves; one that runs is not stopped."""
+    here = workspace()
+    here.need_agent(agent)
+    here.store.set_agent(agent, paused_reason=reason)
+    typer.echo(f"{agent} is paused: {reason}")
+
+
+def resume(agent: AgentArgument) -> None:
+    """Let the turns of a paused agent start by themselves again."""
+    here = workspace()
+    here.need_agent(agent)
+    here.store.set_agent(agent, paused_reason=None)
+    typer.echo(f"{agent} is not paused")
+
+
+def automatic(
+    agent: AgentArgument,
+    switch: Annotated[Literal["on", "off"], typer.Argument(metavar="on|off")],
+) -> None:
+    """Choose who promotes an agent's versions: on lets the gate decide, off asks a person.
+
+    Until it is chosen here, the recipe's promotion.automatic holds. The gate's refusal always does.
+    """
+    here = workspace()
+    here.need_agent(agent)
+    here.store.set_agent(agent, automatic_promotion=switch == "on")
+    who = "what the gate lets through" if switch == "on" else "a version only when a person asks"
+    typer.echo(f"automatic promotion of {agent} is {switch}: it promotes {who}")
+
+
+def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
+    from rlhf_pipeline.continuous import Due, due
+    from rlhf_pipeline.records import now
+
+    row, settings = here.store.agent(agent_id), here.settings_of(agent_id)
+    standing = here.ledger.standing(agent_id)
+    turns = here.claims.history(agent_id)
+    verdict = due(here.database, agent_id, settings, at=now())
+    chosen = row.automatic_promotion if row is not None else None
+    return {
+        "agent": agent_id,
+        "paused": row.paused_reason if row is not None else None,
+        "automatic_promotion": settings.promotion.automatic if chosen is None else bool(chosen),
+        "votes": here.store.counts(agent_id),
+        "quarantine": here.store.quarantined(agent_id),
+        "champion": None if standing.champion is None else standing.champion.version,
+        "challenger": None if standing.challenger is None else standing.challenger.version,
+        "last_promotion": standing.history[-1].reason if standing.history else None,
+        "last_turn": _turn(turns[-1]) if turns else None,
+        "next_turn": (
+            f"due now: {verdict.votes} new votes, attempt {verdict.attempt}"
+            if isinstance(verdict, Due)
+            else verdict.reason
+        ),
+    }
+
+
+def _turn(claim: Claim) -> str:
+    said = f": {claim.reason}" if claim.reason else ""
+    return (
+        f"{claim.state}, attempt {claim.attempt}, asked by {claim.asked_by}, "
+        f"{claim.heartbeat_at:%Y-%m-%d %H:%M} UTC{said}"
+    )
+
+
+def _print_status(values: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    champion, challenger = values["champion"], values["challenger"]
+    rows = {
+        "votes": _counts(values["votes"]),
+        "quarantine": _counts(values["quarantine"]),
+        "champion": "none yet"
+        if champion is None
+        else f"version {champion} ({values['last_promotion']})",
+        "challenger": "none" if challenger is None else f"version {challenger} waits",
+        "promotion": "automatic" if values["automatic_promotion"] else "asks a person",
+        "last turn": values["last_turn"] or "none yet",
+        "next turn": values["next_turn"],
+    }
+    table = Table(title=values["agent"], title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    console().print(table)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    said = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return f"{sum(counts.values()):,} ({said})" if counts else "none"

@@ -1,0 +1,270 @@
+"""What every command shares: the state it works on, its settings options, how it fails.
+
+Nothing heavy is imported before a command needs it: `rlhf --help` answers in a moment.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from click.core import ParameterSource
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from rlhf_pipeline.errors import ConfigError, FeedbackRefused, PipelineError, RegistryError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.database import Database
+    from rlhf_pipeline.feedback.claims import ClaimBook
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+SOME_QUARANTINED = 3
+"""Exit code of an ingest that took what was sound and set the rest aside."""
+
+PIPE_WIDTH = 200  # columns of a table that goes to a file or another program
+
+Agent = Annotated[
+    str,
+    typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The agent: one line of models."),
+]
+AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+VersionArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="VERSION", help="A number, or champion, challenger, previous, baseline."
+    ),
+]
+
+
+def _settings_options() -> list[click.Parameter]:
+    """Return the options every command takes, before or after its name."""
+
+    def option(*names: str, **attributes: Any) -> TyperOption:
+        return TyperOption(
+            param_decls=list(names),
+            expose_value=False,
+            callback=_remember,
+            rich_help_panel="Settings",
+            **attributes,
+        )
+
+    return [
+        option(
+            "--recipe",
+            envvar="RLHF_RECIPE",
+            show_envvar=True,
+            metavar="NAME|FILE",
+            help="A recipe that comes with the project, or a YAML file. Default: tiny.",
+        ),
+        option(
+            "--state",
+            envvar="RLHF_STATE_DIR",
+            show_envvar=True,
+            metavar="FOLDER",
+            help="The folder all state lives in. Default: the recipe's, ./state.",
+        ),
+        option("--debug", is_flag=True, help="Show log lines, and the traceback of an error."),
+    ]
+
+
+def _remember(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Keep the value for `workspace()`; what was typed wins over what the environment says."""
+    key = f"rlhf.{option.name}"
+    typed = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+    if value and (typed or key not in context.meta):
+        context.meta[key] = value
+    return value
+
+
+class Command(TyperCommand):
+    """A command with the settings options, that says in one line what went wrong."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(_settings_options())
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error it foresees becomes a line on stderr and exit code 1."""
+        debug = bool(ctx.meta.get("rlhf.debug"))
+        _quiet_logs(debug)
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if debug or not _is_foreseen(error):
+                raise
+            typer.echo(f"error: {one_line(error)}", err=True)
+            raise typer.Exit(1) from error
+
+
+class Group(TyperGroup):
+    """The program itself: takes the settings options before the command's name as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(_settings_options())
+
+
+class Workspace:
+    """The store, ledger and registry behind a recipe and a state folder, opened when asked for."""
+
+    def __init__(self, recipe: str | None = None, state: str | None = None) -> None:
+        self.recipe = recipe
+        self.state = state
+
+    def load(self, recipe: str | None) -> Settings:
+        """Return the settings of a recipe, in this workspace's state folder."""
+        from rlhf_pipeline.config import load_settings
+
+        return load_settings(recipe, {"state_dir": self.state} if self.state else None)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Return the resolved settings."""
+        return self.load(self.recipe)
+
+    def settings_of(self, agent_id: str) -> Settings:
+        """Return the settings; an agent that was given a recipe of its own has that one's."""
+        row = self.store.agent(agent_id)
+        return self.settings if row is None or row.recipe is None else self.load(row.recipe)
+
+    @cached_property
+    def database(self) -> Database:
+        """Return the one database of this state folder."""
+        from rlhf_pipeline.database import open_database
+
+        return open_database(self.settings.resolved_database_url)
+
+    @cached_property
+    def store(self) -> FeedbackStore:
+        """Return the feedback store."""
+        from rlhf_pipeline.feedback.store import FeedbackStore
+
+        return FeedbackStore(self.database)
+
+    @cached_property
+    def claims(self) -> ClaimBook:
+        """Return the claims table."""
+        from rlhf_pipeline.feedback.claims import ClaimBook
+
+        return ClaimBook(self.database)
+
+    @cached_property
+    def ledger(self) -> PromotionLedger:
+        """Return the promotion ledger."""
+        from rlhf_pipeline.registry.ledger import PromotionLedger
+
+        return PromotionLedger(self.database, self.settings.state_dir)
+
+    @cached_property
+    def registry(self) -> ModelRegistry:
+        """Return the registry; MLflow itself is imported at the first call that talks to it."""
+        from rlhf_pipeline.registry.models import ModelRegistry
+
+        folder = self.settings.state_dir.resolve() / "mlflow"
+        return ModelRegistry(self.ledger, self.settings.resolved_mlflow_uri, folder)
+
+    def need_agent(self, agent_id: str) -> None:
+        """Raise FeedbackRefused unless the agent has sent feedback or has a version."""
+        if self.store.agent(agent_id) is not None:
+            return
+        if not self.ledger.versions(agent_id):
+            known = ", ".join(self.store.agents()) or "none yet"
+            raise FeedbackRefused(
+                "unknown_agent",
+                f"needed a known agent, found {agent_id!r}; known: {known}; "
+                "`rlhf ingest` makes one known",
+            )
+        self.store.ensure_agent(agent_id)
+
+    def version(self, agent_id: str, name: str) -> ModelVersion:
+        """Return the version a person means: a number, a name, or a models:/ URI of the agent."""
+        if not self.ledger.versions(agent_id):
+            known = ", ".join(self.store.agents()) or "none yet"
+            raise RegistryError(
+                f"agent {agent_id!r} needs a version, found none registered (known agents: "
+                f"{known}); its first turn or the job `bootstrap` trains version 0: `make ui`"
+            )
+        if not name.startswith("models:/"):
+            return self.ledger.find(agent_id, name)
+        found = self.registry.find(name)
+        if found.agent_id != agent_id:
+            raise RegistryError(
+                f"needed a version of agent {agent_id!r}, found {name}; say --agent "
+                f"{found.agent_id} or name another version"
+            )
+        return found
+
+
+def workspace() -> Workspace:
+    """Return the workspace that the running command's options name."""
+    meta = click.get_current_context().meta
+    return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console as wide as the terminal, and wide enough for tables elsewhere."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = PIPE_WIDTH
+    return made
+
+
+def actor() -> str:
+    """Return who the ledger says did it."""
+    try:
+        return f"person:{getpass.getuser()}"
+    except (OSError, KeyError):  # a container's user without a name
+        return f"person:{os.getuid()}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_foreseen(error: Exception) -> bool:
+    """Say whether the message alone tells what to do: ours, a file's or a database's trouble."""
+    if isinstance(error, BrokenPipeError | click.exceptions.ClickException | click.exceptions.Exit):
+        return False  # click's own
+    if isinstance(error, PipelineError | OSError):
+        return True
+    if not type(error).__module__.startswith("sqlalchemy"):
+        return False
+    from sqlalchemy.exc import ArgumentError, OperationalError
+
+    return isinstance(error, OperationalError | ArgumentError)
+
+
+def _quiet_logs(debug: bool) -> None:
+    """Send log lines to stderr: warnings, and with --debug everything."""
+    import structlog
+
+    level = logging.DEBUG if debug else logging.WARNING
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    if not debug:
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+
+
+def need_file(path: Path) -> Path:
+    """Return the path; raises ConfigError where there is no such file."""
+    if not path.is_file():
+        raise ConfigError(f"needed a YAML file, found none at {path}; check the path")
+    return path

@@ -1,0 +1,197 @@
+"""`rlhf ingest` and `rlhf simulate`: feedback from files, and from simulated people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rlhf_pipeline.commands.common import SOME_QUARANTINED, Agent, console, workspace
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.feedback.ingest import IngestSummary
+    from rlhf_pipeline.records import Progress, Prompt
+
+
+def ingest(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...",
+            help="Files (.jsonl, .json, .ndjson, each also .gz), folders, or hf://DATASET.",
+        ),
+    ],
+    agent: Agent,
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="auto looks at the rows; or events, pairs, hh_rlhf, oasst, answers, quality.",
+        ),
+    ] = "auto",
+    source: Annotated[
+        Literal["human", "model", "code"],
+        typer.Option("--source", help="Whose judgement it is, where the rows do not say."),
+    ] = "human",
+    split: Annotated[
+        str, typer.Option("--split", help="The split of a hub data set.", metavar="NAME")
+    ] = "train",
+) -> None:
+    """Take in feedback from files, folders or hub data sets.
+
+    Every sound row is stored once: the same file again stores nothing twice. A row that breaks a
+    rule goes to quarantine with the rule's name; it is never dropped and never repaired.
+
+    Exit code: 0 when every row was sound, 3 when some were quarantined or a file of a folder could
+    not be read (the rest is stored), 1 when a named file could not be read.
+    """
+    from rlhf_pipeline.feedback.ingest import ingest as take_in
+
+    store = workspace().store
+    with _bytes_bar(paths) as report:
+        summary = take_in(
+            store, paths, agent, format, source=source, split=split, on_progress=report
+        )
+    _print_summary(summary, agent)
+    if summary.quarantined or summary.unreadable:
+        raise typer.Exit(SOME_QUARANTINED)
+
+
+@contextmanager
+def _bytes_bar(paths: Sequence[str]) -> Iterator[Progress]:
+    """Yield a Progress that draws a bar over the bytes of all files; of the hub it counts rows."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    known = not any(path.startswith("hf://") for path in paths)
+    finished, current, size = 0, "", 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[rows]} rows"),
+    )
+    more = (DownloadColumn(), TimeRemainingColumn()) if known else ()
+    with Progress(*columns, *more, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=_bytes_of(paths) if known else None, rows=0)
+
+        def report(facts: Mapping[str, float | int | str]) -> None:
+            nonlocal finished, current, size
+            if facts["file"] != current:
+                finished, current = finished + size, str(facts["file"])
+            size = int(facts["bytes_total"])
+            bar.update(
+                task,
+                description=Path(current).name,
+                completed=finished + int(facts["bytes_read"]),
+                rows=facts["read"],
+            )
+
+        yield report
+
+
+def _bytes_of(paths: Sequence[str]) -> int:
+    from rlhf_pipeline.feedback.sources import is_supported
+
+    folders = [Path(path) for path in paths if Path(path).is_dir()]
+    files = [Path(path) for path in paths if Path(path).is_file()]
+    files += [p for folder in folders for p in folder.rglob("*") if p.is_file() and is_supported(p)]
+    return sum(path.stat().st_size for path in files)
+
+
+def _print_summary(summary: IngestSummary, agent_id: str) -> None:
+    from rich.table import Table
+
+    from rlhf_pipeline.feedback.rules import MEANINGS, Rule
+
+    table = Table(title=f"Feedback of agent {agent_id}", title_justify="left")
+    table.add_column("")
+    table.add_column("rows", justify="right")
+    table.add_column("why")
+    table.add_row("read", f"{summary.read:,}", f"{summary.files} files, {summary.seconds:.1f} s")
+    table.add_row("stored", f"{summary.stored:,}", "")
+    table.add_row("already known", f"{summary.known:,}", "the same row was there before")
+    table.add_row("quarantined", f"{sum(summary.quarantined.values()):,}", "", end_section=True)
+    for rule, rows in summary.quarantined.items():
+        table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
+    console().print(table)
+    for name, why in summary.unreadable.items():
+        typer.echo(f"not read: {name}: {why}", err=True)
+
+
+def simulate(
+    agent: Agent,
+    events: Annotated[
+        int, typer.Option("--events", "-n", min=1, help="Feedback events they send in all.")
+    ],
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", min=0, help="The same seed, the same questions. Default: another every time."
+        ),
+    ] = None,
+    people: Annotated[
+        int, typer.Option("--people", min=3, help="How many people there are.")
+    ] = 200,
+) -> None:
+    """Let simulated people chat with the champion and send feedback.
+
+    They ask a small shop's helpdesk, like some completions better than others for reasons no
+    training stage ever sees, and say so with noise; about one in ten is careless. Made for the
+    recipe `tiny`, whose seed conversations are the same people's.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from rlhf_pipeline.feedback import snapshot
+    from rlhf_pipeline.policy.loading import load_policy
+    from rlhf_pipeline.policy.sampling import complete
+    from rlhf_pipeline.simulation.people import population
+    from rlhf_pipeline.simulation.play import play
+
+    here = workspace()
+    champion = here.version(agent, "champion")
+    settings = here.settings_of(agent)
+    limits = settings.policy
+    policy = load_policy(here.registry.folder_of(champion), device=limits.device)
+    # Where nobody chose, the questions follow from what is stored: another day, other questions.
+    chosen = seed if seed is not None else snapshot.newest_seq(here.database, agent)
+    asked = 0
+
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        nonlocal asked
+        asked += 1
+        completions = complete(
+            policy,
+            prompts,
+            max_completion_tokens=limits.max_completion_tokens,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            temperature=limits.temperature,
+            seed=1_000_003 * (chosen + 1) + asked,
+        )
+        return [completion.text for completion in completions]
+
+    columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("events", total=events)
+        day = play(
+            here.store,
+            agent,
+            answer,
+            population(people, settings.training.seed),
+            model_version=champion.version,
+            events=events,
+            seed=chosen,
+            report=lambda facts: bar.update(task, completed=int(facts["events"])),
+        )
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(day.by_kind.items()))
+    typer.echo(
+        f"{day.events} events about {day.interactions} completions of version "
+        f"{champion.version}: {kinds}"
+    )
