@@ -54,7 +54,7 @@ class TrainingResult:
     resumed_from: int | None  # the update whose checkpoint this attempt went on from
     fingerprint: str  # of models, prompts and settings: what decides the result
     settings: Mapping[str, Any] = field(default_factory=dict)
-    plots: tuple[str, ...] = ()  # file names within the output folder
+    plots: tuple[str, ...] = ()  # paths within the output folder
 
     @property
     def updates(self) -> int:

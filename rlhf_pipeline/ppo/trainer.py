@@ -290,7 +290,8 @@ def train_ppo(
         settings=asdict(settings),
     )
     try:
-        result = replace(result, plots=draw_plots(result, output_dir / "plots"))
+        drawn = draw_plots(result, output_dir / "plots")
+        result = replace(result, plots=tuple(f"plots/{name}" for name in drawn))
     except ImportError:  # a bare GPU machine needs no matplotlib; the curves are in the result
         report({"update": now.update, "plots": "not drawn: matplotlib is not installed"})
     keep_going()
