@@ -152,7 +152,12 @@ def train_ppo(
     came out.
     """
     torch.manual_seed(settings.seed)
-    fingerprint = run_fingerprint(policy_dir, reference_dir, prompts, watch_prompts, settings)
+    fingerprint = run_fingerprint(
+        [policy_dir, reference_dir, *([] if value_init is None else [value_init])],
+        [reward, stopping],
+        [*prompts, (), *watch_prompts],
+        settings,
+    )
     checkpoints, result_path = output_dir / "checkpoints", output_dir / "result.json"
     if resume and result_path.exists():
         finished = TrainingResult.load(result_path)
@@ -338,20 +343,20 @@ def probe_rewards(
 
 
 def run_fingerprint(
-    policy_dir: str | Path,
-    reference_dir: str | Path,
+    models: Sequence[str | Path],
+    rewards: Sequence[RewardFunction | None],
     prompts: Sequence[Prompt],
-    watch_prompts: Sequence[Prompt],
     settings: PpoSettings,
 ) -> str:
-    """Return a digest of what decides a run's result: models, prompts and settings."""
+    """Return a digest of what decides a run's result: models, rewards, prompts and settings.
+
+    Folders count by their files, rewards by their `version` where they have one.
+    """
     decisive = {k: v for k, v in asdict(settings).items() if k not in MACHINE_SETTINGS}
-    models = [
-        str(sorted(folder_sha256(m).items())) if Path(m).is_dir() else str(m)
-        for m in (policy_dir, reference_dir)
-    ]
-    texts = [prompt_to_json(p) for p in (*prompts, *watch_prompts)]
-    return hashed(str(sorted(decisive.items())), *models, str(len(prompts)), *texts)
+    files = [str(folder_sha256(m)) if Path(m).is_dir() else str(m) for m in models]
+    versions = [str(getattr(r, "version", r is not None)) for r in rewards]
+    texts = [prompt_to_json(p) for p in prompts]
+    return hashed(str(sorted(decisive.items())), *files, *versions, *texts)
 
 
 # --- one update --------------------------------------------------------------------------------

@@ -366,6 +366,15 @@ def test_a_finished_run_answers_again_without_training(base: Path, tmp_path: Pat
     assert again.resumed_from is None
 
 
+class Versioned:
+    """A reward model that was trained again."""
+
+    version = "2"
+
+    def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+        return lower_share(items)
+
+
 def test_another_run_in_the_same_folder_is_refused_and_machine_settings_may_differ(
     base: Path, tmp_path: Path
 ) -> None:
@@ -373,6 +382,8 @@ def test_another_run_in_the_same_folder_is_refused_and_machine_settings_may_diff
     (tmp_path / "result.json").unlink()
     with pytest.raises(TrainingError, match="found those of another"):
         train(base, tmp_path, changed(gamma=0.9))
+    with pytest.raises(TrainingError, match="found those of another"):
+        train(base, tmp_path, reward=Versioned())
     resumed = train(base, tmp_path, changed(tokens_per_microbatch=500))
     assert resumed.resumed_from == 2
 
