@@ -17,6 +17,7 @@ from rlhf_pipeline.commands.common import (
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.claims import Claim
+    from rlhf_pipeline.registry.ledger import Promotion
 
 
 def status(
@@ -95,7 +96,7 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         "quarantine": here.store.quarantined(agent_id),
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
-        "last_promotion": standing.history[-1].reason if standing.history else None,
+        "last_promotion": _promotion(standing.history[-1]) if standing.history else None,
         "last_turn": _turn(turns[-1]) if turns else None,
         "next_turn": (
             f"due now: {verdict.votes} new votes, attempt {verdict.attempt}"
@@ -103,6 +104,10 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
             else verdict.reason
         ),
     }
+
+
+def _promotion(entry: Promotion) -> str:
+    return f"{entry.action} by {entry.actor} {entry.created_at:%Y-%m-%d %H:%M} UTC: {entry.reason}"
 
 
 def _turn(claim: Claim) -> str:
@@ -123,7 +128,7 @@ def _print_status(values: dict[str, Any]) -> None:
         "quarantine": _counts(values["quarantine"]),
         "champion": "none yet"
         if champion is None
-        else f"version {champion} ({values['last_promotion']})",
+        else f"version {champion}; {values['last_promotion']}",
         "challenger": "none" if challenger is None else f"version {challenger} waits",
         "promotion": "automatic" if values["automatic_promotion"] else "asks a person",
         "last turn": values["last_turn"] or "none yet",

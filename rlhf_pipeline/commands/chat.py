@@ -49,14 +49,14 @@ def chat(
 
     Words that are commands in the conversation: history, clear, help, quit. Nothing is stored.
     """
-    from rlhf_pipeline.policy.loading import load_policy
-
     if once is not None and not once.strip():
         raise ConfigError("--once needs a text to answer, found an empty one; type a question")
     here = workspace()
     found = here.version(agent, version)
-    limits = here.settings_of(agent).policy
-    policy = load_policy(here.registry.folder_of(found), device=limits.device, dtype=limits.dtype)
+    folder, limits = here.registry.folder_of(found), here.settings_of(agent).policy
+    from rlhf_pipeline.policy.loading import load_policy  # seconds: after what can go wrong at once
+
+    policy = load_policy(folder, device=limits.device, dtype=limits.dtype)
     warmth = limits.temperature if temperature is None else temperature
     begin = secrets.randbelow(2**31) if seed is None else seed
     if once is not None:

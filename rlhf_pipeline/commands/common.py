@@ -11,12 +11,13 @@ import os
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import click
 import typer
 from click.core import ParameterSource
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.models import ArgumentInfo
 
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused, PipelineError, RegistryError
 
@@ -94,7 +95,19 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._describe_arguments()
         self.params.extend(_settings_options())
+
+    def _describe_arguments(self) -> None:
+        """Give arguments their help back: click 8.5 clears what typer 0.25 set before it.
+
+        To be deleted when typer passes `help` on to click.
+        """
+        hints = get_type_hints(self.callback, include_extras=True)
+        for parameter in self.params:
+            for described in getattr(hints.get(parameter.name or ""), "__metadata__", ()):
+                if isinstance(described, ArgumentInfo):
+                    parameter.help = described.help
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error it foresees becomes a line on stderr and exit code 1."""

@@ -147,6 +147,10 @@ def simulate(
     training stage ever sees, and say so with noise; about one in ten is careless. Made for the
     recipe `tiny`, whose seed conversations are the same people's.
     """
+    here = workspace()
+    champion = here.version(agent, "champion")
+    folder, settings = here.registry.folder_of(champion), here.settings_of(agent)
+    limits = settings.policy
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from rlhf_pipeline.feedback import snapshot
@@ -155,11 +159,7 @@ def simulate(
     from rlhf_pipeline.simulation.people import population
     from rlhf_pipeline.simulation.play import play
 
-    here = workspace()
-    champion = here.version(agent, "champion")
-    settings = here.settings_of(agent)
-    limits = settings.policy
-    policy = load_policy(here.registry.folder_of(champion), device=limits.device)
+    policy = load_policy(folder, device=limits.device)
     # Where nobody chose, the questions follow from what is stored: another day, other questions.
     chosen = seed if seed is not None else snapshot.newest_seq(here.database, agent)
     asked = 0
