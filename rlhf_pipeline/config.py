@@ -1,14 +1,15 @@
 """Every setting, in one typed, frozen tree; recipes/*.yaml fill it, unknown keys are refused.
 
 Order, later wins: defaults here, the presets a recipe names, the recipe, environment variables
-(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI), explicit overrides. A field is described once,
-beside it; `rlhf config show` prints the resolved tree.
+(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI, RLHF_WEBHOOK), explicit overrides. A field is
+described once, beside it; `rlhf config show` prints the resolved tree.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -35,10 +36,14 @@ Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 
 
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
 class Section(BaseModel):
     """A part of the tree: frozen, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TinySettings(Section):
@@ -49,6 +54,15 @@ class TinySettings(Section):
     width: Positive = 128
     heads: Positive = 4
     context: Positive = Field(256, description="Tokens a prompt and its completion may take.")
+
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> TinySettings:
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise ValueError(
+                f"width must be an even number of units for each head, found width {self.width} "
+                f"and {self.heads} heads; take a multiple of {2 * self.heads}"
+            )
+        return self
 
 
 class LoraSettings(Section):
@@ -77,6 +91,16 @@ class PolicySettings(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="Divides the logits wherever completions are sampled or scored."
     )
+
+    @model_validator(mode="after")
+    def _tiny_context_holds_both(self) -> PolicySettings:
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        if self.base == "tiny" and longest > self.tiny.context:
+            raise ValueError(
+                f"policy.tiny.context must hold max_prompt_tokens + max_completion_tokens = "
+                f"{longest}, found {self.tiny.context}; raise it or lower one of them"
+            )
+        return self
 
 
 class SftSettings(Section):
@@ -177,9 +201,27 @@ class PromotionSettings(Section):
     automatic: bool = Field(
         False, description="False asks a person; a refusal is always automatic."
     )
-    gate: Mapping[str, float] = Field(
-        default_factory=dict, description="Limits that differ from the gate's defaults, by rule."
+    gate: Mapping[str, Annotated[float, Field(allow_inf_nan=True)] | None] = Field(
+        default_factory=dict,
+        description="Limits that differ from the gate's defaults, by rule; null switches one off.",
     )
+
+    @model_validator(mode="after")
+    def _gate_names_rules(self) -> PromotionSettings:
+        if self.gate:
+            from rlhf_pipeline.evaluation.gate import (
+                DEFAULT_RULES,
+            )  # imports numpy: only where needed
+
+            known = [rule.name for rule in DEFAULT_RULES]
+            for name in self.gate:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+                    raise ValueError(
+                        f"the gate has no rule {name!r}; the nearest right one is {near[0]!r}, "
+                        f"all are {', '.join(known)}"
+                    )
+        return self
 
 
 class ContinuousLearningSettings(Section):
@@ -213,7 +255,7 @@ class Settings(Section):
     """The whole tree."""
 
     recipe: str = "defaults"
-    state_dir: Annotated[Path, AfterValidator(Path.absolute)] = Field(
+    state_dir: Annotated[Path, AfterValidator(_absolute)] = Field(
         Path("state"), validate_default=True, description="The one folder all state lives in."
     )
     database_url: SecretStr | None = Field(None, description="None: SQLite in the state folder.")
@@ -285,6 +327,10 @@ SHARED_WITH_PPO: Mapping[str, str] = {
 }
 
 
+SECRETS = ("database_url", "mlflow_uri", "notifications")  # their values stand in no message
+PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
+
+
 def load_settings(
     recipe: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Settings:
@@ -293,30 +339,36 @@ def load_settings(
     Raises ConfigError for a recipe that is not there, a key nobody knows (with the nearest right
     one), or a value out of range.
     """
-    name = recipe if recipe is not None else os.environ.get("RLHF_RECIPE", "tiny")
+    name = recipe if recipe is not None else os.environ.get("RLHF_RECIPE") or "tiny"
     environment = {
         "state_dir": os.environ.get("RLHF_STATE_DIR"),
         "database_url": os.environ.get("RLHF_DATABASE_URL"),
         "mlflow_uri": os.environ.get("RLHF_MLFLOW_URI"),
     }
     tree = _merged(_read_recipe(name), {key: v for key, v in environment.items() if v})
+    if webhook := os.environ.get("RLHF_WEBHOOK"):
+        tree = _merged(tree, {"notifications": {"webhook": webhook}})
     tree = _merged(tree, overrides or {})
     try:
-        return Settings.model_validate({"recipe": str(name), **_with_shared(tree, name)})
+        return Settings.model_validate({"recipe": str(name), **_with_shared(tree)})
     except ValidationError as error:
         raise ConfigError(_explain(error, name)) from error
+    except ConfigError as error:  # PPO's own checks
+        raise ConfigError(f"recipe {name}: {error}") from error
 
 
-def _with_shared(tree: Mapping[str, Any], recipe: str | Path) -> dict[str, Any]:
+def _with_shared(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree with what PPO shares with the other stages filled in from where it is set."""
-    ppo = tree.get("ppo") or {}
+    ppo = tree.get("ppo")
+    ppo = {} if ppo is None else ppo
+    if not isinstance(ppo, Mapping):
+        raise ConfigError(f"ppo must hold settings by name, found {ppo!r}; see `rlhf config show`")
     for key, home in SHARED_WITH_PPO.items():
         if key in ppo:
-            raise ConfigError(
-                f"recipe {recipe}: ppo.{key} follows {home}, which other stages share; set {home}"
-            )
-    policy = PolicySettings.model_validate(tree.get("policy") or {})
-    training = TrainingSettings.model_validate(tree.get("training") or {})
+            raise ConfigError(f"ppo.{key} follows {home}, which other stages share; set {home}")
+    # The other sections alone, so that what is wrong in one is told with its own name.
+    rest = Settings.model_validate({key: value for key, value in tree.items() if key != "ppo"})
+    policy = rest.policy
     shared = {
         "max_prompt_tokens": policy.max_prompt_tokens,
         "max_completion_tokens": policy.max_completion_tokens,
@@ -325,7 +377,7 @@ def _with_shared(tree: Mapping[str, Any], recipe: str | Path) -> dict[str, Any]:
         "device": policy.device,
         "lora_rank": policy.lora.rank if policy.lora.enabled else 0,
         "lora_alpha": policy.lora.alpha,
-        "seed": training.seed,
+        "seed": rest.training.seed,
     }
     return {**tree, "ppo": {**ppo, **shared}}
 
@@ -338,6 +390,8 @@ def recipe_names() -> list[str]:
 def shown(settings: Settings) -> dict[str, Any]:
     """Return the resolved tree as plain values, secrets masked: what a run keeps."""
     values: dict[str, Any] = settings.model_dump(mode="json")
+    if settings.mlflow_uri is not None:
+        values["mlflow_uri"] = PASSWORD.sub(r"\1**********@", settings.mlflow_uri)
     return values
 
 
@@ -357,22 +411,31 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold settings by name, found {type(tree).__name__}")
+    presets = tree.pop("presets", None) or []
+    if not isinstance(presets, list):
+        raise ConfigError(f"{path}: presets must be a list, found {presets!r}; write [{presets}]")
     resolved: dict[str, Any] = {}
-    for preset in tree.pop("presets", []):
-        resolved = _merged(resolved, _preset(preset, PRESETS, path))
+    for preset in presets:
+        resolved = _merged(resolved, _preset(preset, "presets", path))
     ppo = tree.get("ppo")
     if isinstance(ppo, dict) and "preset" in ppo:
         ppo = dict(ppo)
-        tree = {**tree, "ppo": _merged(_preset(ppo.pop("preset"), PPO_PRESETS, path), ppo)}
+        tree = {**tree, "ppo": _merged(_preset(ppo.pop("preset"), "ppo.preset", path), ppo)}
     return _merged(resolved, tree)
 
 
-def _preset(name: str, presets: Mapping[str, Mapping[str, Any]], path: Path) -> dict[str, Any]:
-    if name not in presets:
-        near = difflib.get_close_matches(str(name), presets, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{path}: no preset {name!r}; known: {', '.join(presets)}{hint}")
-    return dict(presets[name])
+def _preset(name: Any, place: str, path: Path) -> dict[str, Any]:
+    """Return the preset that a recipe names under `presets` or `ppo.preset`."""
+    homes = {"presets": PRESETS, "ppo.preset": PPO_PRESETS}
+    if isinstance(name, str) and name in homes[place]:
+        return dict(homes[place][name])
+    by_name = {known: home for home, presets in homes.items() for known in presets}
+    near = difflib.get_close_matches(str(name), by_name, n=1)
+    hint = ""
+    if near:
+        elsewhere = "" if by_name[near[0]] == place else f" under {by_name[near[0]]}"
+        hint = f"; the nearest right one is {near[0]!r}{elsewhere}"
+    raise ConfigError(f"{path}: {place} knows {', '.join(homes[place])}, found {name!r}{hint}")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,12 +453,40 @@ def _explain(error: ValidationError, recipe: str | Path) -> str:
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            near = difflib.get_close_matches(where, _every_key(), n=1, cutoff=0.4)
-            hint = f"; the nearest right one is {near[0]!r}" if near else ""
+            near = _nearest(where)
+            hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
             lines.append(f"unknown setting {where!r}{hint}")
+        elif problem["type"] == "value_error":
+            lines.append(f"{where}: {problem['ctx']['error']}")  # ours: says what was found
         else:
-            lines.append(f"{where}: {problem['msg']}, found {problem['input']!r}")
+            found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
+            lines.append(f"{where}: {problem['msg']}, found {found}")
     return f"recipe {recipe}: " + "; ".join(lines)
+
+
+def _nearest(where: str) -> list[str]:
+    """Return the settings somebody may have meant, likeliest first.
+
+    A misspelt or abbreviated (lr) name of the same section; else the right name in another one;
+    else whatever looks most alike.
+    """
+    section, _, name = where.rpartition(".")
+    siblings = [key for key in _every_key() if key.rpartition(".")[0] == section]
+    if short := [key for key in siblings if _initials(key.rpartition(".")[2]) == name]:
+        return short
+    if section == "ppo" and (near := difflib.get_close_matches(name, SHARED_WITH_PPO, n=1)):
+        return [SHARED_WITH_PPO[near[0]]]
+    if near := difflib.get_close_matches(where, siblings, n=1, cutoff=0.75):
+        return near
+    if elsewhere := [key for key in _every_key() if key.rpartition(".")[2] == name]:
+        return elsewhere[:3]
+    return difflib.get_close_matches(where, siblings, n=1, cutoff=0.6) or (
+        difflib.get_close_matches(where, _every_key(), n=1, cutoff=0.4)
+    )
+
+
+def _initials(name: str) -> str:
+    return "".join(word[0] for word in name.split("_"))
 
 
 @lru_cache(maxsize=1)
@@ -404,9 +495,11 @@ def _every_key() -> tuple[str, ...]:
 
     def walk(tree: Mapping[str, Any], prefix: str) -> None:
         for key, value in tree.items():
+            if prefix == "ppo." and key in SHARED_WITH_PPO:
+                continue  # set elsewhere
             keys.append(prefix + key)
             if isinstance(value, Mapping):
                 walk(value, f"{prefix}{key}.")
 
     walk(Settings().model_dump(), "")
-    return tuple(keys)
+    return (*keys, "presets", "ppo.preset")
