@@ -30,6 +30,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+BY_SIZE = ("tiny", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -383,8 +384,9 @@ def _with_shared(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with the project, smallest first."""
-    return [path.stem for path in sorted(RECIPES.glob("*.yaml"), key=lambda p: p.stat().st_size)]
+    """Return the names of the recipes that come with the project, smallest model first."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return sorted(names, key=lambda n: BY_SIZE.index(n) if n in BY_SIZE else len(BY_SIZE))
 
 
 def shown(settings: Settings) -> dict[str, Any]:
