@@ -1,0 +1,272 @@
+"""Settings: what is unknown is named, what is shared is said once, what is secret stays so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_pipeline.config import (
+    PPO_PRESETS,
+    PRESETS,
+    RECIPES,
+    SHARED_WITH_PPO,
+    Settings,
+    load_settings,
+    recipe_names,
+    shown,
+)
+from rlhf_pipeline.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RECIPE", "STATE_DIR", "DATABASE_URL", "MLFLOW_URI", "WEBHOOK"):
+        monkeypatch.delenv(f"RLHF_{name}", raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# -- recipes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.y*ml")), ids=lambda path: path.stem)
+def test_every_recipe_parses_and_its_lengths_fit_a_microbatch(path: Path) -> None:
+    settings = load_settings(path)
+    longest = settings.policy.max_prompt_tokens + settings.policy.max_completion_tokens
+    assert settings.ppo.tokens_per_microbatch >= longest
+    assert path.read_text().startswith("# ")  # what `rlhf config recipes` shows
+
+
+def test_recipes_are_listed_smallest_model_first() -> None:
+    assert recipe_names() == ["tiny", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat"]
+
+
+@pytest.mark.parametrize("context", [("gpt2", 1024), ("phi-2", 2048), ("llama-2-7b-chat", 4096)])
+def test_hub_recipes_fit_their_models_context(context: tuple[str, int]) -> None:
+    policy = load_settings(context[0]).policy
+    assert policy.max_prompt_tokens + policy.max_completion_tokens <= context[1]
+
+
+def test_large_models_train_adapters_and_share_the_trunk() -> None:
+    for name in ("phi-2", "llama-2-7b-chat"):
+        settings = load_settings(name)
+        assert settings.ppo.lora_rank == settings.policy.lora.rank == 16
+        assert settings.ppo.precision == "bfloat16"
+        assert settings.ppo.critic == "shared"
+        assert not settings.promotion.automatic
+
+
+def test_a_recipe_that_is_not_there_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"known: tiny, gpt2.*did you mean 'phi-2'"):
+        load_settings("phi2")
+
+
+@pytest.mark.parametrize("text", ["- a", "just words", "{"])
+def test_a_file_that_holds_no_settings_is_refused(recipe: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match="mine.yaml"):
+        load_settings(recipe(text))
+
+
+def test_an_empty_recipe_is_the_defaults(recipe: Any) -> None:
+    found = load_settings(recipe(""))
+    assert found.policy == Settings().policy
+    assert found.ppo.max_prompt_tokens == found.policy.max_prompt_tokens
+
+
+# -- unknown keys -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("polcy: {base: tiny}", "'policy'"),
+        ("policy: {bas: tiny}", "'policy.base'"),
+        ("policy: {lora: {rnk: 3}}", "'policy.lora.rank'"),
+        ("training: {sed: 3}", "'training.seed'"),  # and not ppo.seed, which is refused
+        ("ppo: {updats: 3}", "'ppo.updates'"),
+        ("ppo: {kl_coeff: 0.1}", "'ppo.kl_coef'"),
+        ("ppo: {lr: 0.1}", "'ppo.learning_rate'"),
+        ("ppo: {max_prompt_token: 9}", "'policy.max_prompt_tokens'"),
+        ("kl_coef: 0.1", "'ppo.kl_coef'"),
+        ("preset: quick", "'presets'"),
+        ("ppo: {presets: aggressive}", "'ppo.preset'"),
+        ("reward: {shares: {proxi: 1}}", "'reward.shares.proxy'"),
+        ("learning_rate: 1", "'sft.learning_rate' or 'reward.learning_rate' or 'ppo.lea"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_right_one(
+    recipe: Any, text: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as caught:
+        load_settings(recipe(text))
+    assert f"the nearest right one is {nearest}" in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_every_mistake_is_told_at_once(recipe: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(recipe("policy: {bas: tiny}\nsft: {epochs: 0, batchsize: 3}"))
+    assert str(caught.value).count(";") >= 3
+    assert "sft.epochs: Input should be greater than 0, found 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ppo: {updates: 0}", "ppo.updates must be at least 1"),
+        ("ppo: {rollouts_per_update: 7}", "take a multiple of 4"),
+        ("ppo: {tokens_per_microbatch: 10}", "= 144, found 10"),
+        ("ppo: 3", "must hold settings by name, found 3"),
+        ("policy: 3", "policy: Input should be a valid dictionary"),
+        ("policy: {tiny: {width: 130, heads: 4}}", "take a multiple of 8"),
+        ("policy: {tiny: {context: 32}}", "max_completion_tokens = 144, found 32"),
+        ("reward: {shares: {proxy: 0.9}}", "sum to 1, found 1.3"),
+        ("reward: {shares: {proxy: 1.0, stopping: 0, gate: 0}}", "must be positive"),
+        ("drift: {threshold_psi: .inf}", "finite"),
+        ("promotion: {gate: {win_rate: 0.5}}", "the nearest right one is 'win_rate_vs_champion'"),
+        ("presets: quick", r"write [quick]"),
+        ("ppo: {preset: [quick]}", "found ['quick']"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_needed(recipe: Any, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(recipe(text))
+    assert words in str(caught.value)
+
+
+def test_a_gate_rule_can_be_switched_off(recipe: Any) -> None:
+    gate = load_settings(recipe("promotion: {gate: {perplexity: null, diversity: .inf}}")).promotion
+    assert gate.gate == {"perplexity": None, "diversity": float("inf")}
+
+
+# -- presets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_holds_only_known_settings(recipe: Any, name: str) -> None:
+    resolved = load_settings(recipe(f"presets: [{name}]")).model_dump()
+    for section, values in PRESETS[name].items():
+        for key, value in values.items():
+            found = resolved[section][key]
+            assert found == value or (isinstance(value, dict) and value.items() <= found.items())
+
+
+@pytest.mark.parametrize("name", PPO_PRESETS)
+def test_every_ppo_preset_holds_only_known_settings(recipe: Any, name: str) -> None:
+    ppo = load_settings(recipe(f"ppo: {{preset: {name}}}")).ppo
+    assert {key: getattr(ppo, key) for key in PPO_PRESETS[name]} == PPO_PRESETS[name]
+
+
+def test_later_presets_win_and_the_recipe_wins_over_all(recipe: Any) -> None:
+    found = load_settings(
+        recipe("presets: [quick, production]\nppo: {preset: aggressive, epochs: 3}")
+    )
+    assert found.evaluation.prompts == 1000  # production, named later than quick
+    assert found.ppo.updates == 12  # quick; production says nothing
+    assert (found.ppo.kl_coef, found.ppo.epochs) == (0.01, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("presets: [quik]", "the nearest right one is 'quick'"),
+        ("presets: [conservative]", "is 'conservative' under ppo.preset"),
+        ("ppo: {preset: quick}", "is 'quick' under presets"),
+        ("ppo: {preset: agressive}", "is 'aggressive'"),
+    ],
+)
+def test_an_unknown_preset_is_answered_with_the_nearest(recipe: Any, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(recipe(text))
+    assert words in str(caught.value)
+
+
+# -- what stages share --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", SHARED_WITH_PPO)
+def test_what_ppo_shares_is_set_where_all_stages_read_it(recipe: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"ppo.{key} follows {SHARED_WITH_PPO[key]}"):
+        load_settings(recipe(f"ppo: {{{key}: 1}}"))
+
+
+def test_ppo_follows_policy_and_training(recipe: Any) -> None:
+    ppo = load_settings(
+        recipe(
+            "policy: {max_prompt_tokens: 70, temperature: 0.5, device: cpu, dtype: bfloat16,"
+            " lora: {enabled: true, rank: 4, alpha: 8}}\ntraining: {seed: 11}"
+        )
+    ).ppo
+    assert (ppo.max_prompt_tokens, ppo.temperature, ppo.seed) == (70, 0.5, 11)
+    assert (ppo.precision, ppo.device, ppo.lora_rank, ppo.lora_alpha) == ("bfloat16", "cpu", 4, 8)
+
+
+# -- environment, overrides, secrets ------------------------------------------------------------
+
+
+def test_the_environment_wins_over_the_recipe_and_overrides_over_both(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = recipe("state_dir: /from/recipe\nmlflow_uri: http://recipe")
+    assert load_settings(path).state_dir == Path("/from/recipe")
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:pass@db/rlhf")
+    monkeypatch.setenv("RLHF_MLFLOW_URI", "http://environment")
+    monkeypatch.setenv("RLHF_WEBHOOK", "https://hooks.example/abc")
+    found = load_settings(path)
+    assert found.state_dir == tmp_path
+    assert found.resolved_database_url == "postgresql://me:pass@db/rlhf"
+    assert found.resolved_mlflow_uri == "http://environment"
+    assert found.notifications.webhook is not None
+    assert load_settings(path, {"state_dir": "/from/override"}).state_dir == Path("/from/override")
+    monkeypatch.setenv("RLHF_RECIPE", str(path))
+    assert load_settings().recipe == str(path)
+
+
+def test_embedded_state_lives_in_one_absolute_folder(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = load_settings(recipe("state_dir: ~/rlhf"))
+    assert found.state_dir == tmp_path / "rlhf"
+    assert found.resolved_database_url == f"sqlite:///{tmp_path}/rlhf/feedback.db"
+    assert found.resolved_mlflow_uri == f"sqlite:///{tmp_path}/rlhf/mlflow/mlflow.db"
+    assert found.agent_folder("tea") == tmp_path / "rlhf" / "agents" / "tea"
+    assert load_settings(recipe("")).state_dir == Path.cwd() / "state"
+
+
+def test_secrets_are_masked_wherever_settings_are_shown(recipe: Any) -> None:
+    found = load_settings(
+        recipe(
+            "database_url: postgresql://me:hunter2@db/rlhf\n"
+            "mlflow_uri: https://me:hunter2@mlflow.example/path\n"
+            "notifications: {webhook: 'https://hooks.example/hunter2'}"
+        )
+    )
+    said = yaml.safe_dump(shown(found))
+    assert "hunter2" not in said + repr(found.database_url) + repr(found.notifications)
+    assert shown(found)["mlflow_uri"] == "https://me:**********@mlflow.example/path"
+    assert found.resolved_mlflow_uri == "https://me:hunter2@mlflow.example/path"
+
+
+@pytest.mark.parametrize("text", ["notifications: hunter2", "database_url: [hunter2]"])
+def test_a_message_about_a_secret_does_not_tell_it(recipe: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(recipe(text))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().recipe = "other"
