@@ -4,7 +4,6 @@ from pathlib import Path
 
 import dagster as dg
 
-from assets.common import agents
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
@@ -31,7 +30,6 @@ LIGHT = dg.in_process_executor  # a step's own process costs seconds; training h
 retrain = dg.define_asset_job(
     "retrain",
     selection=dg.AssetSelection.all(),
-    partitions_def=agents,
     executor_def=LIGHT,
     hooks={free_the_claim},
     description="One turn: from the feedback that is there to a gated, registered version.",
@@ -40,7 +38,6 @@ retrain = dg.define_asset_job(
 bootstrap = dg.define_asset_job(
     "bootstrap",
     selection=dg.AssetSelection.assets("sft_policy"),
-    partitions_def=agents,
     executor_def=LIGHT,
     hooks={free_the_claim},
     description="Version 0 from the seed conversations alone: something to chat with.",
