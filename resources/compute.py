@@ -35,17 +35,19 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
         deadline = time.monotonic() + 60 * turn.settings.training.stage_timeout_minutes
         with (
             dg.open_pipes_session(
-                context=context,
+                # Given an asset's context, Dagster 1.13 warns of what it reads from it itself.
+                context=context.op_execution_context,
                 context_injector=dg.PipesTempFileContextInjector(),
                 message_reader=dg.PipesTempFileMessageReader(),
             ) as session,
             log_path.open("ab") as log,
         ):
+            start = log.tell()  # earlier attempts wrote what is before it
             command = [*(self.launcher or [sys.executable]), "-m", "resources.worker"]
             process = subprocess.Popen(
                 [*command, stage, str(spec_path)],
                 cwd=ROOT,
-                env={**os.environ, **session.get_bootstrap_env_vars()},
+                env={**os.environ, **_secrets(turn), **session.get_bootstrap_env_vars()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -54,7 +56,7 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
             finally:
                 _end(process)
         if process.returncode != 0:
-            tail = log_path.read_text(encoding="utf-8", errors="replace")[-3000:]
+            tail = log_path.read_bytes()[start:].decode("utf-8", "replace")[-3000:]
             raise dg.Failure(
                 f"stage {stage} exited with {process.returncode}; the end of {log_path}:\n{tail}",
                 allow_retries="rlhf_pipeline.errors." not in tail,  # what is refused stays refused
@@ -86,8 +88,18 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
             if ended:
                 return
             if time.monotonic() > deadline:
-                raise dg.Failure(f"stage {stage} took longer than training.stage_timeout_minutes")
+                raise dg.Failure(
+                    f"stage {stage} needed more than training.stage_timeout_minutes; raise it, or "
+                    "train less",
+                    allow_retries=False,
+                )
             time.sleep(0.3)
+
+
+def _secrets(turn: Turn) -> dict[str, str]:
+    """Return what the worker needs and no file may hold, as environment variables."""
+    url = turn.settings.database_url
+    return {} if url is None else {"RLHF_DATABASE_URL": url.get_secret_value()}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -95,6 +95,7 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         def keep_going() -> None:
             claims.check(turn.token)
 
+        keep_going()  # before seconds of imports
         result = STAGES[stage](turn, report, keep_going)
         keep_going()
         write_json(result_path, {"work": work, "result": result})
