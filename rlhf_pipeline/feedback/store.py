@@ -158,6 +158,11 @@ class FeedbackStore:
             with self.database.write() as connection:
                 outcomes = iter(_insert_events(connection, events))
         except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it
+            away = isinstance(error, sa.exc.OperationalError) or not isinstance(error, Exception)
+            if len(tickets) > 1 and not away:
+                for ticket in tickets:  # one caller's unfit row is nobody else's trouble
+                    self._commit([ticket])
+                return
             for ticket in tickets:
                 ticket.error, ticket.done = error, True
             return
@@ -200,7 +205,7 @@ class FeedbackStore:
                         "agent_id": row.agent_id,
                         "rule": row.rule,
                         "detail": _clean(row.detail),
-                        "origin": row.origin[-400:],
+                        "origin": _clean(row.origin)[-400:],
                         "line": row.line,
                         "feedback_id": row.feedback_id,
                         "raw": None if row.raw is None else _shortened(_clean(row.raw)),
@@ -232,11 +237,15 @@ class FeedbackStore:
         """Return what arrived after the watermark; costs what is new, not what is there."""
         f = db.feedback.c
         with self.database.read() as connection:
-            fresh = sa.select(f.voter, f.target, f.kind).where(
-                f.agent_id == agent_id, f.seq > watermark
+            # Materialised, or SQLite reads the agent's whole voting index to save itself a sort.
+            fresh = (
+                sa.select(f.voter, f.target, f.kind)
+                .where(f.agent_id == agent_id, f.seq > watermark)
+                .cte("fresh")
+                .prefix_with("MATERIALIZED")
             )
             votes = connection.execute(
-                sa.select(sa.func.count()).select_from(fresh.distinct().subquery())
+                sa.select(sa.func.count()).select_from(sa.select(fresh).distinct().subquery())
             ).scalar_one()
             last = connection.execute(
                 sa.select(f.seq, f.received_at)
@@ -426,7 +435,7 @@ def _feedback_row(
         "shown_first": event.shown_first,
         "rater_id": event.rater_id,
         "source": event.source,
-        "origin": event.origin[-400:],
+        "origin": _clean(event.origin)[-400:],
         "tags": json.dumps(list(event.tags)),
         "comment": event.comment,
         "topic": event.topic,
