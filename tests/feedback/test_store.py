@@ -1,0 +1,538 @@
+"""The store: once, acknowledged when synced, the last word counts, nothing lost to a kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import sqlalchemy as sa
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    Message,
+    QuarantinedRow,
+    now,
+    user_prompt,
+    uuid7,
+)
+
+THUMBS = Feedback(
+    agent_id="tea",
+    kind=FeedbackKind.thumbs,
+    idempotency_key="one",
+    prompt=user_prompt("Why?"),
+    completion="Because.",
+    number=1.0,
+    rater_id="ann",
+)
+
+
+def vote(key: str, **changes: Any) -> Feedback:
+    return replace(THUMBS, idempotency_key=key, **changes)
+
+
+def interaction(**changes: Any) -> Interaction:
+    given = Interaction(
+        interaction_id=uuid7(),
+        agent_id="tea",
+        prompt=(Message("system", "Be brief."), Message("user", "Why?")),
+        completion="Because.",
+        model_version=3,
+        created_at=now(),
+        sampling={"temperature": 0.7},
+        latency_seconds=0.25,
+    )
+    return replace(given, **changes)
+
+
+@pytest.fixture
+def store(any_database: Database) -> FeedbackStore:
+    return FeedbackStore(any_database)
+
+
+def stored_keys(store: FeedbackStore) -> list[str]:
+    with store.database.read() as connection:
+        query = sa.select(db.feedback.c.idempotency_key).order_by(db.feedback.c.seq)
+        return list(connection.execute(query).scalars())
+
+
+def effective(store: FeedbackStore) -> list[tuple[str, float | None]]:
+    e = db.effective_feedback.c
+    with store.database.read() as connection:
+        rows = connection.execute(sa.select(e.idempotency_key, e.number).order_by(e.seq))
+        return [(row.idempotency_key, row.number) for row in rows]
+
+
+# -- once ---------------------------------------------------------------------------------------
+
+
+def test_a_retry_is_answered_with_the_same_id(store: FeedbackStore) -> None:
+    first = store.append([THUMBS])
+    again = store.append([THUMBS, vote("two", rater_id="bob")])
+    assert not first[0].known
+    assert (again[0].feedback_id, again[0].known) == (first[0].feedback_id, True)
+    assert not again[1].known
+    assert stored_keys(store) == ["one", "two"]
+
+
+def test_a_key_sent_twice_in_one_batch_is_stored_once(store: FeedbackStore) -> None:
+    answers = store.append([THUMBS, THUMBS])
+    assert [answer.known for answer in answers] == [False, True]
+    assert answers[0].feedback_id == answers[1].feedback_id
+
+
+def test_a_key_with_another_body_is_refused_and_the_rest_is_stored(store: FeedbackStore) -> None:
+    store.append([THUMBS])
+    with pytest.raises(IdempotencyConflict, match="'one' was used before for another body"):
+        store.append([vote("two"), vote("one", number=0.0), vote("three", rater_id="bob")])
+    assert stored_keys(store) == ["one", "two", "three"]
+
+
+def test_what_is_refused_can_be_handed_over_instead(store: FeedbackStore) -> None:
+    refused: list[tuple[str, str]] = []
+
+    def hear(event: Feedback, error: FeedbackError) -> None:
+        refused.append((event.idempotency_key, type(error).__name__))
+
+    lost = replace(THUMBS, prompt=None, completion=None, interaction_id="nobody-saw-it")
+    answers = store.append(
+        [THUMBS, vote("one", number=0.0), replace(lost, idempotency_key="lost"), vote("four")],
+        on_refused=hear,
+    )
+    assert len(answers) == 2
+    assert refused == [("one", "IdempotencyConflict"), ("lost", "FeedbackRefused")]
+    assert stored_keys(store) == ["one", "four"]
+
+
+def test_agents_do_not_share_keys(store: FeedbackStore) -> None:
+    answers = store.append([THUMBS, replace(THUMBS, agent_id="coffee", number=0.0)])
+    assert [answer.known for answer in answers] == [False, False]
+    assert store.agents() == ["coffee", "tea"]
+
+
+# -- effective votes ----------------------------------------------------------------------------
+
+
+def test_the_last_word_counts_and_the_history_stays(store: FeedbackStore) -> None:
+    store.append([THUMBS])
+    store.append([vote("two", number=0.0)])
+    store.append([vote("three", number=1.0)])
+    assert stored_keys(store) == ["one", "two", "three"]
+    assert effective(store) == [("three", 1.0)]
+    assert store.counts("tea") == {"thumbs": 1}
+
+
+def test_raters_targets_and_kinds_are_separate_votes(store: FeedbackStore) -> None:
+    events = [
+        THUMBS,
+        vote("rater", rater_id="bob"),
+        vote("completion", completion="Who knows."),
+        vote("prompt", prompt=user_prompt("How?")),
+        vote("kind", kind=FeedbackKind.rating, number=4.0),
+        vote("agent", agent_id="coffee"),
+    ]
+    store.append(events)
+    assert [key for key, _ in effective(store)] == [event.idempotency_key for event in events]
+    assert store.counts("tea") == {"rating": 1, "thumbs": 4}
+
+
+def test_ranking_one_over_two_others_is_two_votes(store: FeedbackStore) -> None:
+    better = vote("a", kind=FeedbackKind.preference, number=None, choice="left")
+    store.append(
+        [
+            replace(better, other_completion="B", idempotency_key="ab"),
+            replace(better, other_completion="C", idempotency_key="ac"),
+            replace(better, other_completion="B", idempotency_key="ab again", choice="right"),
+        ]
+    )
+    assert [key for key, _ in effective(store)] == ["ac", "ab again"]
+
+
+def test_who_does_not_sign_is_somebody_else_each_time(store: FeedbackStore) -> None:
+    store.append([vote(f"key {i}", rater_id=None) for i in range(5)])
+    assert store.counts("tea") == {"thumbs": 5}
+    with store.database.read() as connection:
+        voters = list(connection.execute(sa.select(db.feedback.c.voter)).scalars())
+    assert len(set(voters)) == 5
+    assert all(voter.startswith("anonymous:") for voter in voters)
+
+
+# -- interactions and agents --------------------------------------------------------------------
+
+
+def test_an_interaction_comes_back_as_it_was_said(store: FeedbackStore) -> None:
+    said = interaction(session_id="s", user_id="u", experiment="e", arm="a")
+    store.add_interactions([said])
+    store.add_interactions([replace(said, completion="Something else.")])  # known: left alone
+    assert store.interaction(said.interaction_id) == said
+    assert store.interaction("nobody") is None
+
+
+def test_a_vote_about_an_unknown_interaction_is_refused(store: FeedbackStore) -> None:
+    said, others = interaction(), interaction(agent_id="coffee")
+    store.add_interactions([said, others])
+    bare = replace(THUMBS, prompt=None, completion=None)
+    store.append([replace(bare, interaction_id=said.interaction_id)])
+    for unknown in ("nobody-saw-it", others.interaction_id):
+        with pytest.raises(FeedbackRefused, match="send both texts inline") as caught:
+            store.append([replace(bare, idempotency_key="two", interaction_id=unknown)])
+        assert caught.value.rule == "unknown_interaction"
+    preference = replace(
+        bare,
+        kind=FeedbackKind.preference,
+        idempotency_key="three",
+        number=None,
+        choice="tie",
+        interaction_id=said.interaction_id,
+        other_interaction_id="nobody-saw-it",
+    )
+    with pytest.raises(FeedbackRefused, match="found no nobody-saw-it"):
+        store.append([preference])
+    assert stored_keys(store) == ["one"]
+
+
+def test_agents_keep_their_settings(store: FeedbackStore) -> None:
+    store.ensure_agent("tea", recipe="tiny")
+    store.ensure_agent("tea", recipe="gpt2")
+    store.set_agent("tea", automatic_promotion=True, paused_reason="rest")
+    row = store.agent("tea")
+    assert row is not None
+    assert (row.recipe, row.automatic_promotion, row.paused_reason) == ("tiny", True, "rest")
+    assert store.agent("coffee") is None
+    with pytest.raises(FeedbackRefused, match="'coffee' is not known; known: tea"):
+        store.set_agent("coffee", paused_reason="rest")
+
+
+# -- quarantine ---------------------------------------------------------------------------------
+
+
+def test_the_same_dirt_is_set_aside_once(store: FeedbackStore) -> None:
+    row = QuarantinedRow("tea", "broken_json", "needed JSON", "a.jsonl", 3, raw="{")
+    moved = replace(row, origin="b.jsonl", line=9)
+    other = replace(row, raw="[")
+    assert store.quarantine([row, moved, other]) == 2
+    assert store.quarantine([row]) == 0
+    assert store.quarantine([replace(row, agent_id="coffee")]) == 1
+    assert store.quarantined("tea") == {"broken_json": 2}
+
+
+def test_any_bytes_can_be_set_aside(store: FeedbackStore) -> None:
+    raw = "\ud800 \x00 " + "x" * (2 * LONGEST_RAW)
+    assert store.quarantine([QuarantinedRow("tea", "bad_text", raw, "\udcff.jsonl", raw=raw)]) == 1
+    with store.database.read() as connection:
+        row = connection.execute(db.quarantine.select()).one()
+    assert row.raw.startswith("\\ud800 \\x00 xxx")
+    assert "characters" in row.raw
+    assert len(row.raw) < LONGEST_RAW + 50
+
+
+# -- many at once -------------------------------------------------------------------------------
+
+
+def test_eight_threads_are_each_acknowledged_once(store: FeedbackStore) -> None:
+    def send(thread: int) -> list[str]:
+        ids = []
+        for number in range(10):
+            mine = vote(f"{thread}-{number}", rater_id=f"rater {thread}", completion=str(number))
+            shared = vote(f"shared-{number}", rater_id="all", completion=str(number))
+            ids += [answer.feedback_id for answer in store.append([mine, shared])]
+        return ids
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(send, range(8)))
+    assert sorted(stored_keys(store)) == sorted(
+        [f"{t}-{n}" for t in range(8) for n in range(10)] + [f"shared-{n}" for n in range(10)]
+    )
+    assert len({feedback_id for ids in answers for feedback_id in ids}) == 90
+    assert len({tuple(ids[1::2]) for ids in answers}) == 1  # the shared ones: one id for all
+
+
+def test_who_waits_for_a_commit_shares_the_next(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store, commits = FeedbackStore(database), list[object]()
+    database.migrate()
+    sa.event.listen(database.engine, "commit", commits.append)
+    blocker = sqlite3.connect(tmp_path / "feedback.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(store.append, [vote(str(n), rater_id=str(n))]) for n in range(8)]
+        while len(store._waiting) < 7:  # one leads and waits for the lock, seven stand behind
+            time.sleep(0.01)
+        blocker.execute("COMMIT")
+        assert not any(answer.result()[0].known for answer in waiting)
+    assert len(commits) == 2
+    assert len(stored_keys(store)) == 8
+    blocker.close()
+    database.close()
+
+
+def test_one_callers_unfit_row_is_nobody_elses_trouble(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store = FeedbackStore(database)
+    database.migrate()
+    blocker = sqlite3.connect(tmp_path / "feedback.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(store.append, [vote("first")])
+        while not store._leader.locked() or store._waiting:
+            time.sleep(0.01)
+        good = [threads.submit(store.append, [vote(f"good {n}")]) for n in range(2)]
+        unfit = threads.submit(store.append, [vote("unfit", completion="\ud800")])
+        while len(store._waiting) < 3:
+            time.sleep(0.01)
+        blocker.execute("COMMIT")
+        for answer in (first, *good):
+            assert not answer.result()[0].known
+        with pytest.raises(UnicodeEncodeError):
+            unfit.result()
+    assert len(stored_keys(store)) == 3
+    blocker.close()
+    database.close()
+
+
+def test_all_who_wait_hear_that_the_database_is_gone(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/state/feedback.db")
+    store = FeedbackStore(database)
+    store.append([THUMBS])
+    with database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE feedback RENAME TO gone")
+    with pytest.raises(sa.exc.OperationalError):
+        store.append([vote("two")])
+    with database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE gone RENAME TO feedback")
+    assert not store.append([vote("two")])[0].known  # and the next one is served
+    database.close()
+
+
+# -- cost ---------------------------------------------------------------------------------------
+
+
+def statements_of_new_since(store: FeedbackStore, watermark: int) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+
+    def keep(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        found.append((statement, parameters))
+
+    engine = store.database.engine
+    sa.event.listen(engine, "before_cursor_execute", keep)
+    store.new_since("tea", watermark)
+    sa.event.remove(engine, "before_cursor_execute", keep)
+    return [(s, p) for s, p in found if "feedback" in s]
+
+
+def steps_of_new_since(path: Path, old: int) -> int:
+    """Return how many steps SQLite's machine takes to count 5 new votes among `old` others."""
+    database = Database(f"sqlite:///{path}")
+    store = FeedbackStore(database)
+    for start in range(0, old, 2000):
+        store.append([vote(str(n), completion=str(n)) for n in range(start, start + 2000)])
+    watermark = snapshot.newest_seq(database, "tea")
+    store.append([vote(f"new {n}", completion=f"new {n}") for n in range(5)])
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    with database.read() as connection:
+        raw: Any = connection.connection.driver_connection
+        raw.set_progress_handler(count, 1)
+        for statement, parameters in statements_of_new_since(store, watermark):
+            connection.exec_driver_sql(statement, parameters).all()
+        raw.set_progress_handler(None, 0)
+    assert store.new_since("tea", watermark).votes == 5
+    database.close()
+    return steps
+
+
+def test_looking_for_what_is_new_costs_what_is_new(tmp_path: Path) -> None:
+    few, many = (steps_of_new_since(tmp_path / f"{n}.db", n) for n in (2000, 20_000))
+    assert many < few + 50  # a level more of the tree, not ten times the rows
+
+
+def test_looking_for_what_is_new_searches_by_number(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store = FeedbackStore(database)
+    store.append([vote(str(n), completion=str(n)) for n in range(3000)])
+    plans = []
+    for _ in ("as it is", "with statistics"):
+        for statement, parameters in statements_of_new_since(store, 2990):
+            with database.read() as connection:
+                rows = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement, parameters)
+                plans += [row[3] for row in rows if " feedback " in f"{row[3]} "]
+        with database.write() as connection:
+            connection.exec_driver_sql("ANALYZE")
+    assert len(plans) == 4
+    for plan in plans:
+        assert "agent_id=? AND seq>?" in plan or "rowid>?" in plan
+    database.close()
+
+
+def test_what_is_new_is_counted_by_vote_not_by_event(store: FeedbackStore) -> None:
+    store.append([THUMBS])
+    watermark = snapshot.newest_seq(store.database, "tea")
+    nothing = store.new_since("tea", watermark)
+    assert (nothing.votes, nothing.newest_seq, nothing.newest_received_at) == (0, watermark, None)
+    store.append([vote("two", number=0.0), vote("three"), vote("four", rater_id="bob")])
+    store.append([vote("other", agent_id="coffee")])
+    new = store.new_since("tea", watermark)
+    assert (new.votes, new.newest_seq) == (2, watermark + 3)
+    assert new.newest_received_at is not None
+    assert abs((now() - new.newest_received_at).total_seconds()) < 60
+
+
+# -- a killed process ---------------------------------------------------------------------------
+
+WRITER = """
+import os, sys, threading
+from dataclasses import replace
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+
+store = FeedbackStore(Database(sys.argv[1]))
+event = Feedback("tea", FeedbackKind.thumbs, "", prompt=user_prompt("Why?"), completion="x",
+                 number=1.0)
+
+def write(thread):
+    for number in range(100_000):
+        key = f"{sys.argv[2]}-{thread}-{number}"
+        answer, = store.append([replace(event, idempotency_key=key)])
+        os.write(1, f"{key} {answer.feedback_id}\\n".encode())  # only what was acknowledged
+
+for thread in range(3):
+    threading.Thread(target=write, args=(thread,)).start()
+"""
+
+
+def kill_in_the_middle(url: str, name: str, acknowledgements: int) -> dict[str, str]:
+    """Start a writer, kill it -9 after some acknowledgements; return those: key -> id."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", WRITER, url, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(acknowledgements)]
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.readlines()  # written before the kill, so acknowledged as well
+    assert process.returncode == -signal.SIGKILL
+    whole = [line.decode().split() for line in lines if line.endswith(b"\n")]
+    return dict(whole)
+
+
+def check_after_kills(url: str, kills: int) -> None:
+    rng, acknowledged = random.Random(kills), dict[str, str]()
+    for number in range(kills):
+        acknowledged |= kill_in_the_middle(url, str(number), rng.randint(5, 60))
+    database = Database(url)
+    store = FeedbackStore(database)
+    with database.read() as connection:
+        f = db.feedback.c
+        rows = connection.execute(sa.select(f.idempotency_key, f.feedback_id)).all()
+        if database.is_sqlite:
+            check = connection.exec_driver_sql("PRAGMA integrity_check").scalar_one()
+            assert check == "ok"
+    stored = {row.idempotency_key: row.feedback_id for row in rows}
+    assert len(stored) == len(rows)  # none twice
+    assert acknowledged.items() <= stored.items()  # none lost
+    sample = sorted(stored)[:50]
+    again = store.append(
+        [vote(key, rater_id=None, completion="x", prompt=user_prompt("Why?")) for key in sample]
+    )
+    assert [answer.feedback_id for answer in again] == [stored[key] for key in sample]
+    database.close()
+
+
+def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
+    check_after_kills(f"sqlite:///{tmp_path}/feedback.db", 1)
+
+
+@pytest.mark.slow
+def test_twenty_killed_writers_lose_nothing_they_acknowledged(tmp_path: Path) -> None:
+    check_after_kills(f"sqlite:///{tmp_path}/feedback.db", 20)
+
+
+def test_a_killed_writer_loses_nothing_on_postgresql(postgres_url: str) -> None:
+    check_after_kills(postgres_url, 1)
+
+
+# -- every order of events ----------------------------------------------------------------------
+
+RATERS = st.sampled_from(["ann", "bob", None])
+COMPLETIONS = st.sampled_from(["A", "B"])
+KINDS = st.sampled_from([FeedbackKind.thumbs, FeedbackKind.rating])
+
+
+class Votes(RuleBasedStateMachine):
+    """The store against a dictionary: last vote per (rater, completion, kind), each key once."""
+
+    sent = Bundle("sent")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = FeedbackStore(Database("sqlite://"))
+        self.ids: dict[str, str] = {}
+        self.last: dict[tuple[str, str, str], float] = {}
+
+    @rule(target=sent, rater=RATERS, completion=COMPLETIONS, kind=KINDS, number=st.integers(0, 1))
+    def somebody_votes(
+        self, rater: str | None, completion: str, kind: FeedbackKind, number: int
+    ) -> Feedback:
+        key = f"key {len(self.ids)}"
+        event = vote(key, rater_id=rater, completion=completion, kind=kind, number=1.0 + number)
+        (answer,) = self.store.append([event])
+        assert not answer.known
+        self.ids[key] = answer.feedback_id
+        self.last[rater or key, completion, kind.value] = 1.0 + number
+        return event
+
+    @rule(event=sent)
+    def a_sender_tries_again(self, event: Feedback) -> None:
+        (answer,) = self.store.append([event])
+        assert answer.known
+        assert answer.feedback_id == self.ids[event.idempotency_key]
+
+    @rule(event=sent)
+    def a_sender_uses_a_key_for_something_else(self, event: Feedback) -> None:
+        with pytest.raises(IdempotencyConflict):
+            self.store.append([replace(event, number=9.0)])
+
+    @invariant()
+    def the_last_word_counts(self) -> None:
+        e = db.effective_feedback.c
+        with self.store.database.read() as connection:
+            rows = connection.execute(
+                sa.select(e.idempotency_key, e.rater_id, e.completion, e.kind, e.number)
+            ).all()
+        found = {(r.rater_id or r.idempotency_key, r.completion, r.kind): r.number for r in rows}
+        assert len(found) == len(rows)
+        assert found == self.last
+        assert self.store.new_since("tea", 0).votes == len(self.last)
+        assert sum(self.store.counts("tea").values()) == len(self.last)
+
+    def teardown(self) -> None:
+        self.store.database.close()
+
+
+Votes.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestVotes = Votes.TestCase

@@ -1,0 +1,170 @@
+"""The database as everything above it counts on it: synced, migrated, one writer at a time."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.database import Database, open_database
+from rlhf_pipeline.records import now
+
+
+def add_agent(connection: sa.Connection, agent_id: str, at: datetime | None = None) -> None:
+    connection.execute(db.agents.insert().values(agent_id=agent_id, created_at=at or now()))
+
+
+def agent_ids(database: Database) -> list[str]:
+    with database.read() as connection:
+        query = sa.select(db.agents.c.agent_id).order_by(db.agents.c.agent_id)
+        return list(connection.execute(query).scalars())
+
+
+def test_a_sqlite_commit_is_synced_and_does_not_block_readers(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/deep/er/feedback.db")
+    with database.read() as connection:
+        pragmas = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    assert pragmas == {
+        "journal_mode": "wal",
+        "synchronous": 2,  # FULL
+        "foreign_keys": 1,
+        "busy_timeout": 60000,
+    }
+    database.close()
+
+
+def test_migrations_make_exactly_the_tables_the_code_describes(any_database: Database) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    with any_database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, db.metadata) == []
+        views = sa.inspect(connection).get_view_names()
+    assert "effective_feedback" in views
+
+
+def test_two_who_start_together_migrate_one_after_the_other(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/feedback.db"
+    start = threading.Barrier(4)
+
+    def begin(number: int) -> None:
+        database = Database(url)  # as four processes would: nothing shared but the file
+        start.wait()
+        with database.write() as connection:
+            add_agent(connection, f"agent-{number}")
+        database.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(begin, range(4)))
+    database = Database(url)
+    assert agent_ids(database) == [f"agent-{n}" for n in range(4)]
+    database.close()
+
+
+def test_an_older_database_is_brought_up_without_losing_a_row(any_database: Database) -> None:
+    with any_database.write() as connection:
+        add_agent(connection, "tea")
+    again = Database(any_database.url.render_as_string(hide_password=False))
+    assert agent_ids(again) == ["tea"]  # migrating what is migrated changes nothing
+    again.close()
+
+
+def test_a_block_that_raises_writes_nothing(any_database: Database) -> None:
+    def stop_half_way() -> None:
+        with any_database.write() as connection:
+            add_agent(connection, "tea")
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        stop_half_way()
+    assert agent_ids(any_database) == []
+
+
+def test_writers_wait_for_each_other_instead_of_failing(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.write() as connection:
+        connection.exec_driver_sql("CREATE TABLE counter (n INTEGER)")
+        connection.exec_driver_sql("INSERT INTO counter VALUES (0)")
+
+    def count() -> None:
+        for _ in range(20):
+            with database.write() as connection:  # reads first, so it must hold the lock already
+                n = connection.exec_driver_sql("SELECT n FROM counter").scalar_one()
+                connection.exec_driver_sql("UPDATE counter SET n = ?", (n + 1,))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: count(), range(4)))
+    with database.read() as connection:
+        assert connection.exec_driver_sql("SELECT n FROM counter").scalar_one() == 80
+    database.close()
+
+
+def test_a_reader_sees_one_state_while_another_writes(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    count = sa.select(sa.func.count()).select_from(db.agents)
+    with database.read() as reading:
+        before = reading.execute(count).scalar_one()
+        with database.write() as connection:
+            add_agent(connection, "tea")
+        assert reading.execute(count).scalar_one() == before == 0
+    assert agent_ids(database) == ["tea"]
+    database.close()
+
+
+def test_moments_keep_their_instant_and_need_a_zone(any_database: Database) -> None:
+    there = datetime(2026, 5, 1, 9, 30, 0, 123456, timezone(timedelta(hours=5, minutes=30)))
+    with any_database.write() as connection:
+        add_agent(connection, "tea", there)
+    with any_database.read() as connection:
+        back = connection.execute(sa.select(db.agents.c.created_at)).scalar_one()
+    assert back == there
+    assert back.tzinfo is UTC
+    naive = there.replace(tzinfo=None)
+    with (
+        pytest.raises(sa.exc.StatementError, match="needs its time zone"),
+        any_database.write() as connection,
+    ):
+        add_agent(connection, "coffee", naive)
+
+
+def test_a_number_is_never_given_twice(any_database: Database) -> None:
+    values = {
+        "agent_id": "tea",
+        "fingerprint": "f",
+        "watermark": 1,
+        "attempt": 1,
+        "state": "failed",
+        "holder": "run",
+        "asked_by": "test",
+        "created_at": now(),
+        "heartbeat_at": now(),
+        "expires_at": now(),
+    }
+    tokens = []
+    for _ in range(2):
+        with any_database.write() as connection:
+            key = connection.execute(db.claims.insert().values(**values)).inserted_primary_key
+            assert key is not None
+            tokens.append(key[0])
+            connection.execute(db.claims.delete())
+    assert tokens[1] > tokens[0]
+
+
+def test_a_process_opens_a_database_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/feedback.db"
+    assert open_database(url) is open_database(url)
+    open_database(url).close()
+    open_database.cache_clear()
+
+
+def test_a_bare_postgresql_url_takes_the_driver_that_is_installed() -> None:
+    assert Database("postgresql://me@host/rlhf").url.drivername == "postgresql+psycopg2"
