@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
                 stderr=subprocess.STDOUT,
             )
             try:
-                self._follow(context, session, process, stage, deadline)
+                shown = _follow(context, session, process, stage, deadline)
             finally:
                 _end(process)
+        _observe(context, stage, session.get_custom_messages()[shown:])  # what came at the end
         if process.returncode != 0:
             tail = log_path.read_bytes()[start:].decode("utf-8", "replace")[-3000:]
             raise dg.Failure(
@@ -63,37 +64,43 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
             )
         return dict(read_json(turn.work / f"{stage}.json")["result"])
 
-    def _follow(
-        self,
-        context: dg.AssetExecutionContext,
-        session: Any,
-        process: subprocess.Popen[bytes],
-        stage: str,
-        deadline: float,
-    ) -> None:
-        seen, last = 0, 0.0
-        while True:
-            ended = process.poll() is not None
-            messages: list[Mapping[str, Any]] = session.get_custom_messages()[seen:]
-            seen += len(messages)
-            if messages and (ended or time.monotonic() - last >= OBSERVE_SECONDS):
-                last = time.monotonic()
-                context.log_event(
-                    dg.AssetObservation(
-                        asset_key=context.asset_key,
-                        partition=context.partition_key,
-                        metadata={"stage": stage, **messages[-1]},
-                    )
-                )
-            if ended:
-                return
-            if time.monotonic() > deadline:
-                raise dg.Failure(
-                    f"stage {stage} needed more than training.stage_timeout_minutes; raise it, or "
-                    "train less",
-                    allow_retries=False,
-                )
-            time.sleep(0.3)
+
+def _follow(
+    context: dg.AssetExecutionContext,
+    session: Any,
+    process: subprocess.Popen[bytes],
+    stage: str,
+    deadline: float,
+) -> int:
+    """Show now and then what a stage reports, until it ends; return how much has been shown."""
+    shown, last = 0, -OBSERVE_SECONDS
+    while process.poll() is None:
+        messages = session.get_custom_messages()[shown:]
+        if messages and time.monotonic() - last >= OBSERVE_SECONDS:
+            _observe(context, stage, messages)
+            shown, last = shown + len(messages), time.monotonic()
+        if time.monotonic() > deadline:
+            raise dg.Failure(
+                f"stage {stage} needed more than training.stage_timeout_minutes; raise it, or "
+                "train less",
+                allow_retries=False,
+            )
+        time.sleep(0.3)
+    return shown
+
+
+def _observe(
+    context: dg.AssetExecutionContext, stage: str, messages: Sequence[Mapping[str, Any]]
+) -> None:
+    """Put the latest of what was reported into the run's events, where the UI plots it."""
+    if messages:
+        context.log_event(
+            dg.AssetObservation(
+                asset_key=context.asset_key,
+                partition=context.partition_key,
+                metadata={"stage": stage, **messages[-1]},
+            )
+        )
 
 
 def _secrets(turn: Turn) -> dict[str, str]:
