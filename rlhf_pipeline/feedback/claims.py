@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Literal
 
@@ -94,8 +94,9 @@ class ClaimBook:
         moment = self.clock()
         held = _one(connection, db.claims.select().where(c.agent_id == agent_id, c.state == "held"))
         if held is not None and held.holder == holder and held.fingerprint == fingerprint:
-            _update(connection, held.token, heartbeat_at=moment, expires_at=moment + lease)
-            return held
+            if _update(connection, held.token, heartbeat_at=moment, expires_at=moment + lease):
+                return replace(held, heartbeat_at=moment, expires_at=moment + lease)
+            raise ClaimLost(f"claim {held.token} of run {holder} was taken over just now")
         if held is not None and held.expires_at > moment:
             raise ClaimRefused(
                 f"agent {agent_id!r} is being trained by run {held.holder} (token {held.token}, "
@@ -143,7 +144,8 @@ class ClaimBook:
         moment = self.clock()
         with self.database.write() as connection:
             check_token(connection, token)
-            _update(connection, token, heartbeat_at=moment, expires_at=moment + lease)
+            if not _update(connection, token, heartbeat_at=moment, expires_at=moment + lease):
+                check_token(connection, token)  # taken over since: says by whom
 
     @contextmanager
     def kept_alive(self, token: int, *, every_seconds: float = BEAT_SECONDS) -> Iterator[None]:
@@ -157,6 +159,8 @@ class ClaimBook:
                     self.beat(token)
                 except ClaimLost:
                     return  # the work finds out at its next check
+                except sa.exc.OperationalError:
+                    continue  # the database is away: the lease outlasts several beats
 
         thread = threading.Thread(target=beat, name=f"claim-{token}", daemon=True)
         thread.start()
@@ -170,7 +174,8 @@ class ClaimBook:
         """Close the claim; raises ClaimLost if it is no longer this holder's to close."""
         with self.database.write() as connection:
             check_token(connection, token)
-            _update(connection, token, state=state, reason=reason or None)
+            if not _update(connection, token, state=state, reason=reason or None):
+                check_token(connection, token)  # taken over since: says by whom
 
     def give_up(self, token: int, reason: str) -> None:
         """Close a claim whose holder is gone, if its lease has run out and nobody has yet."""
@@ -245,5 +250,11 @@ def _claim_of(row: sa.Row[tuple[object, ...]]) -> Claim:
     return Claim(**row._mapping)
 
 
-def _update(connection: sa.Connection, token: int, **values: object) -> None:
-    connection.execute(db.claims.update().where(db.claims.c.token == token).values(**values))
+def _update(connection: sa.Connection, token: int, **values: object) -> bool:
+    """Change the claim if it is still held, and say whether it was.
+
+    PostgreSQL shows a transaction what others committed since it looked, so looking is not enough.
+    """
+    c = db.claims.c
+    held = sa.and_(c.token == token, c.state == "held")
+    return connection.execute(db.claims.update().where(held).values(**values)).rowcount == 1
