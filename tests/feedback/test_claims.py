@@ -1,0 +1,280 @@
+"""Claims: one at a time, taken over when stale, and what the old holder writes is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import ClaimLost, ClaimRefused
+from rlhf_pipeline.feedback.claims import LEASE, Claim, ClaimBook, check_token
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.at = datetime(2026, 3, 1, 2, 0, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.at
+
+    def passes(self, time: timedelta) -> None:
+        self.at += time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(any_database: Database, clock: Clock) -> ClaimBook:
+    return ClaimBook(any_database, clock=clock)
+
+
+def claim(book: ClaimBook, mark: str = "votes", holder: str = "run-1", **more: Any) -> Claim:
+    return book.claim("tea", mark, 10, holder=holder, asked_by="sensor", **more)
+
+
+def test_a_claim_says_who_holds_what(book: ClaimBook, clock: Clock) -> None:
+    made = claim(book)
+    assert (made.agent_id, made.fingerprint, made.watermark) == ("tea", "votes", 10)
+    assert (made.state, made.attempt, made.holder, made.asked_by) == ("held", 1, "run-1", "sensor")
+    assert made.created_at == made.heartbeat_at == clock.at
+    assert made.expires_at == clock.at + LEASE
+    assert book.held("tea") == book.of_holder("run-1") == made
+    assert book.held("coffee") is book.of_holder("run-2") is book.last_done("tea") is None
+
+
+def test_another_run_is_refused_while_the_lease_lives(book: ClaimBook, clock: Clock) -> None:
+    claim(book)
+    clock.passes(LEASE - timedelta(seconds=1))
+    for mark in ("votes", "newer votes"):
+        with pytest.raises(ClaimRefused, match="is being trained by run run-1"):
+            claim(book, mark, holder="run-2")
+    book.claim("coffee", "votes", 10, holder="run-2", asked_by="person")  # agents do not wait
+
+
+def test_the_same_run_asking_again_gets_its_own_and_a_new_lease(
+    book: ClaimBook, clock: Clock
+) -> None:
+    made = claim(book)
+    clock.passes(timedelta(minutes=2))
+    again = claim(book)
+    assert (again.token, again.attempt) == (made.token, 1)
+    assert again == book.held("tea")
+    assert again.expires_at == clock.at + LEASE
+    with pytest.raises(ClaimRefused):
+        claim(book, "newer votes")  # its own claim is for other votes
+    assert len(book.history("tea")) == 1
+
+
+def test_a_stale_claim_is_taken_over_with_a_higher_token(book: ClaimBook, clock: Clock) -> None:
+    old = claim(book)
+    clock.passes(LEASE)
+    assert [stale.token for stale in book.stale()] == [old.token]
+    new = claim(book, holder="run-2")
+    assert new.token > old.token
+    assert new.attempt == 2
+    assert book.stale() == []
+    first, second = book.history("tea")
+    assert (first.state, second.state) == ("lost", "held")
+    assert first.reason == "lease ran out; run-2 took over"
+
+
+def test_what_the_old_holder_writes_is_refused(book: ClaimBook, clock: Clock) -> None:
+    old = claim(book)
+    clock.passes(LEASE)
+    new = claim(book, holder="run-2")
+    writes: tuple[Callable[[], None], ...] = (
+        lambda: book.check(old.token),
+        lambda: book.beat(old.token),
+        lambda: book.finish(old.token, "done"),
+    )
+    for write in writes:
+        with pytest.raises(ClaimLost, match="run-2 took over; this run must stop"):
+            write()
+    with pytest.raises(ClaimLost, match="no such claim"):
+        book.check(new.token + 100)
+    book.check(new.token)
+    book.finish(new.token, "done")
+    done = book.last_done("tea")
+    assert done is not None
+    assert done.holder == "run-2"
+
+
+def test_a_heartbeat_keeps_the_claim(book: ClaimBook, clock: Clock) -> None:
+    made = claim(book)
+    for _ in range(5):
+        clock.passes(LEASE - timedelta(seconds=1))
+        book.beat(made.token)
+    assert book.stale() == []
+    with pytest.raises(ClaimRefused):
+        claim(book, holder="run-2")
+
+
+def test_what_was_trained_on_is_refused_unless_asked_for_again(book: ClaimBook) -> None:
+    made = claim(book)
+    book.finish(made.token, "done", "promoted")
+    with pytest.raises(ClaimRefused, match="collect new feedback, or ask for it `again`"):
+        claim(book, holder="run-2")
+    assert claim(book, "newer votes", holder="run-2").attempt == 1
+    book.finish(claim(book, "newer votes", holder="run-2").token, "failed", "out of memory")
+    again = claim(book, holder="run-3", again=True)
+    assert again.attempt == 2
+    assert [c.reason for c in book.history("tea")] == ["promoted", "out of memory", None]
+
+
+def test_a_failed_attempt_leaves_the_votes_free(book: ClaimBook) -> None:
+    book.finish(claim(book).token, "failed", "killed")
+    assert book.held("tea") is None
+    assert claim(book, holder="run-2").attempt == 2
+    with pytest.raises(ClaimLost, match="failed: killed"):
+        book.finish(book.history("tea")[0].token, "done")
+
+
+def test_only_a_stale_claim_can_be_given_up(book: ClaimBook, clock: Clock) -> None:
+    made = claim(book)
+    book.give_up(made.token, "too early")
+    book.check(made.token)
+    clock.passes(LEASE)
+    book.give_up(made.token, "the worker died")
+    with pytest.raises(ClaimLost, match="lost: the worker died"):
+        book.check(made.token)
+    book.give_up(made.token, "twice")
+    assert book.history("tea")[0].reason == "the worker died"
+
+
+def test_a_token_is_checked_within_the_writers_transaction(book: ClaimBook) -> None:
+    made = claim(book)
+    with book.database.write() as connection:
+        check_token(connection, made.token)
+
+
+def test_of_many_who_ask_at_once_one_wins(any_database: Database) -> None:
+    any_database.migrate()
+    start = threading.Barrier(6)
+
+    def ask(number: int) -> int | None:
+        start.wait()
+        try:
+            return claim(ClaimBook(any_database), holder=f"run-{number}").token
+        except ClaimRefused:
+            return None
+
+    with ThreadPoolExecutor(6) as threads:
+        tokens = list(threads.map(ask, range(6)))
+    assert sum(token is not None for token in tokens) == 1
+    assert len(ClaimBook(any_database).history("tea")) == 1
+
+
+def test_of_many_who_take_over_at_once_one_wins(any_database: Database, clock: Clock) -> None:
+    claim(ClaimBook(any_database, clock=clock))
+    clock.passes(LEASE)
+    start = threading.Barrier(4)
+
+    def ask(number: int) -> bool:
+        start.wait()
+        try:
+            claim(ClaimBook(any_database, clock=clock), holder=f"heir-{number}")
+        except ClaimRefused:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(ask, range(4))) == 1
+    assert [c.state for c in ClaimBook(any_database).history("tea")] == ["lost", "held"]
+
+
+@pytest.mark.parametrize("write", ["finish", "beat"])
+def test_who_is_overtaken_between_look_and_write_writes_nothing(
+    postgres_url: str, clock: Clock, write: str
+) -> None:
+    """PostgreSQL lets the heir in after the old holder has looked; SQLite's lock does not."""
+    database, heirs = Database(postgres_url), Database(postgres_url)
+    book = ClaimBook(database, clock=clock)
+    old = claim(book)
+    clock.passes(LEASE)
+
+    came: list[Claim] = []
+
+    def overtake(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("UPDATE claims") and not came:
+            came.append(claim(ClaimBook(heirs, clock=clock), holder="heir"))
+
+    sa.event.listen(database.engine, "before_cursor_execute", overtake)
+    with pytest.raises(ClaimLost, match="heir took over"):
+        book.finish(old.token, "done") if write == "finish" else book.beat(old.token)
+    assert [c.state for c in book.history("tea")] == ["lost", "held"]
+    assert book.history("tea")[0].heartbeat_at == old.heartbeat_at
+    database.close()
+    heirs.close()
+
+
+def heartbeat(book: ClaimBook) -> datetime:
+    held = book.held("tea")
+    assert held is not None
+    return held.heartbeat_at
+
+
+def test_work_keeps_its_claim_alive(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    book = ClaimBook(database)
+    made = claim(book)
+    with book.kept_alive(made.token, every_seconds=0.02):
+        deadline = time.monotonic() + 20
+        beats = {made.heartbeat_at}
+        while len(beats) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            beats.add(heartbeat(book))
+    assert len(beats) >= 4
+    assert not [t for t in threading.enumerate() if t.name == f"claim-{made.token}"]
+    database.close()
+
+
+def test_a_heartbeat_outlives_a_database_that_was_away(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    book = ClaimBook(database)
+    made = claim(book)
+    with book.kept_alive(made.token, every_seconds=0.02):
+        with database.write() as connection:
+            connection.exec_driver_sql("ALTER TABLE claims RENAME TO gone")
+        time.sleep(0.1)
+        with database.write() as connection:
+            connection.exec_driver_sql("ALTER TABLE gone RENAME TO claims")
+        back = heartbeat(book)
+        deadline = time.monotonic() + 20
+        while heartbeat(book) == back and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert heartbeat(book) > back
+    database.close()
+
+
+def test_a_heartbeat_ends_when_the_claim_is_lost(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    book = ClaimBook(database)
+    made = claim(book)
+    with book.kept_alive(made.token, every_seconds=0.02):
+        with database.write() as connection:
+            connection.execute(db.claims.update().values(state="lost", reason="taken over"))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and [
+            t for t in threading.enumerate() if t.name == f"claim-{made.token}"
+        ]:
+            time.sleep(0.01)
+        assert not [t for t in threading.enumerate() if t.name == f"claim-{made.token}"]
+        with pytest.raises(ClaimLost):
+            book.check(made.token)
+    with pytest.raises(ClaimLost), book.kept_alive(made.token):
+        pytest.fail("a lost claim lets no work begin")
+    database.close()
