@@ -1,0 +1,292 @@
+"""Data sets: a prompt stays in its split, a voter serves one model, a row becomes one record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.feedback.datasets import (
+    JOBS,
+    Job,
+    build,
+    job_of,
+    read_jsonl,
+    split_of,
+    unit_interval,
+    voters_of,
+    write_jsonl,
+)
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    FeedbackKind,
+    PreferencePair,
+    RewardExample,
+    SftExample,
+    prompt_to_json,
+    user_prompt,
+)
+
+SHARES: dict[Job, float] = {"proxy": 0.6, "stopping": 0.2, "gate": 0.2}
+COLUMNS = (
+    "feedback_id seq agent_id kind voter rater_id source origin occurred_at received_at "
+    "interaction_id model_version prompt completion number text criteria other_completion "
+    "other_prompt choice shown_first topic comment"
+).split()
+
+
+def row(row_id: int, kind: str, question: str = "Why?", **values: Any) -> dict[str, Any]:
+    return {
+        "feedback_id": f"id-{row_id}",
+        "kind": kind,
+        "voter": f"voter-{row_id % 5}",
+        "origin": "test",
+        "prompt": prompt_to_json(user_prompt(question)),
+        "completion": "A",
+        "shown_first": "this",
+        **values,
+    }
+
+
+def frame_of(*rows: dict[str, Any]) -> pd.DataFrame:
+    frame = pd.DataFrame(list(rows), columns=COLUMNS)
+    return frame.astype({"number": "float64"})
+
+
+def made(*rows: dict[str, Any], **more: Any) -> Any:
+    return build(frame_of(*rows), **{"evaluation_share": 0.0, "min_rating": 4, **more})
+
+
+# -- splits and jobs ----------------------------------------------------------------------------
+
+
+def test_a_prompt_keeps_its_split_as_the_data_grows() -> None:
+    rows = [row(n, "thumbs", f"Question {n}?", number=1.0) for n in range(300)]
+    few = made(*rows[:100], evaluation_share=0.2)
+    many = made(*rows, evaluation_share=0.2)
+    before = {e.example_id: e.split for e in few.reward_examples}
+    after = {e.example_id: e.split for e in many.reward_examples}
+    assert before.items() <= after.items()
+    share = sum(split == "evaluation" for split in after.values()) / 300
+    assert 0.12 < share < 0.28  # 0.2 +- 3.5 standard errors
+
+
+def test_no_prompt_is_in_two_splits() -> None:
+    rows = []
+    for n in range(60):
+        question = f"Question {n % 20}?"
+        rows += [
+            row(3 * n, "thumbs", question, number=1.0, completion=f"A{n}"),
+            row(3 * n + 1, "correction", question, text=f"B{n}"),
+            row(3 * n + 2, "rating", question, number=5.0, completion=f"C{n}"),
+        ]
+    found = made(*rows, evaluation_share=0.4)
+    train = {
+        r.prompt for r in (*found.preference_pairs, *found.reward_examples) if r.split == "train"
+    }
+    held_out = {
+        r.prompt
+        for r in (*found.preference_pairs, *found.reward_examples)
+        if r.split == "evaluation"
+    }
+    assert train
+    assert held_out
+    assert not train & held_out
+    assert {e.prompt for e in found.sft_examples} == train
+    assert {e.prompt for e in found.evaluation_prompts} == held_out
+
+
+def test_a_larger_share_only_adds_held_out_prompts() -> None:
+    texts = [prompt_to_json(user_prompt(f"Question {n}?")) for n in range(200)]
+    held = [{t for t in texts if split_of(t, share) == "evaluation"} for share in (0, 0.1, 0.3, 1)]
+    assert held[0] == set()
+    assert held[0] < held[1] < held[2] < held[3] == set(texts)
+
+
+@given(st.text(), st.text())
+def test_the_unit_interval_holds_every_number(one: str, other: str) -> None:
+    one, other = (text.encode("utf-8", "replace").decode() for text in (one, other))
+    assert 0 <= unit_interval(one, other) < 1
+    assert unit_interval(one, other) == unit_interval(one, other)
+
+
+def test_each_voter_serves_one_reward_model_in_the_shares_given() -> None:
+    voters = [f"voter {n}" for n in range(3000)]
+    jobs = {voter: job_of(voter, SHARES) for voter in voters}
+    for job in JOBS:
+        share = sum(found == job for found in jobs.values()) / 3000
+        assert abs(share - SHARES[job]) < 0.035  # 4 standard errors
+    pairs = made(
+        *(
+            row(n, "preference", voter=voter, other_completion="B", choice="left")
+            for n, voter in enumerate(voters[:300])
+        )
+    ).preference_pairs
+    groups = [voters_of(pairs, job, SHARES) for job in JOBS]
+    assert sum(map(len, groups)) == len(set.union(*groups)) == 300  # disjoint, and nobody is lost
+    assert all(groups)
+
+
+def test_where_shares_fall_short_of_one_by_rounding_the_last_model_takes_the_rest() -> None:
+    nothing: dict[Job, float] = {"proxy": 0.0, "stopping": 0.0, "gate": 0.0}
+    assert job_of("anybody", nothing) == "gate"
+
+
+# -- pairs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown_first", "chosen"),
+    [
+        ("left", "this", "A"),
+        ("right", "this", "B"),
+        ("left", "other", "B"),  # the other one stood on the left
+        ("right", "other", "A"),
+    ],
+)
+def test_a_preference_chooses_by_where_the_completions_stood(
+    choice: str, shown_first: str, chosen: str
+) -> None:
+    (pair,) = made(
+        row(1, "preference", other_completion="B", choice=choice, shown_first=shown_first)
+    ).preference_pairs
+    assert (pair.chosen, {pair.chosen, pair.rejected}) == (chosen, {"A", "B"})
+    assert not pair.tie
+    assert (pair.pair_id, pair.voter, pair.prompt) == ("id-1", "voter-1", user_prompt("Why?"))
+
+
+@pytest.mark.parametrize(("choice", "bad"), [("tie", False), ("both_bad", True)])
+def test_ties_are_kept_as_ties_and_nobody_imitates_them(choice: str, bad: bool) -> None:
+    found = made(row(1, "preference", other_completion="B", choice=choice))
+    (pair,) = found.preference_pairs
+    assert (pair.tie, pair.both_bad, {pair.chosen, pair.rejected}) == (True, bad, {"A", "B"})
+    assert found.sft_examples == ()
+
+
+def test_a_correction_beats_what_it_corrects_and_is_imitated() -> None:
+    found = made(row(1, "correction", text="Better."))
+    (pair,) = found.preference_pairs
+    assert (pair.chosen, pair.rejected, pair.tie) == ("Better.", "A", False)
+    assert found.sft_examples == (SftExample(user_prompt("Why?"), "Better.", "correction"),)
+    assert found.reward_examples == ()
+
+
+# -- single completions -------------------------------------------------------------------------
+
+
+def test_what_is_said_about_one_completion_becomes_a_reward_example() -> None:
+    found = made(
+        row(1, "thumbs", number=0.0),
+        row(2, "rating", number=3.0),
+        row(3, "score", number=0.4),
+        row(4, "criteria", criteria=json.dumps({"safety": 0.5})),
+        row(5, "comment", text="hm"),
+    )
+    values = [(e.kind, e.number, e.criteria) for e in found.reward_examples]
+    assert values == [
+        (FeedbackKind.thumbs, 0.0, None),
+        (FeedbackKind.rating, 3.0, None),
+        (FeedbackKind.score, 0.4, None),
+        (FeedbackKind.criteria, None, {"safety": 0.5}),
+    ]
+    assert found.preference_pairs == found.sft_examples == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "imitated"),
+    [
+        ("rating", 5.0, True),
+        ("rating", 4.0, True),
+        ("rating", 3.0, False),
+        ("score", 0.75, True),  # 4 of 1..5 on the scale 0..1
+        ("score", 0.74, False),
+        ("thumbs", 1.0, False),  # one click is too little to imitate word by word
+    ],
+)
+def test_a_completion_is_imitated_when_it_is_rated_well(
+    kind: str, number: float, imitated: bool
+) -> None:
+    assert bool(made(row(1, kind, number=number)).sft_examples) == imitated
+
+
+def test_the_same_completion_is_imitated_once() -> None:
+    found = made(
+        row(1, "rating", number=5.0), row(2, "rating", number=4.0), row(3, "score", number=1.0)
+    )
+    assert len(found.sft_examples) == 1
+    assert len(found.reward_examples) == 3
+
+
+def test_held_out_prompts_carry_at_most_four_good_references() -> None:
+    rows = [row(n, "rating", number=5.0, completion=f"Good {n}.") for n in range(6)]
+    bad = row(9, "rating", number=1.0, completion="Bad.")
+    found = made(*rows, rows[0], bad, evaluation_share=1.0)
+    (prompt,) = found.evaluation_prompts
+    assert prompt.references == ("Good 0.", "Good 1.", "Good 2.", "Good 3.")
+    assert found.sft_examples == ()
+
+
+def test_a_cap_keeps_the_same_records_whatever_their_order() -> None:
+    rows = [row(n, "correction", f"Question {n}?", text=f"B{n}") for n in range(50)]
+    capped = made(*rows, max_samples=10)
+    shuffled = made(*rows[::-1], max_samples=10)
+    assert len(capped.preference_pairs) == len(capped.sft_examples) == 10
+    assert set(capped.preference_pairs) == set(shuffled.preference_pairs)
+    assert [p.pair_id for p in capped.preference_pairs] == sorted(
+        (p.pair_id for p in capped.preference_pairs), key=lambda i: int(i[3:])
+    )  # in the order they came
+    assert len(made(*rows, max_samples=50).preference_pairs) == 50
+
+
+def test_nothing_in_is_nothing_out() -> None:
+    assert made() == made()
+    assert made().evaluation_prompts == ()
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_records_survive_their_file(tmp_path: Path) -> None:
+    found = made(
+        row(1, "preference", "Why “ñ”?", other_completion="B\nC", choice="both_bad"),
+        row(2, "criteria", criteria='{"safety": 1.0}'),
+        row(3, "rating", number=5.0),
+        row(4, "rating", "Held out?", number=5.0),
+        evaluation_share=0.5,
+    )
+    cases: list[tuple[Any, Any]] = [
+        (PreferencePair, found.preference_pairs),
+        (RewardExample, found.reward_examples),
+        (SftExample, found.sft_examples),
+        (EvaluationPrompt, found.evaluation_prompts),
+    ]
+    for kind, records in cases:
+        path = tmp_path / "deep" / f"{kind.__name__}.jsonl"
+        assert write_jsonl(path, records) == len(records)
+        assert tuple(read_jsonl(path, kind)) == records
+    assert {p.suffix for p in (tmp_path / "deep").iterdir()} == {".jsonl"}
+
+
+def test_a_file_that_is_not_there_names_the_stage_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FeedbackError, match="run the stage that writes it first"):
+        read_jsonl(tmp_path / "pairs.jsonl", PreferencePair)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, made(row(1, "correction", text="Better.")).preference_pairs)
+    before = path.read_bytes()
+
+    def half() -> Any:
+        yield made(row(2, "correction", text="Other.")).preference_pairs[0]
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        write_jsonl(path, half())
+    assert path.read_bytes() == before
