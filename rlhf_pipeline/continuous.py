@@ -94,10 +94,12 @@ def due(
             agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
         )
     if earlier:
-        waited, needed_wait = at - earlier[-1].heartbeat_at, BACK_OFF * 2 ** (len(earlier) - 1)
-        if waited < needed_wait:
+        waited = (at - earlier[-1].heartbeat_at).total_seconds() / 60
+        back_off = (BACK_OFF * 2 ** (len(earlier) - 1)).total_seconds() / 60
+        if waited < back_off:
             return NotDue(
-                agent_id, f"attempt {len(earlier)} failed {waited} ago; next in {needed_wait}"
+                agent_id,
+                f"{waited:.1f} min since attempt {len(earlier)} failed, {back_off:g} needed",
             )
     return Due(agent_id, mark, new.newest_seq, new.votes, len(earlier) + 1)
 

@@ -1,0 +1,239 @@
+"""When the next turn starts: every reason not to, with its numbers, and the one to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.continuous import BACK_OFF, Due, NotDue, due, minutes_since
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
+
+RULES: dict[str, Any] = {
+    "min_new_feedback": 5,
+    "min_age_seconds": 60,
+    "cool_down_minutes": 30,
+    "gpu_minutes_per_night": 100,
+    "max_attempts": 3,
+}
+
+
+class Agent:
+    """One agent whose votes come in now and whose turns ran at moments the test says."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.store = FeedbackStore(database)
+        self.at = now() + timedelta(seconds=61)  # the votes sent so far are old enough
+        self.book = ClaimBook(database, clock=lambda: self.at)
+        self.votes = 0
+
+    def send(self, votes: int, **changes: Any) -> None:
+        thumbs = Feedback(
+            "tea",
+            FeedbackKind.thumbs,
+            "",
+            number=1.0,
+            completion="Because.",
+            prompt=user_prompt("Why?"),
+        )
+        numbers = range(self.votes, self.votes + votes)
+        self.store.append([replace(thumbs, idempotency_key=str(n), **changes) for n in numbers])
+        self.votes += votes
+
+    def mark(self) -> str:
+        return snapshot.fingerprint(self.database, "tea", self.newest())
+
+    def newest(self) -> int:
+        return snapshot.newest_seq(self.database, "tea")
+
+    def turn(self, began: datetime, minutes: float, state: Any, mark: str | None = None) -> Claim:
+        """Leave a turn in the books that ran from `began` for so many minutes."""
+        later, self.at = self.at, began
+        claim = self.book.claim(
+            "tea", mark or self.mark(), self.newest(), holder="run-1234567", asked_by="sensor"
+        )
+        self.at = began + timedelta(minutes=minutes)
+        self.book.beat(claim.token)
+        if state != "held":
+            self.book.finish(claim.token, state)
+        self.at = later
+        return claim
+
+    def asks(self, *, minimum: int | None = None, **changes: Any) -> Due | NotDue:
+        tree: dict[str, Any] = {"continuous_learning": RULES | changes}
+        return due(
+            self.database, "tea", load_settings("tiny", tree), at=self.at, min_new_feedback=minimum
+        )
+
+    def refusal(self, **changes: Any) -> str:
+        verdict = self.asks(**changes)
+        assert isinstance(verdict, NotDue)
+        assert verdict.agent_id == "tea"
+        return verdict.reason
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path))
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    yield Agent(database)
+    database.close()
+
+
+def test_enough_votes_that_are_old_enough_start_a_turn(agent: Agent) -> None:
+    agent.send(7)
+    verdict = agent.asks()
+    assert verdict == Due("tea", agent.mark(), agent.newest(), votes=7, attempt=1)
+    assert isinstance(verdict, Due)
+    assert verdict.run_key == f"tea:{agent.mark()[:32]}:1"
+    assert agent.asks() == verdict  # asked again, the same turn: the same run key
+
+
+def test_an_agent_nobody_knows_has_no_votes(agent: Agent) -> None:
+    assert agent.refusal() == "0 new votes of the 5 needed"
+
+
+def test_too_few_votes_are_said_with_both_numbers(agent: Agent) -> None:
+    agent.send(4)
+    assert agent.refusal() == "4 new votes of the 5 needed"
+    assert isinstance(agent.asks(min_new_feedback=4), Due)
+
+
+def test_the_night_takes_whatever_is_new(agent: Agent) -> None:
+    agent.send(1)
+    assert isinstance(agent.asks(minimum=1), Due)
+    agent.turn(agent.at - timedelta(hours=2), 10, "done")
+    assert agent.refusal(minimum=1) == "0 new votes of the 1 needed"
+
+
+def test_a_change_of_mind_is_one_new_vote(agent: Agent) -> None:
+    agent.send(6, rater_id="ann")
+    assert agent.refusal() == "1 new votes of the 5 needed"
+
+
+def test_a_burst_is_taken_whole(agent: Agent) -> None:
+    agent.send(5)
+    agent.at = now() + timedelta(seconds=20)
+    reason = agent.refusal()
+    assert reason.endswith(" s old, 60 s needed")
+    assert 15 <= int(reason.removeprefix("newest vote is ").split()[0]) <= 21
+
+
+def test_a_paused_agent_says_why(agent: Agent) -> None:
+    agent.send(5)
+    agent.store.set_agent("tea", paused_reason="moving house")
+    assert agent.refusal() == "paused: moving house"
+    agent.store.set_agent("tea", paused_reason=None)
+    assert isinstance(agent.asks(), Due)
+
+
+@pytest.mark.parametrize("switch", [("training", "enabled"), ("continuous_learning", "enabled")])
+def test_switched_off_is_off(agent: Agent, switch: tuple[str, str]) -> None:
+    agent.send(5)
+    settings = load_settings("tiny", {switch[0]: {switch[1]: False}})
+    verdict = due(agent.database, "tea", settings, at=agent.at)
+    assert verdict == NotDue("tea", "training.enabled or continuous_learning.enabled is off")
+
+
+def test_one_turn_at_a_time(agent: Agent) -> None:
+    agent.send(5)
+    claim = agent.turn(agent.at, 0, "held")
+    assert agent.refusal() == f"run run-1234 holds attempt 1 (token {claim.token})"
+    agent.at += timedelta(days=1)  # stale, and still the watchdog's business
+    assert "holds attempt 1" in agent.refusal()
+
+
+def test_the_next_turn_waits_for_the_last_to_cool_down(agent: Agent) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(minutes=20), 8, "done")
+    agent.send(5)
+    assert agent.refusal() == "12.0 min since the last turn, 30 needed"
+    assert isinstance(agent.asks(cool_down_minutes=12), Due)
+
+
+def test_only_what_is_new_since_the_last_turn_counts(agent: Agent) -> None:
+    agent.send(9)
+    agent.turn(agent.at - timedelta(hours=2), 10, "done")
+    agent.send(4)
+    assert agent.refusal() == "4 new votes of the 5 needed"
+    agent.send(1)
+    verdict = agent.asks()
+    assert isinstance(verdict, Due)
+    assert (verdict.votes, verdict.watermark) == (5, agent.newest())
+
+
+def test_version_0_from_seeds_needs_no_rest(agent: Agent) -> None:
+    agent.turn(agent.at - timedelta(minutes=2), 1, "done", mark="bootstrap")  # watermark 0
+    agent.send(5)
+    assert isinstance(agent.asks(), Due)
+
+
+def test_the_budget_of_a_day_is_kept(agent: Agent) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(hours=20), 60, "done", mark="one")
+    agent.turn(agent.at - timedelta(hours=10), 50, "done", mark="two")
+    agent.send(5)
+    assert agent.refusal() == "110 min of training in 24 h, budget 100 min"
+    assert isinstance(agent.asks(gpu_minutes_per_night=111), Due)
+    agent.at += timedelta(hours=5)  # the first is no longer within the day
+    assert isinstance(agent.asks(), Due)
+
+
+def test_only_the_part_within_the_day_counts() -> None:
+    start = datetime.fromisoformat("2026-03-01T00:00:00+00:00")
+
+    def claim(began: float, ended: float) -> Claim:
+        """Return a claim that worked from hour to hour."""
+        first, last = (start + timedelta(hours=h) for h in (began, ended))
+        return Claim(1, "tea", "f", 1, 1, "done", "run", "sensor", first, last, last)
+
+    assert minutes_since([], start) == 0
+    assert minutes_since([claim(1, 2), claim(3, 3.5)], start) == 90
+    assert minutes_since([claim(-1, 0.5)], start) == 30  # begun the day before
+    assert minutes_since([claim(-3, -2)], start) == 0
+
+
+def test_a_failed_attempt_is_tried_again_after_a_while_that_doubles(agent: Agent) -> None:
+    agent.send(5)
+    begin = agent.at
+    agent.turn(begin, 1, "failed")
+    agent.at = begin + timedelta(minutes=3)
+    assert agent.refusal() == "2.0 min since attempt 1 failed, 5 needed"
+    agent.at = begin + timedelta(minutes=1) + BACK_OFF
+    second = agent.asks()
+    assert isinstance(second, Due)
+    assert (second.attempt, second.run_key[-2:]) == (2, ":2")
+    agent.turn(agent.at, 1, "failed")
+    agent.at += timedelta(minutes=10)
+    assert agent.refusal() == "9.0 min since attempt 2 failed, 10 needed"
+
+
+def test_after_the_last_attempt_a_person_must_look(agent: Agent) -> None:
+    agent.send(5)
+    for hours in (9, 6, 3):
+        agent.turn(agent.at - timedelta(hours=hours), 1, "failed")
+    mark = agent.mark()
+    assert agent.refusal() == f"3 attempts at {mark[:16]} failed; a person must look"
+    agent.send(1)  # other votes are another matter
+    verdict = agent.asks()
+    assert isinstance(verdict, Due)
+    assert verdict.attempt == 1
+
+
+def test_settings_decide_for_each_agent(agent: Agent) -> None:
+    agent.send(5)
+    assert isinstance(Settings().continuous_learning.min_new_feedback, int)
+    patient = load_settings("tiny", {"continuous_learning": {"min_new_feedback": 500}})
+    assert due(agent.database, "tea", patient, at=agent.at) == NotDue(
+        "tea", "5 new votes of the 500 needed"
+    )
