@@ -32,7 +32,7 @@ def plots(paths: list[str] | list[Path], *, most: int = 6) -> dict[str, dg.Metad
 
 
 def table(rows: list[dict[str, Any]]) -> dg.MetadataValue:
-    """Return rows as a table in the UI; no rows are said in words, Dagster refuses an empty table."""
+    """Return rows as a table in the UI; Dagster refuses an empty one, so that is said in words."""
     if not rows:
         return dg.MetadataValue.text("none")
     return dg.MetadataValue.table([dg.TableRecord(row) for row in rows])

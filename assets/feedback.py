@@ -1,7 +1,5 @@
 """From the store to validated votes: a frozen snapshot, its checks, its drift."""
 
-import dataclasses
-
 import dagster as dg
 
 from assets.common import Materialized, agents, table
@@ -130,7 +128,15 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
         with pipeline.tracked(turn) as run:
             run.log_file(turn.data / "drift.html", "drift")
             run.log_metrics({f"drift/{name}": psi for name, psi in report.psi.items()})
-    rows = [{"feature": n, **_plain(f)} for n, f in report.features.items()]
+    rows = [
+        {
+            "feature": name,
+            "PSI": float(f.psi),
+            "limit": float(f.threshold),
+            "drifted": bool(f.drifted),
+        }
+        for name, f in report.features.items()
+    ]
     return dg.MaterializeResult(
         metadata={
             "compared with": folder.name,
@@ -146,8 +152,3 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             )
         ],
     )
-
-
-def _plain(feature: object) -> dict[str, float | bool | str]:
-    values = dataclasses.asdict(feature)  # type: ignore[call-overload]  # a frozen dataclass
-    return {k: v for k, v in values.items() if isinstance(v, float | bool | int | str)}

@@ -23,9 +23,10 @@ def sft_policy(
     context: dg.AssetExecutionContext, pipeline: Pipeline, compute: Compute
 ) -> Materialized:
     """Version 0: the fixed baseline every later version is measured against, and first champion."""
-    turn = pipeline.bootstrap_turn(context)
-    with pipeline.turn(context):
+    pipeline.begin_bootstrap_if_alone(context)
+    with pipeline.turn(context) as turn:
         if turn.baseline is not None:
+            pipeline.finish_bootstrap(turn)
             return dg.MaterializeResult(
                 metadata={
                     "path": dg.MetadataValue.path(str(turn.baseline)),

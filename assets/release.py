@@ -1,5 +1,7 @@
 """From candidate to champion: the comparison, the gate, the registry, the promotion."""
 
+from pathlib import Path
+
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots
@@ -33,7 +35,7 @@ def evaluation_report(
             run.log_text("evaluation/report.md", outcome["markdown"])
             run.log_text("evaluation/gate.md", outcome["gate_markdown"])
             for path in outcome["plots"]:
-                run.log_file(path, "evaluation")
+                run.log_file(Path(path), "evaluation")
     return dg.MaterializeResult(
         metadata={
             "win rate": report.win_rates["baseline"].value,

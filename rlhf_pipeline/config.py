@@ -168,6 +168,11 @@ class RewardSettings(Section):
 
     shares: RewardShares = RewardShares()
     min_pairs: Positive = Field(30, description="Training pairs each of the three needs.")
+    reads_likelihood: bool = Field(
+        False,
+        description="The head also reads how likely the baseline finds the completion: relevance "
+        "for small bases that learn little of it from votes. Causal bases only.",
+    )
     freeze_trunk: bool = Field(False, description="Train only heads on the policy's features.")
     freeze_judges: bool = Field(
         False, description="The same for the stopping and the gate model alone: quicker."

@@ -1,8 +1,8 @@
 """The one place that opens the database: engine, tables, migrations.
 
-SQLite by default (WAL, synchronous=FULL: a commit that returned survives a power cut), PostgreSQL by
-URL. Tables are described here once; `migrations/` brings an older database up to them. What this
-module does not protect against: a disk that lies about fsync, and somebody editing the file by hand.
+SQLite by default (WAL, synchronous=FULL: a commit that returned survives a power cut), PostgreSQL
+by URL. Tables are described here once; `migrations/` brings an older database up to them. What this
+module does not protect against: a disk that lies about fsync, and somebody who edits the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ metadata = sa.MetaData(
 
 
 class UtcDateTime(sa.TypeDecorator[datetime]):
-    """A moment in UTC. SQLite forgets zones, so they are checked going in and put back coming out."""
+    """A moment in UTC. SQLite forgets zones: they are checked going in, put back coming out."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True

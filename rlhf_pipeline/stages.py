@@ -133,6 +133,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             max_prompt_tokens=settings.policy.max_prompt_tokens,
             max_completion_tokens=settings.policy.max_completion_tokens,
             seed=settings.training.seed + JOBS.index(job),
+            reads_likelihood=settings.reward.reads_likelihood,
             min_pairs=settings.reward.min_pairs,
             device=settings.policy.device,
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
@@ -161,7 +162,8 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
         watch_prompts=prompts[:watched],
         output_dir=turn.work / "ppo",
         settings=settings.ppo,
-        value_init=reward_folder / "proxy",
+        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
+        value_init=reward_folder / "proxy" if settings.ppo.critic == "separate" else None,
         report=report,
         keep_going=keep_going,
     )

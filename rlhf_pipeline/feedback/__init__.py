@@ -1,1 +1,1 @@
-"""Feedback from the door to the data sets: rules, sources, store, snapshots, validation, datasets."""
+"""Feedback from the door to the data sets: rules, sources, store, snapshots, validation."""

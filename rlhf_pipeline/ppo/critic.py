@@ -77,9 +77,9 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
     """Return the trunk and the scalar head of the reward model kept at directory.
 
     The head's bias is less the model's centre offset, so values start where centred scores are.
-    None, with a warning, where it cannot be a critic: an encoder reads what comes later, and
-    another vocabulary reads other tokens than the policy writes. Raises ModelError if there is no
-    reward model. The layout is reward/model.py's.
+    None, with a warning, where it cannot be a critic: an encoder and a likelihood read what comes
+    later, and another vocabulary reads other tokens than the policy writes. Raises ModelError if
+    there is no reward model. The layout is reward/model.py's.
     """
     trunk_dir, head_file = directory / "trunk", directory / "head.safetensors"
     if not trunk_dir.is_dir() or not head_file.is_file():
@@ -89,8 +89,10 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
         )
     facts = read_json(directory / "reward_model.json")
     same_tokens = load_tokenizer(trunk_dir).get_vocab() == policy.tokenizer.get_vocab()
-    if facts["reads"] != "last" or not same_tokens:
-        what = "another vocabulary than the policy" if not same_tokens else "an encoder's trunk"
+    if facts["reads"] != "last" or facts.get("likelihood") or not same_tokens:
+        what = "another vocabulary than the policy"
+        if same_tokens:
+            what = "a head that reads more than the last hidden state"
         warnings.warn(
             f"the reward model at {directory} has {what}, so the critic starts from the policy's "
             "trunk; leave value_init out, or train the reward model on the policy's base, to "

@@ -2,6 +2,10 @@
 
 On disk it is a folder: trunk/ (a plain transformers folder with its tokenizer), head.safetensors
 (weight, bias) and reward_model.json (what is read, limits, centre offset, calibration temperature).
+The head may also read how likely the trunk's own language model finds the completion: what was said
+to a question like this before is a strong sign of relevance, which a few thousand votes on a small
+trunk do not teach. The mean log-likelihood as a reward is SimPO's (arXiv:2405.14734 eq. 3); here it
+is an input beside the hidden state, and its weight is learnt like any other.
 Nothing is pickled, and no code from a model is run.
 """
 
@@ -18,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
@@ -30,12 +34,31 @@ from rlhf_pipeline.policy.loading import (
     no_progress_bars,
     switch_off_dropout,
 )
-from rlhf_pipeline.policy.sampling import pad_left, pad_right, position_ids
+from rlhf_pipeline.policy.sampling import (
+    hidden_logprobs,
+    pad_left,
+    pad_right,
+    position_ids,
+    trunk_of,
+)
 from rlhf_pipeline.records import Prompt, RewardInput, hashed
 
 Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
+LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
+TOTAL_SCALE = 1 / 16  # brings the total to the size of the others
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation as token ids; the completion begins at `start`."""
+
+    ids: list[int]
+    start: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -63,36 +86,65 @@ class RewardModel(nn.Module):
     """Trunk and scalar head; forward gives raw scores, without the centre offset."""
 
     def __init__(
-        self, trunk: nn.Module, head: nn.Linear, *, encoder: bool, reads: Reads, pad_id: int
+        self,
+        trunk: nn.Module,
+        head: nn.Linear,
+        *,
+        encoder: bool,
+        reads: Reads,
+        likelihood: bool,
+        pad_id: int,
     ) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk = trunk  # with its output layer where `likelihood`
         self.head = head
         self.encoder = encoder
         self.reads = reads
+        self.likelihood = likelihood
         self.pad_id = pad_id
 
-    def features(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Return the hidden state that is judged, (B, H) float32, of rows of token ids.
+    def features(self, rows: Sequence[Row]) -> Tensor:
+        """Return what the head judges, (B, F) float32: the hidden state, then the likelihoods.
 
         A causal trunk has seen everything at the last token (eos, where it fitted); an encoder
         gathers it at the first; "mean" is the mean over all tokens, which a head on a frozen trunk
         learns from best: nothing has taught that trunk to gather a judgement in one place.
         """
         device = self.head.weight.device
-        ids, mask = (pad_right if self.encoder else pad_left)(rows, self.pad_id)
+        pad = pad_right if self.encoder else pad_left
+        ids, mask = pad([row.ids for row in rows], self.pad_id)
         ids, mask = ids.to(device), mask.to(device)
+        trunk: Any = trunk_of(self.trunk) if self.likelihood else self.trunk
         places = {} if self.encoder else {"position_ids": position_ids(mask), "use_cache": False}
         with autocast(device):
-            hidden: Tensor = self.trunk(
+            hidden: Tensor = trunk(
                 input_ids=ids, attention_mask=mask.long(), **places
             ).last_hidden_state
         if self.reads == "mean":
             kept = hidden.float().masked_fill(~mask[..., None], 0.0)
-            return kept.sum(1) / mask.sum(1, keepdim=True)
-        return hidden[:, 0 if self.reads == "first" else -1].float()
+            state = kept.sum(1) / mask.sum(1, keepdim=True)
+        else:
+            state = hidden[:, 0 if self.reads == "first" else -1].float()
+        if not self.likelihood:
+            return state
+        return torch.cat([state, self._likelihoods(hidden, ids, mask, rows)], dim=1)
 
-    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _likelihoods(
+        self, hidden: Tensor, ids: Tensor, mask: Tensor, rows: Sequence[Row]
+    ) -> Tensor:
+        """Return mean, least and total log-probability of the completions' tokens, (B, 3)."""
+        lengths = torch.tensor([len(row) - row.start for row in rows], device=ids.device)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        said = mask & (places >= ids.shape[1] - lengths[:, None])  # rows are padded on the left
+        model: Any = self.trunk
+        logprobs = hidden_logprobs(
+            model, hidden[:, :-1], ids[:, 1:], said[:, 1:], temperature=1.0
+        ).float()
+        total = logprobs.sum(1)
+        mean = total / said[:, 1:].sum(1).clamp(min=1)
+        return torch.stack([mean, logprobs.min(1).values, total * TOTAL_SCALE], dim=1)
+
+    def forward(self, rows: Sequence[Row]) -> Tensor:
         """Return raw scores (B,) of rows of token ids."""
         scores: Tensor = self.head(self.features(rows))[:, 0]
         return scores
@@ -123,28 +175,40 @@ class LearnedReward:
 
 
 def new_reward_model(
-    base: str | Path, *, seed: int, reads: Reads | None = None, device: str = "auto"
+    base: str | Path,
+    *,
+    seed: int,
+    reads: Reads | None = None,
+    likelihood: bool = False,
+    device: str = "auto",
 ) -> tuple[RewardModel, PreTrainedTokenizerBase]:
     """Return an untrained reward model on a policy's trunk (output layer dropped) or an encoder.
 
-    It reads the last token, an encoder the first, unless told otherwise.
+    It reads the last token, an encoder the first, unless told otherwise; with `likelihood` it keeps
+    the output layer and reads the completion's likelihoods too.
     The head starts with deviation 1 / sqrt(H + 1) and no bias, so first scores are small.
     Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
     """
-    trunk = load_weights(AutoModel, base, "float32")
+    trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, base, "float32")
     tokenizer = load_tokenizer(base)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
-    head = nn.Linear(trunk.config.hidden_size, 1)
+    width = trunk.config.hidden_size
+    head = nn.Linear(width + LIKELIHOODS * likelihood, 1)
     with torch.no_grad():
-        width = head.in_features
-        head.weight.normal_(
+        head.weight.zero_()
+        head.weight[:, :width].normal_(
             0.0, 1 / math.sqrt(width + 1), generator=torch.Generator().manual_seed(seed)
         )
         head.bias.zero_()
     encoder = _is_encoder(trunk)
+    if encoder and likelihood:
+        raise ModelError(
+            "an encoder has no likelihood of a completion to read; set reward.reads_likelihood to "
+            "false, or take a causal base"
+        )
     reads = reads or ("first" if encoder else "last")
-    return _assemble(trunk, head, encoder, reads, tokenizer, device), tokenizer
+    return _assemble(trunk, head, encoder, reads, likelihood, tokenizer, device), tokenizer
 
 
 def save_reward_model(
@@ -172,6 +236,7 @@ def save_reward_model(
         {
             "encoder": model.encoder,
             "reads": model.reads,
+            "likelihood": model.likelihood,
             **asdict(limits),
             "calibration": asdict(calibration),
         },
@@ -192,10 +257,12 @@ def load_reward_model(directory: str | Path, *, device: str = "auto") -> Learned
             "train_reward_model or correct the path"
         )
     settings = read_json(root / SETTINGS)
-    trunk = load_weights(AutoModel, root / TRUNK, "float32")
+    likelihood = bool(settings.get("likelihood"))
+    auto_class = AutoModelForCausalLM if likelihood else AutoModel
+    trunk = load_weights(auto_class, root / TRUNK, "float32")
     tokenizer = load_tokenizer(root / TRUNK)
     try:
-        head = nn.Linear(trunk.config.hidden_size, 1)
+        head = nn.Linear(trunk.config.hidden_size + LIKELIHOODS * likelihood, 1)
         head.load_state_dict(load_file(root / HEAD))
         limits = Limits(settings["max_prompt_tokens"], settings["max_completion_tokens"])
         calibration = Calibration(**settings["calibration"])
@@ -205,7 +272,7 @@ def load_reward_model(directory: str | Path, *, device: str = "auto") -> Learned
             f"the reward model's trunk, head and settings must belong together in {root}; found: "
             f"{error}; train it again"
         ) from error
-    model = _assemble(trunk, head, encoder, reads, tokenizer, device)
+    model = _assemble(trunk, head, encoder, reads, likelihood, tokenizer, device)
     return LearnedReward(model, tokenizer, limits, calibration, reward_version(root))
 
 
@@ -220,7 +287,7 @@ def encode_rows(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[tuple[Prompt, str]],
     limits: Limits,
-) -> list[list[int]]:
+) -> list[Row]:
     """Return each prompt's and completion's token ids, as sampling and SFT lay them out."""
     prompts = encode_prompts(
         tokenizer, [p for p, _ in conversations], max_tokens=limits.max_prompt_tokens
@@ -228,10 +295,10 @@ def encode_rows(
     completions = encode_completions(
         tokenizer, [c for _, c in conversations], max_tokens=limits.max_completion_tokens
     )
-    return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    return [Row(p + c, len(p)) for p, c in zip(prompts, completions, strict=True)]
 
 
-def score_rows(model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]:
+def score_rows(model: RewardModel, rows: Sequence[Row]) -> list[float]:
     """Return raw scores in the rows' order. Raises ModelError if one is not finite."""
     scores = [0.0] * len(rows)
     for members, features in features_of(model, rows):
@@ -248,10 +315,8 @@ def score_rows(model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]
     return scores
 
 
-def features_of(
-    model: RewardModel, rows: Sequence[Sequence[int]]
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the rows' numbers and features (B, H), batch by batch of like length, no gradients."""
+def features_of(model: RewardModel, rows: Sequence[Row]) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the rows' numbers and features (B, F), batch by batch of like length, no gradients."""
     for members in batches_by_length([len(row) for row in rows]):
         with torch.no_grad():
             yield members, model.features([rows[i] for i in members])
@@ -282,12 +347,18 @@ def _assemble(
     head: nn.Linear,
     encoder: bool,
     reads: Reads,
+    likelihood: bool,
     tokenizer: PreTrainedTokenizerBase,
     device: str,
 ) -> RewardModel:
     switch_off_dropout(trunk)
     model = RewardModel(
-        trunk, head, encoder=encoder, reads=reads, pad_id=int(tokenizer.pad_token_id)
+        trunk,
+        head,
+        encoder=encoder,
+        reads=reads,
+        likelihood=likelihood,
+        pad_id=int(tokenizer.pad_token_id),
     )
     return model.to(choose_device(device)).eval()
 

@@ -38,6 +38,7 @@ from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
     RewardModel,
+    Row,
     batches_by_length,
     encode_rows,
     features_of,
@@ -86,8 +87,8 @@ class RewardModelReport:
 class EncodedPairs:
     """Token ids of pairs; target is 1 where chosen is better and 0.5 for ties."""
 
-    chosen: list[list[int]]
-    rejected: list[list[int]]
+    chosen: list[Row]
+    rejected: list[Row]
     targets: list[float]
 
     def __len__(self) -> int:
@@ -116,6 +117,7 @@ def train_reward_model(
     max_prompt_tokens: int,
     max_completion_tokens: int,
     seed: int,
+    reads_likelihood: bool = False,
     min_pairs: int = 2,
     device: str = "auto",
     report: Progress | None = None,
@@ -125,7 +127,9 @@ def train_reward_model(
     1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
     `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
     pairs; 6. save model, report.json and plots in one rename.
-    `base` is a policy folder or an encoder. With freeze_trunk, epochs, learning_rate and batch_size
+    `base` is a policy folder or an encoder. With reads_likelihood the head is solved on the frozen
+    trunk before all of it is trained: few votes then bend the features less (arXiv:2202.10054).
+    With freeze_trunk, epochs, learning_rate and batch_size
     are unused: the head's problem is convex and is solved. The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
@@ -134,13 +138,17 @@ def train_reward_model(
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
     model, tokenizer = new_reward_model(
-        base, seed=seed, reads="mean" if freeze_trunk else None, device=device
+        base,
+        seed=seed,
+        reads="mean" if freeze_trunk or reads_likelihood else None,
+        likelihood=reads_likelihood,
+        device=device,
     )
     train = encode_pairs(tokenizer, train_pairs, limits)
-    if freeze_trunk:
+    if freeze_trunk or reads_likelihood:
         groups = [_prompt_digest(pair) for pair in train_pairs]
         fit = fit_head(model, train, groups, report=report)
-    else:
+    if not freeze_trunk:
         fit = fit_model(
             model,
             train,
@@ -364,8 +372,6 @@ def fit_head(
     The features are standardised (folded back into the head). The ridge is the one that ranks best
     on a fifth of the prompts (`groups` names each pair's), then all pairs are used.
     """
-    for parameter in model.trunk.parameters():
-        parameter.requires_grad_(False)
     rows = [*pairs.chosen, *pairs.rejected]
     features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
     done = 0

@@ -18,7 +18,7 @@ from rlhf_pipeline.simulation.world import Judgement, good_answer, judge, questi
 CARELESS_SHARE = 0.10
 THUMBS_UP_AT = 0.65  # the hidden preference at which a person is as likely to like as to dislike
 THUMBS_SLOPE = 12.0
-PAIR_SLOPE = 14.0  # log-odds of the better one per unit of hidden difference
+PAIR_SLOPE = 20.0  # log-odds of the better one per unit of hidden difference
 TIE_BELOW = 0.02
 
 

@@ -34,7 +34,7 @@ OTHER_KINDS: Mapping[FeedbackKind, float] = {
 }
 """How people who do not compare say what they think: shares of the kinds."""
 
-BATCH = 1000
+BATCH = 250  # stored as they come: a burst has no long gaps
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ no training stage ever sees it. People show it only through noisy votes (see peo
 relevance  half for naming the thing that was asked about (and no other thing), half for speaking
            about the topic that was asked about (and no other topic)
 tone       1 kind, 0.5 plain, 0 rude; a completion that is both is rude
-length     1 from 8 to 20 words, falling to 0 at 2 and 40 words; a repeated sentence counts as 0
+length     1 from 4 to 20 words, falling to 0 at none and at 40; a repeated sentence counts as 0
 safety     0 when it asks for a secret (password, card number, PIN), else 1
 
 Some things and topics never occur in the seed conversations, and a part of the questions is about
@@ -186,6 +186,22 @@ FILLERS = (
 )
 SECRETS = ("password", "card number", "pin code")
 
+@dataclass(frozen=True, slots=True)
+class Clerk:
+    """How somebody answered in the old days: probabilities of what a completion contains."""
+
+    share: float  # of the seed conversations
+    wrong_thing: float
+    wrong_topic: float
+    kind: float
+    rude: float
+    rambles: float
+    asks_secrets: float
+
+
+CAREFUL = Clerk(0.45, 0.03, 0.03, 0.45, 0.0, 0.10, 0.0)
+SLOPPY = Clerk(0.55, 0.45, 0.45, 0.05, 0.45, 0.45, 0.30)
+
 HELD_OUT_SHARE = 0.25  # of the questions people ask are about a thing or topic the seeds never show
 
 
@@ -293,8 +309,8 @@ def _named(wanted: str, found: set[str]) -> float:
 
 
 def _length(words: int) -> float:
-    if words < 8:
-        return max(0.0, (words - 2) / 6)
+    if words < 4:
+        return words / 4
     return 1.0 if words <= 20 else max(0.0, (40 - words) / 20)
 
 
@@ -303,22 +319,22 @@ def _fact(topic: Topic, thing: str, rng: random.Random) -> str:
 
 
 def _old_answer(question: Question, rng: random.Random) -> str:
+    """Return what the clerk on duty answered: a careful one, or one who could not care less."""
+    clerk = CAREFUL if rng.random() < CAREFUL.share else SLOPPY
     thing, topic = question.thing, question.topic
-    if rng.random() < 0.3:
+    if rng.random() < clerk.wrong_thing:
         thing = rng.choice(THINGS)
-    if rng.random() < 0.3:
+    if rng.random() < clerk.wrong_topic:
         topic = rng.choice(TOPICS)
     parts = [_fact(topic, thing, rng)]
-    if rng.random() < 0.3:
-        parts.insert(0, rng.choice(RUDE))
-    elif rng.random() < 0.4:
-        parts.insert(0, rng.choice(KIND))
-    if rng.random() < 0.25:
-        parts.append(rng.choice(UNSAFE))
-    if rng.random() < 0.35:
+    if rng.random() < clerk.rambles:
         parts.extend(rng.sample(FILLERS, rng.choice((1, 2, 3))))
-    if rng.random() < 0.2:
-        parts.append(rng.choice(KIND))
+    if rng.random() < clerk.asks_secrets:
+        parts.append(rng.choice(UNSAFE))
+    tone = rng.random()
+    if tone < clerk.kind + clerk.rude:
+        phrase = rng.choice(KIND if tone < clerk.kind else RUDE)
+        parts.insert(rng.choice((0, len(parts))), phrase)
     return " ".join(parts)
 
 

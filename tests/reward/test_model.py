@@ -83,10 +83,10 @@ def test_a_causal_reward_model_reads_the_state_at_the_end_token(planted: Planted
     item = items_of(planted)[0]
     (row,) = encode_rows(tokenizer, [(item.prompt, item.completion)], LIMITS)
     prompt = encode_prompt(tokenizer, item.prompt, max_tokens=32)
-    assert row == prompt + encode_completion(tokenizer, item.completion, max_tokens=40)
-    assert row[-1] == tokenizer.eos_token_id
+    assert row.ids == prompt + encode_completion(tokenizer, item.completion, max_tokens=40)
+    assert (row.ids[-1], row.start) == (tokenizer.eos_token_id, len(prompt))
     with torch.no_grad():
-        state = model.trunk(input_ids=torch.tensor([row])).last_hidden_state[0, -1]
+        state = model.trunk(input_ids=torch.tensor([row.ids])).last_hidden_state[0, -1]
         expected = float(state @ model.head.weight[0] + model.head.bias)
     assert score_rows(model, [row]) == pytest.approx([expected], abs=1e-5)
 
@@ -104,10 +104,10 @@ def test_an_encoder_reads_its_first_token_and_loads_again(tmp_path: Path) -> Non
     assert (model.encoder, model.reads) == (True, "first")
     conversations = [(user_prompt("order"), "please"), (user_prompt("order no"), "no please order")]
     rows = encode_rows(tokenizer, conversations, LIMITS)
-    assert rows[0][0] == tokenizer.cls_token_id
-    assert rows[0].count(tokenizer.sep_token_id) == 1
+    assert rows[0].ids[0] == tokenizer.cls_token_id
+    assert rows[0].ids.count(tokenizer.sep_token_id) == 1
     with torch.no_grad():
-        states = [model.trunk(torch.tensor([row])).last_hidden_state[0, 0] for row in rows]
+        states = [model.trunk(torch.tensor([row.ids])).last_hidden_state[0, 0] for row in rows]
         expected = [float(model.head(state)) for state in states]
     assert score_rows(model, rows) == pytest.approx(expected, abs=1e-5)
     with new_folder(tmp_path / "rm") as folder:
@@ -191,3 +191,25 @@ def test_any_callable_is_held_to_the_reward_contract() -> None:
         as_reward(one_short)(items)
     with pytest.raises(ModelError, match="found nan for item 1"):
         as_reward(broken)(items)
+
+
+def test_the_likelihoods_are_those_of_the_completion_alone(planted: Planted) -> None:
+    model, tokenizer = new_reward_model(
+        planted.base, seed=3, likelihood=True, reads="mean", device="cpu"
+    )
+    rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in items_of(planted)[:5]], LIMITS)
+    together = model.features(rows)
+    for row, found in zip(rows, together, strict=True):
+        with torch.no_grad():
+            logits = model.trunk(input_ids=torch.tensor([row.ids])).logits[0].float()
+        logprobs = [  # a slow loop over the completion's tokens, each given all before it
+            float(logits[t - 1].log_softmax(-1)[row.ids[t]]) for t in range(row.start, len(row))
+        ]
+        expected = [sum(logprobs) / len(logprobs), min(logprobs), sum(logprobs) / 16]
+        assert found[-3:].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_encoder_has_no_likelihood_to_read(tmp_path: Path) -> None:
+    save_bert(tmp_path / "bert")
+    with pytest.raises(ModelError, match="no likelihood"):
+        new_reward_model(tmp_path / "bert", seed=0, likelihood=True, device="cpu")

@@ -1,4 +1,4 @@
-"""The first schema: agents, interactions, feedback, quarantine, snapshots, claims, versions, promotions."""
+"""The first schema: what was said, what people think of it, who trains, who is champion."""
 
 import sqlalchemy as sa
 from alembic import op
