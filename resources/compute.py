@@ -94,11 +94,13 @@ def _observe(
 ) -> None:
     """Put the latest of what was reported into the run's events, where the UI plots it."""
     if messages:
+        facts = dict(messages[-1])
+        part = facts.pop("stage", None)  # some stages name the part they are at
         context.log_event(
             dg.AssetObservation(
                 asset_key=context.asset_key,
                 partition=context.partition_key,
-                metadata={"stage": stage, **messages[-1]},
+                metadata={"stage": f"{stage}: {part}" if part else stage, **facts},
             )
         )
 

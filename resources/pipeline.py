@@ -98,8 +98,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     @contextmanager
     def turn(self, context: dg.AssetExecutionContext) -> Iterator[Turn]:
         """Yield the turn this run holds, its claim kept alive while the block runs."""
-        run = context.run
-        claim = self.claims.of_holder(run.root_run_id or run.run_id)
+        claim = self._claim_of(context.run)
         if claim is None:
             raise dg.Failure(
                 "needed the turn that feedback_snapshot begins, found none in this run; run the "
@@ -113,13 +112,29 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             # What the engine refuses it would refuse again; crashes stay retryable.
             raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
 
-    def bootstrap_turn(self, context: dg.AssetExecutionContext) -> Turn:
-        """Return this run's turn, or begin the one that only trains version 0 from seeds."""
-        run = context.run
+    def _claim_of(self, run: dg.DagsterRun) -> Claim | None:
+        """Return the run's claim; a run that a person set going again claims anew what had failed.
+
+        Raises dg.Failure where another run has it by now.
+        """
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
-        if claim is not None and claim.state == "held":
-            return self._turn(claim)
-        return self.begin_turn(context, bootstrap_mark(context.partition_key), 0)
+        if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
+            return claim
+        try:
+            return self.claims.claim(
+                claim.agent_id,
+                claim.fingerprint,
+                claim.watermark,
+                holder=claim.holder,
+                asked_by="person",
+            )
+        except ClaimRefused as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
+
+    def begin_bootstrap_if_alone(self, context: dg.AssetExecutionContext) -> None:
+        """Begin the turn that only trains version 0 from seeds, where this run has no other."""
+        if self._claim_of(context.run) is None:
+            self.begin_turn(context, bootstrap_mark(context.partition_key), 0)
 
     def tracked(self, turn: Turn) -> AbstractContextManager[TrackedRun]:
         """Return the turn's one MLflow run; every asset of the turn adds to the same."""

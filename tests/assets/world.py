@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import pytest
 import yaml
 
 from rlhf_pipeline.files import read_json, write_json
@@ -139,27 +141,32 @@ class Loop:
         *,
         compute: Any = None,
         snapshot: Mapping[str, Any] | None = None,
+        only: Sequence[str] | None = None,
     ) -> dg.ExecuteInProcessResult:
         """Run a job for an agent in this process; a failed step does not raise."""
-        from resources.compute import Compute
+        import dagster as dg
+
         from resources.pipeline import AGENT
         from rlhf_pipeline.definitions import definitions
 
         config: dict[str, Any] = dict(QUIET)
         if snapshot is not None:
             config["ops"] = {"feedback_snapshot": {"config": dict(snapshot)}}
-        return (
-            definitions()
-            .resolve_job_def(job)
-            .execute_in_process(
-                instance=self.instance,
-                partition_key=agent_id,
-                run_config=config,
-                tags={AGENT: agent_id},
-                resources={"pipeline": self.pipeline, "compute": compute or Compute()},
-                raise_on_error=False,
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLHF_RECIPE", str(self.pipeline.recipe))
+            return (
+                definitions()
+                .resolve_job_def(job)
+                .execute_in_process(
+                    instance=self.instance,
+                    partition_key=agent_id,
+                    run_config=config,
+                    tags={AGENT: agent_id},
+                    resources=None if compute is None else {"compute": compute},
+                    asset_selection=None if only is None else [dg.AssetKey(n) for n in only],
+                    raise_on_error=False,
+                )
             )
-        )
 
     def turn_folder(self, agent_id: str) -> Path:
         """Return the folder of the agent's newest turn."""
@@ -200,7 +207,7 @@ class FirstTurn:
 
 
 def play_first_turn(loop: Loop) -> FirstTurn:
-    """Run one turn with real training; kill -9 its PPO process once it has done two updates."""
+    """Run one turn with real training; kill -9 its PPO process after three updates."""
     agent_id = loop.agent("shop")
     chat(loop.pipeline.store, agent_id, 160)
     killed: list[int] = []
@@ -211,8 +218,9 @@ def play_first_turn(loop: Loop) -> FirstTurn:
         while not killed and time.monotonic() < deadline:
             time.sleep(0.01)
             for path in progress.glob("*/ppo.progress.jsonl"):
-                update = path.read_text().count('"update"')
-                if update >= 2:
+                whole = path.read_text().rpartition("\n")[0].splitlines()
+                update = max((json.loads(line).get("update", 0) for line in whole), default=0)
+                if update >= 3:
                     for process in psutil.Process().children():
                         if process.cmdline()[1:4] == ["-m", "resources.worker", "ppo"]:
                             process.kill()

@@ -1,0 +1,249 @@
+"""What turns do around the training: verdicts, refusals, drift, retries. Stages are replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from resources.pipeline import Pipeline, bootstrap_mark
+from rlhf_pipeline.feedback import snapshot
+from tests.assets.world import FirstTurn, Loop, chat, failures, replaying
+
+STRICT = {"gate": {"score_vs_baseline": 1000.0}}
+
+
+@pytest.fixture(scope="module")
+def settled(loop: Loop, first_turn: FirstTurn) -> str:
+    """An agent with version 0 from seeds alone, then one turn."""
+    agent = loop.agent("settled")
+    compute = replaying(first_turn.work)
+    result = loop.run("bootstrap", agent, compute=compute)
+    assert result.success, failures(result)
+    [claim] = loop.pipeline.claims.history(agent)
+    assert (claim.fingerprint, claim.state) == (bootstrap_mark(agent), "done")
+    assert [v.label for v in loop.pipeline.ledger.versions(agent)] == ["v0"]
+    chat(loop.pipeline.store, agent, 80)
+    result = loop.run("retrain", agent, compute=compute)
+    assert result.success, failures(result)
+    [event] = result.asset_materializations_for_node("sft_policy")
+    assert "the baseline is fixed" in str(event.metadata["trained"].value)
+    return agent
+
+
+def verdict(result: dg.ExecuteInProcessResult) -> str:
+    [event] = result.asset_materializations_for_node("promotion")
+    return str(event.metadata["verdict"].value)
+
+
+def evaluation_of(result: dg.ExecuteInProcessResult, check: str) -> dg.AssetCheckEvaluation:
+    [found] = [e for e in result.get_asset_check_evaluations() if e.check_name == check]
+    return found
+
+
+def failed_steps(result: dg.ExecuteInProcessResult) -> list[str]:
+    return [str(e.step_key) for e in result.all_events if e.is_step_failure]
+
+
+def test_a_refused_candidate_is_registered_and_the_run_succeeds(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    agent = loop.agent("refused", promotion={"automatic": True, **STRICT})
+    chat(loop.pipeline.store, agent, 80)
+    result = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert result.success, failures(result)
+    gate = evaluation_of(result, "gate_lets_it_through")
+    assert not gate.passed
+    assert gate.severity is dg.AssetCheckSeverity.WARN
+    assert "needed > 1000" in str(gate.metadata["reasons"].value)
+    version = loop.version(agent, 1)
+    assert version.gate is not None
+    assert version.gate["passed"] is False
+    assert [p.action for p in loop.pipeline.ledger.history(agent)] == ["baseline"]
+    assert loop.aliases(agent) == {"champion": 0}
+    assert verdict(result) == "version 1 was refused; version 0 stays"
+    [claim] = loop.pipeline.claims.history(agent)
+    assert claim.state == "done"
+    client = loop.pipeline.registry.client
+    tags = client.get_model_version(f"rlhf-{agent}", version.mlflow_version).tags
+    assert tags["rlhf.gate"] == "refused"
+    assert "needed > 1000" in tags["rlhf.gate_reasons"]
+
+
+def test_promotion_waits_for_a_person_by_default_and_after_drift(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    agent = loop.agent("asking", promotion={"automatic": False})
+    chat(loop.pipeline.store, agent, 120)
+    first = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert first.success, failures(first)
+    assert verdict(first) == (
+        "version 1 passed and waits for a person: rlhf promote 1 --agent asking"
+    )
+    assert loop.aliases(agent) == {"champion": 0, "challenger": 1}
+    assert evaluation_of(first, "feedback_is_stable").passed  # nothing to compare with
+
+    loop.pipeline.store.set_agent(agent, automatic_promotion=True)
+    chat(loop.pipeline.store, agent, 700, seed=1, pair_share=0.0)
+    second = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert second.success, failures(second)
+    stable = evaluation_of(second, "feedback_is_stable")
+    assert not stable.passed
+    assert stable.severity is dg.AssetCheckSeverity.WARN
+    assert verdict(second) == "version 2 passed; feedback has drifted, so a person decides"
+    assert loop.aliases(agent) == {"champion": 0, "challenger": 2}
+    [profile] = second.asset_materializations_for_node("feedback_profile")
+    [before, after] = loop.pipeline.claims.history(agent)
+    assert profile.metadata["compared with"].value == before.fingerprint[:16]
+    assert (after.watermark > before.watermark, after.state) == (True, "done")
+    run = loop.pipeline.registry.client.get_run(loop.version(agent, 2).mlflow_run_id)
+    psi = {k: v for k, v in run.data.metrics.items() if k.startswith("drift/")}
+    assert max(psi.values()) > 0.2
+
+
+def test_too_few_clean_rows_stop_the_turn_before_it_trains(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    agent = loop.agent("thin", validation={"min_rows": 500})
+    chat(loop.pipeline.store, agent, 60)
+    result = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert not result.success
+    enough = evaluation_of(result, "enough_rows_are_clean")
+    assert not enough.passed
+    assert enough.severity is dg.AssetCheckSeverity.ERROR
+    done = {
+        str(e.asset_key and e.asset_key.to_user_string())
+        for e in result.all_events
+        if e.is_step_materialization
+    }
+    assert done == {"feedback_snapshot", "validated_feedback"}
+    assert loop.pipeline.ledger.versions(agent) == []
+
+    # The claim is free: a person who corrects the limit can ask again at once.
+    loop.agent("thin", validation={"min_rows": 50})
+    result = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert result.success, failures(result)
+    claims = loop.pipeline.claims.history(agent)
+    assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
+
+
+def test_a_person_may_ask_for_the_same_fingerprint_again(
+    loop: Loop, first_turn: FirstTurn, settled: str
+) -> None:
+    compute = replaying(first_turn.work)
+    before = loop.pipeline.claims.last_done(settled)
+    assert failed_steps(loop.run("retrain", settled, compute=compute)) == ["feedback_snapshot"]
+    result = loop.run("retrain", settled, compute=compute, snapshot={"again": True})
+    assert result.success, failures(result)
+    after = loop.pipeline.claims.last_done(settled)
+    assert before is not None
+    assert after is not None
+    assert (after.fingerprint, after.attempt) == (before.fingerprint, before.attempt + 1)
+    # The very same files from the very same votes are the version they already were.
+    assert len(loop.pipeline.ledger.versions(settled)) == 2
+
+
+def test_votes_that_come_in_after_the_watermark_wait_for_the_next_turn(loop: Loop) -> None:
+    agent = loop.agent("steady")
+    chat(loop.pipeline.store, agent, 30)
+    watermark = snapshot.newest_seq(loop.pipeline.database, agent)
+    votes = sum(loop.pipeline.store.counts(agent).values())
+    chat(loop.pipeline.store, agent, 30, seed=1)
+    result = loop.run(
+        "retrain", agent, snapshot={"watermark": watermark}, only=["feedback_snapshot"]
+    )
+    assert result.success, failures(result)
+    [event] = result.asset_materializations_for_node("feedback_snapshot")
+    assert event.metadata["dagster/row_count"].value == votes
+    assert loop.pipeline.claims.history(agent)[0].watermark == watermark
+
+
+def test_a_turn_goes_on_from_the_version_0_that_bootstrap_trained(loop: Loop, settled: str) -> None:
+    entries = [(p.action, p.version) for p in loop.pipeline.ledger.history(settled)]
+    assert entries == [("baseline", 0), ("promote", 1)]
+
+
+def test_bootstrap_of_an_agent_that_has_a_version_leaves_no_claim_behind(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    agent = loop.agent("late")
+    baseline = first_turn.work / "sft"
+    loop.pipeline.registry.register_baseline(agent, baseline, label="v0", lineage={}, actor="test")
+    result = loop.run("bootstrap", agent, compute=replaying(first_turn.work))
+    assert result.success, failures(result)
+    assert loop.pipeline.claims.held(agent) is None
+    assert len(loop.pipeline.ledger.versions(agent)) == 1
+
+
+def test_a_step_whose_claim_was_taken_over_writes_nothing(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    agent = loop.agent("fenced")
+    chat(loop.pipeline.store, agent, 80)
+    compute = replaying(first_turn.work)
+    inner = type(compute).run_stage
+
+    def stolen(self: Any, context: Any, stage: str, turn: Any) -> dict[str, Any]:
+        """Let another run take the claim over while PPO is at work."""
+        outcome = inner(self, context, stage, turn)
+        if stage == "ppo":
+            claims = loop.pipeline.claims
+            claims.finish(turn.token, "failed", "its heart stopped, as far as anybody saw")
+            claims.claim(
+                agent, turn.fingerprint, turn.watermark, holder="another run", asked_by="person"
+            )
+        return dict(outcome)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(type(compute), "run_stage", stolen)
+    try:
+        result = loop.run("retrain", agent, compute=compute)
+    finally:
+        patch.undo()
+    assert failed_steps(result)[0] == "evaluation_report"
+    assert "ClaimLost" in failures(result)
+    assert [v.version for v in loop.pipeline.ledger.versions(agent)] == [0]
+    held = loop.pipeline.claims.held(agent)
+    assert held is not None  # the failed run did not close what is another's
+    assert held.holder == "another run"
+
+
+def test_training_alone_is_refused_without_a_turn(loop: Loop, first_turn: FirstTurn) -> None:
+    agent = loop.agent("alone")
+    result = loop.run("retrain", agent, only=["ppo_policy"])
+    assert not result.success
+    assert "found none in this run; run the job `retrain`" in failures(result)
+
+
+def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
+    loop: Loop, first_turn: FirstTurn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = loop.agent("mended")
+    chat(loop.pipeline.store, agent, 80)
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "promote_if_due", full)
+        failed = loop.run("retrain", agent, compute=replaying(first_turn.work))
+    assert failed_steps(failed) == ["promotion"]
+    assert loop.pipeline.claims.history(agent)[-1].state == "failed"
+
+    monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
+    options = dg.ReexecutionOptions.from_failure(failed.run_id, loop.instance)
+    with dg.execute_job(
+        dg.reconstructable(retrain_job), loop.instance, reexecution_options=options
+    ) as again:
+        assert again.success
+        assert [e.step_key for e in again.all_events if e.is_step_success] == ["promotion"]
+    claims = loop.pipeline.claims.history(agent)
+    assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
+    assert loop.aliases(agent) == {"champion": 1, "previous": 0}
+
+
+def retrain_job() -> dg.JobDefinition:
+    from rlhf_pipeline.definitions import definitions
+
+    return definitions().resolve_job_def("retrain")
