@@ -18,6 +18,13 @@ from tests.assets.world import FirstTurn, Loop, play_first_turn
 TEMPLATE = "rlhf_template"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let typer 0.25 import what click 8.5 deprecates; delete when dg takes a newer typer."""
+    config.addinivalue_line(
+        "filterwarnings", "ignore:.*will be removed in Click 9.0:DeprecationWarning"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nobodys_environment() -> Iterator[None]:
     """Tests neither read nor write the state, recipe or Dagster home of whoever runs them."""

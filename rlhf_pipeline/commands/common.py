@@ -23,6 +23,8 @@ from rlhf_pipeline.errors import ConfigError, FeedbackRefused, PipelineError, Re
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import ProgressColumn
 
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.database import Database
@@ -237,6 +239,14 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
+def progress(*columns: ProgressColumn) -> Bars:
+    """Return progress bars on stderr that leave nothing behind; none where nobody watches."""
+    from rich.progress import Progress
+
+    watched = console(stderr=True)
+    return Progress(*columns, console=watched, transient=True, disable=not watched.is_terminal)
+
+
 def actor() -> str:
     """Return who the ledger says did it."""
     try:
@@ -270,7 +280,7 @@ def _quiet_logs(debug: bool) -> None:
     level = logging.DEBUG if debug else logging.WARNING
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line comes
     )
     if not debug:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlhf_pipeline.commands.common import SOME_QUARANTINED, Agent, console, workspace
+from rlhf_pipeline.commands.common import SOME_QUARANTINED, Agent, console, progress, workspace
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
@@ -63,13 +63,7 @@ def ingest(
 @contextmanager
 def _bytes_bar(paths: Sequence[str]) -> Iterator[Progress]:
     """Yield a Progress that draws a bar over the bytes of all files; of the hub it counts rows."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
     known = not any(path.startswith("hf://") for path in paths)
     finished, current, size = 0, "", 0
@@ -79,7 +73,7 @@ def _bytes_bar(paths: Sequence[str]) -> Iterator[Progress]:
         TextColumn("{task.fields[rows]} rows"),
     )
     more = (DownloadColumn(), TimeRemainingColumn()) if known else ()
-    with Progress(*columns, *more, console=console(stderr=True), transient=True) as bar:
+    with progress(*columns, *more) as bar:
         task = bar.add_task("reading", total=_bytes_of(paths) if known else None, rows=0)
 
         def report(facts: Mapping[str, float | int | str]) -> None:
@@ -151,7 +145,7 @@ def simulate(
     champion = here.version(agent, "champion")
     folder, settings = here.registry.folder_of(champion), here.settings_of(agent)
     limits = settings.policy
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from rlhf_pipeline.feedback import snapshot
     from rlhf_pipeline.policy.loading import load_policy
@@ -178,7 +172,7 @@ def simulate(
         return [completion.text for completion in completions]
 
     columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    with progress(*columns) as bar:
         task = bar.add_task("events", total=events)
         day = play(
             here.store,

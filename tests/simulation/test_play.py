@@ -32,7 +32,7 @@ def parrot(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def a_day(store: FeedbackStore, answer: Any = parrot, **more: Any) -> Day:
-    given: dict[str, Any] = {"model_version": 3, "events": 300, "seed": 5}
+    given: dict[str, Any] = {"model_version": 3, "events": 300, "pair_share": 0.45, "seed": 5}
     return play(store, "shop", answer, PEOPLE, **(given | more))
 
 

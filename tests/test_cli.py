@@ -1,0 +1,502 @@
+"""The command line, as a person and a script meet it: words, exit codes, one line for an error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import structlog
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from rlhf_pipeline.cli import app
+from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.commands.feedback import _bytes_of
+from rlhf_pipeline.config import recipe_names
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.registry.models import ModelRegistry
+
+HEAVY = (
+    "torch transformers great_expectations evidently mlflow peft trl dagster datasets pandas "
+    "fastapi gradio matplotlib accelerate"
+).split()
+THUMBS = '{"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "Because."}\n'
+ROOT = Path(__file__).parents[1]
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """Run one command in a state folder of the test's own."""
+    for name in ("RECIPE", "DATABASE_URL", "MLFLOW_URI", "WEBHOOK", "AGENT"):
+        monkeypatch.delenv(f"RLHF_{name}", raising=False)
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str, typed: str | None = None, code: int = 0) -> Result:
+        result = CliRunner().invoke(app, list(words), input=typed)
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    yield run
+    structlog.reset_defaults()
+    for state in tmp_path.glob("**/feedback.db"):
+        open_database(f"sqlite:///{state}").close()
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def every_command() -> dict[str, click.Command]:
+    root = typer.main.get_command(app)
+    assert isinstance(root, click.Group)
+    found: dict[str, click.Command] = {}
+    for name, command in root.commands.items():
+        if isinstance(command, click.Group):
+            found |= {f"{name} {sub}": each for sub, each in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+# -- help ---------------------------------------------------------------------------------------
+
+
+def test_every_command_of_the_design_that_is_there_has_its_name() -> None:
+    assert set(every_command()) >= set(
+        "ingest chat versions promote rollback explain export pause resume automatic status "
+        "simulate".split()
+    ) | {"config show", "config check", "config recipes"}
+
+
+@pytest.mark.parametrize("name", every_command())
+def test_every_command_explains_itself_and_its_example_holds(name: str, rlhf: Run) -> None:
+    told = rlhf(*name.split(), "--help").stdout
+    command = every_command()[name]
+    assert len(command.help or "") > 30
+    example = (command.epilog or "").removeprefix("Example: ")
+    assert example.startswith(f"rlhf {name}")
+    assert example in " ".join(told.split())
+    words = shlex.split(example)[1 + len(name.split()) :]
+    command.make_context(name, words)  # raises where the command would not take it
+    for parameter in command.params:
+        if parameter.name != "help" and not isinstance(parameter.type, click.Choice):
+            assert getattr(parameter, "help", None), f"{name} {parameter.name} says nothing"
+
+
+def test_help_names_the_exit_codes_and_where_settings_come_from(rlhf: Run) -> None:
+    told = " ".join(rlhf("--help").stdout.split())
+    for word in ("RLHF_RECIPE", "RLHF_STATE_DIR", "3 ingest set rows aside", "--debug"):
+        assert word in told
+    assert "3 when some were quarantined" in " ".join(rlhf("ingest", "-h").stdout.split())
+
+
+def run_python(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+@pytest.mark.parametrize("words", [["--help"], ["chat", "--help"], ["config", "recipes"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    loaded = run_python(
+        f"import sys; sys.argv = ['rlhf', *{words}]\n"
+        "from rlhf_pipeline.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    assert not set(loaded.splitlines()[-1].split()) & set(HEAVY)
+
+
+# -- errors and settings ------------------------------------------------------------------------
+
+
+def test_what_is_refused_is_one_line_on_stderr(rlhf: Run) -> None:
+    result = rlhf("versions", "--agent", "tea", code=1)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: agent 'tea' needs a version, found none registered")
+    assert "bootstrap" in line
+
+
+def test_debug_shows_where_it_happened(rlhf: Run) -> None:
+    for words in (["--debug", "versions", "-a", "tea"], ["versions", "-a", "tea", "--debug"]):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, RegistryError)
+
+
+def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:
+    assert "Missing option '--agent'" in rlhf("versions", code=2).stderr
+    assert "on" in rlhf("automatic", "tea", "perhaps", code=2).stderr
+    rlhf("nonsense", code=2)
+    rlhf("simulate", "--agent", "tea", "--events", "0", code=2)
+
+
+def test_a_database_that_is_not_there_is_one_line(
+    rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@127.0.0.1:9/rlhf")
+    (line,) = rlhf("status", code=1).stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "refused" in line
+    assert "hunter2" not in line
+    monkeypatch.setenv("RLHF_DATABASE_URL", "nonsense")
+    (line,) = rlhf("status", code=1).stderr.splitlines()
+    assert "URL" in line
+
+
+def test_what_is_typed_wins_over_the_environment_before_and_after_the_command(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    other = str(tmp_path / "other")
+    for words in (["--state", other, "status"], ["status", "--state", other]):
+        assert f"no agent in {other} yet" in rlhf(*words).stdout
+    assert f"no agent in {tmp_path}/state yet" in rlhf("status").stdout
+    shown = rlhf("--recipe", "gpt2", "config", "show").stdout
+    assert "base: gpt2" in shown
+    assert "base: gpt2" in rlhf("config", "show", "--recipe", "gpt2").stdout
+
+
+# -- config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_is_shown_is_a_recipe_itself(name: str, rlhf: Run, tmp_path: Path) -> None:
+    shown = rlhf("config", "show", "--recipe", name).stdout
+    path = write(tmp_path / "shown.yaml", shown)
+    assert "sound" in rlhf("config", "check", str(path)).stdout
+    again = rlhf("config", "show", "--recipe", str(path)).stdout
+    assert again == shown
+
+
+def test_a_mistake_in_a_recipe_is_named(rlhf: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "ppo: {updats: 3}")
+    (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
+    assert "the nearest right one is 'ppo.updates'" in line
+    path = write(tmp_path / "broken.yaml", "{\n a: [")
+    (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
+    assert "is not YAML" in line
+    assert "found none at" in rlhf("config", "check", str(tmp_path / "no.yaml"), code=1).stderr
+
+
+def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@db/rlhf")
+    monkeypatch.setenv("RLHF_WEBHOOK", "https://hooks.example/hunter2")
+    monkeypatch.setenv("RLHF_MLFLOW_URI", "https://me:hunter2@mlflow.example")
+    shown = rlhf("config", "show").stdout
+    assert "hunter2" not in shown
+    assert shown.count("*****") >= 3
+
+
+def test_recipes_are_listed_with_what_they_are_for(rlhf: Run) -> None:
+    told = rlhf("config", "recipes").stdout
+    assert [name for name in recipe_names() if name in told] == recipe_names()
+    assert "LoRA rank 16" in told
+
+
+# -- ingest and status --------------------------------------------------------------------------
+
+
+def cells(output: str) -> dict[str, str]:
+    """Return the first column of a table and the second."""
+    rows = (re.findall(r"│([^│]*)", line) for line in output.splitlines())
+    return {row[0].strip(): row[1].strip() for row in rows if len(row) > 1}
+
+
+def test_clean_feedback_goes_in_once(rlhf: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "votes.jsonl", THUMBS + THUMBS.replace("up", "down"))
+    told = cells(rlhf("ingest", str(path), "--agent", "tea").stdout)
+    assert (told["read"], told["stored"], told["quarantined"]) == ("2", "2", "0")
+    told = cells(rlhf("ingest", str(path), "--agent", "tea").stdout)
+    assert (told["read"], told["stored"], told["already known"]) == ("2", "0", "2")
+
+
+def test_dirt_is_told_by_rule_with_a_code_of_its_own(rlhf: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "votes.jsonl", THUMBS + "{broken\n[]\n{also broken\n")
+    told = cells(rlhf("ingest", str(path), "-a", "tea", code=3).stdout)
+    assert (told["stored"], told["quarantined"]) == ("1", "3")
+    assert (told["broken_json"], told["not_an_object"]) == ("2", "1")
+
+
+def test_a_file_that_cannot_be_read(rlhf: Run, tmp_path: Path) -> None:
+    (line,) = rlhf("ingest", str(tmp_path / "no.jsonl"), "-a", "tea", code=1).stderr.splitlines()
+    assert "check the path" in line
+    write(tmp_path / "inbox" / "good.jsonl", THUMBS)
+    write(tmp_path / "inbox" / "odd.jsonl", '{"apples": 3}')
+    result = rlhf("ingest", str(tmp_path / "inbox"), "-a", "tea", code=3)
+    assert cells(result.stdout)["stored"] == "1"
+    assert "not read: " in result.stderr
+    assert "odd.jsonl" in result.stderr
+    good = str(tmp_path / "inbox" / "good.jsonl")
+    unknown = rlhf("ingest", good, "-a", "tea", "--format", "csv", code=1)
+    assert "found 'csv'" in unknown.stderr
+
+
+def test_the_bar_knows_every_byte_before_the_first_is_read(tmp_path: Path) -> None:
+    one = write(tmp_path / "inbox" / "a.jsonl", THUMBS)
+    two = write(tmp_path / "inbox" / "deep" / "b.json", THUMBS * 3)
+    write(tmp_path / "inbox" / "notes.txt", "not feedback")
+    write(tmp_path / "inbox" / ".half-written.jsonl", THUMBS)
+    whole = one.stat().st_size + two.stat().st_size
+    assert _bytes_of([str(tmp_path / "inbox")]) == whole
+    assert _bytes_of([str(tmp_path / "inbox"), str(one)]) == whole + one.stat().st_size
+
+
+def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: Path) -> None:
+    assert "yet; `rlhf ingest` makes one known" in rlhf("status").stdout
+    assert json.loads(rlhf("status", "--json").stdout) == []
+    path = write(tmp_path / "votes.jsonl", THUMBS + "{broken\n")
+    rlhf("ingest", str(path), "--agent", "tea", code=3)
+    told = cells(rlhf("status").stdout)
+    assert told["votes"] == "1 (thumbs 1)"
+    assert told["quarantine"] == "1 (broken_json 1)"
+    assert (told["champion"], told["last turn"]) == ("none yet", "none yet")
+    assert told["next turn"] == "1 new votes of the 100 needed"
+    (values,) = json.loads(rlhf("status", "--json", "--agent", "tea").stdout)
+    assert values["votes"] == {"thumbs": 1}
+    assert "known: tea" in rlhf("status", "--agent", "tee", code=1).stderr
+    book = ClaimBook(Workspace().database)
+    book.finish(book.claim("tea", "f", 1, holder="run", asked_by="sensor").token, "failed", "oom")
+    last = cells(rlhf("status").stdout)["last turn"]
+    assert last.startswith("failed, attempt 1, asked by sensor, ")
+    assert last.endswith(" UTC: oom")
+
+
+def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    assert (
+        rlhf("pause", "tea", "--reason", "moving house").stdout == "tea is paused: moving house\n"
+    )
+    assert cells(rlhf("status").stdout)["next turn"] == "paused: moving house"
+    rlhf("resume", "tea")
+    assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 100 needed"
+    for words in (["pause", "tee"], ["resume", "tee"], ["automatic", "tee", "on"]):
+        assert "found 'tee'; known: tea" in rlhf(*words, code=1).stderr
+
+
+def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    assert cells(rlhf("status").stdout)["promotion"] == "automatic"  # as the recipe tiny says
+    assert "off" in rlhf("automatic", "tea", "off").stdout
+    assert cells(rlhf("status").stdout)["promotion"] == "asks a person"
+    rlhf("automatic", "tea", "on")
+    assert cells(rlhf("status").stdout)["promotion"] == "automatic"
+
+
+def test_an_agents_own_recipe_holds_for_it(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    Workspace().store.set_agent("tea", recipe="gpt2")
+    assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 300 needed"
+    assert "base: gpt2" in rlhf("config", "show", "--agent", "tea").stdout
+    assert "base: tiny" in rlhf("config", "show").stdout
+
+
+# -- versions -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made_shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a state with four tiny versions: baseline, passed, refused, and one never judged."""
+    from rlhf_pipeline.policy.loading import save_policy
+    from rlhf_pipeline.policy.tiny import build_tiny
+    from rlhf_pipeline.simulation.world import seed_conversations
+
+    state = tmp_path_factory.mktemp("shop") / "state"
+    here = Workspace(None, str(state))
+    texts = [t for e in seed_conversations(200, 0) for t in (e.prompt[-1].content, e.completion)]
+    refused = {"rule": "kl_stop", "verdict": "fail", "words": "too far", "number": 99.0}
+    gates: tuple[dict[str, Any] | None, ...] = (
+        None,
+        {"passed": True, "results": []},
+        {"passed": False, "results": [refused]},
+        None,
+    )
+    for number, gate in enumerate(gates):
+        folder = state / "agents" / "shop" / f"v{number}"
+        size: dict[str, int] = {"vocabulary": 400, "layers": 1, "width": 32, "heads": 2}
+        save_policy(build_tiny(texts, **size, context=128, seed=number), folder)
+        given: dict[str, Any] = {
+            "label": f"v{10 * number}",
+            "path": folder,
+            "files": folder_sha256(folder),
+            "lineage": {"base": "tiny"},
+        }
+        if number == 0:
+            here.ledger.add_baseline("shop", **given, actor="test")
+        else:
+            here.ledger.add_version("shop", **given, gate=gate, fingerprint=f"{number}" * 64)
+    here.database.close()
+    return state
+
+
+@pytest.fixture
+def shop(made_shop: Path, tmp_path: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the test a copy of the shop: a state folder that has moved still finds its models."""
+    state = tmp_path / "state"
+    shutil.copytree(made_shop, state)
+    monkeypatch.setenv("RLHF_AGENT", "shop")
+    return state
+
+
+def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for the aliases; their own tests are in tests/registry."""
+    reconciled: list[str] = []
+
+    def away(_: ModelRegistry, agent_id: str) -> Any:
+        reconciled.append(agent_id)
+        raise RegistryError("MLflow is away")
+
+    monkeypatch.setattr(ModelRegistry, "reconcile", away)
+    return reconciled
+
+
+def standing(rlhf: Run) -> dict[str, str]:
+    rows = (re.findall(r"│([^│]*)", line) for line in rlhf("versions").stdout.splitlines())
+    return {row[0].strip(): row[2].strip() for row in rows if len(row) > 3}
+
+
+def test_versions_tell_who_stands_where(shop: Path, rlhf: Run) -> None:
+    assert standing(rlhf) == {"0": "champion, baseline", "1": "challenger", "2": "", "3": ""}
+    told = rlhf("versions").stdout
+    assert "refused: kl_stop" in told
+    assert "not judged" in told
+
+
+def test_a_version_is_promoted_rolled_back_and_explained_with_mlflow_behind(
+    shop: Path, rlhf: Run
+) -> None:
+    told = rlhf("promote", "challenger", "--reason", "reads better").stdout
+    assert told.startswith("champion moved from 0 to 1")
+    assert "MLflow champion: None -> 2" in told
+    assert standing(rlhf)["1"] == "champion"
+    assert rlhf("promote", "1").stdout == "version 1 already is the champion\n"
+    told = rlhf("rollback", "--reason", "rude to customers").stdout
+    assert told.startswith("rolled back from 1 to 0")
+    assert "MLflow champion: 2 -> 1" in told
+    text = rlhf("explain", "1").stdout
+    assert "by person:" in text
+    assert "reads better" in text
+    assert "rude to customers" in text
+    entries = json.loads(rlhf("explain", "1", "--json").stdout)["ledger"]
+    assert [entry["action"] for entry in entries] == ["promote", "rollback"]
+    assert "rolled back from; train a new one" in rlhf("promote", "1", code=1).stderr
+
+
+def test_the_ledger_moves_although_mlflow_is_away(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reconciled = no_mlflow(monkeypatch)
+    result = rlhf("promote", "1")
+    assert result.stdout == "champion moved from 0 to 1\n"
+    assert result.stderr == (
+        "warning: the ledger has it, MLflow's aliases will follow: MLflow is away\n"
+    )
+    rlhf("rollback", "--to", "baseline", "--reason", "a test")
+    assert reconciled == ["shop", "shop"]
+    assert standing(rlhf)["0"] == "champion, baseline"
+
+
+def test_what_the_gate_refused_needs_force(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_mlflow(monkeypatch)
+    assert "was refused by the gate" in rlhf("promote", "2", code=1).stderr
+    assert "was never judged by the gate" in rlhf("promote", "3", code=1).stderr
+    rlhf("promote", "2", "--force", "--reason", "a person looked")
+    assert standing(rlhf)["2"] == "champion"
+    assert "forced (version 2 of agent shop was refused" in rlhf("explain", "champion").stdout
+
+
+def test_changed_files_are_never_served(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_mlflow(monkeypatch)
+    config = shop / "agents" / "shop" / "v1" / "config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    for words in (
+        ["promote", "1"],
+        ["chat", "--version", "1", "--once", "hello"],
+        ["export", "1", str(tmp_path / "out")],
+    ):
+        assert "found config.json changed" in rlhf(*words, code=1).stderr
+    assert standing(rlhf)["0"] == "champion, baseline"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_version_that_is_not_there(shop: Path, rlhf: Run) -> None:
+    for words in (["explain", "9"], ["promote", "9"], ["chat", "--version", "9", "--once", "x"]):
+        assert "version 9 of agent shop is needed" in rlhf(*words, code=1).stderr
+    assert "found no 'previous'" in rlhf("explain", "previous", code=1).stderr
+    assert "use promote" in rlhf("rollback", "--reason", "x", code=1).stderr
+    other = rlhf("chat", "--once", "x", "--version", "models:/rlhf-tea@champion", code=1)
+    assert "'champion'" in other.stderr
+
+
+def test_an_export_is_what_was_registered(shop: Path, rlhf: Run, tmp_path: Path) -> None:
+    told = rlhf("export", "baseline", str(tmp_path / "out")).stdout
+    said = {line.split("  ")[1]: line.split("  ")[0] for line in told.splitlines()}
+    assert said == folder_sha256(tmp_path / "out") == folder_sha256(shop / "agents/shop/v0")
+    assert "empty folder" in rlhf("export", "0", str(tmp_path / "out"), code=1).stderr
+
+
+# -- chat and simulate --------------------------------------------------------------------------
+
+
+def test_one_completion_is_printed_and_nothing_else(shop: Path, rlhf: Run) -> None:
+    words = ("chat", "--once", "how much is the lamp?", "--seed", "1")
+    first = rlhf(*words)
+    assert first.stdout.strip()
+    assert first.stderr == ""
+    assert rlhf(*words).stdout == first.stdout
+    assert rlhf(*words, "--version", "baseline").stdout == first.stdout
+    assert rlhf(*words, "--version", "1").stdout != first.stdout
+    assert "found an empty one" in rlhf("chat", "--once", " ", code=1).stderr
+
+
+def test_a_conversation_knows_its_commands(shop: Path, rlhf: Run) -> None:
+    typed = "help\nhow much is the lamp?\nhistory\nclear\nhistory\n\nbye\nnot heard\n"
+    told = rlhf("chat", "--seed", "1", "--temperature", "0", typed=typed).stdout
+    assert "shop version 0 (v0)" in told
+    assert "clear    forget it" in told
+    assert told.count("user: how much is the lamp?") == 1
+    assert told.count("assistant: ") == 1
+    assert told.index("forgotten") < told.index("nothing said yet")
+    assert "not heard" not in told
+    for word in ("quit", "EXIT", ""):  # the empty one is the end of what was typed
+        rlhf("chat", typed=f"{word}\n" if word else "")
+
+
+def test_simulated_people_send_what_was_asked_for(shop: Path, rlhf: Run) -> None:
+    told = rlhf("simulate", "--events", "40", "--people", "10").stdout
+    completions, pairs = (
+        int(re.findall(p, told)[0]) for p in (r"about (\d+)", r"preference (\d+)")
+    )
+    assert told.startswith("40 events about ")
+    assert "completions of version 0: " in told
+    assert completions == 40 + pairs
+    assert cells(rlhf("status").stdout)["votes"].startswith("40 (")
+    rlhf("simulate", "--events", "5")
+    assert cells(rlhf("status").stdout)["votes"].startswith("45 (")
+
+
+def test_an_agent_without_a_version_has_nobody_to_talk_to(rlhf: Run) -> None:
+    for words in (["chat", "--once", "hello"], ["simulate", "--events", "5"]):
+        assert "trains version 0" in rlhf(*words, "--agent", "tea", code=1).stderr
