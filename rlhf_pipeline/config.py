@@ -109,8 +109,8 @@ class SftSettings(Section):
 
     seed_conversations: str | None = Field(
         None,
-        description="JSONL of {messages: […]}, or `simulated:N` for the simulated people's own; "
-        "None trains on the snapshot's corrections, well-rated and chosen completions.",
+        description="JSONL of {messages: […]}, taken beside the snapshot's corrections, well-rated "
+        "and chosen completions; or `simulated:N`, the simulated people's, where there are none.",
     )
     epochs: Annotated[float, Field(gt=0)] = 3
     learning_rate: Rate = 1e-3

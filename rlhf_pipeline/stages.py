@@ -64,7 +64,8 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     from rlhf_pipeline.policy.tiny import build_tiny
 
     settings = turn.settings
-    examples = seeds(settings) + _imitable(turn)
+    imitable = _imitable(turn)
+    examples = [*seeds(settings, stand_in=not imitable), *imitable]
     if settings.sft.max_examples is not None:
         examples = examples[: settings.sft.max_examples]
     if not examples:
@@ -226,15 +227,18 @@ STAGES: Mapping[str, Callable[[Turn, Progress, KeepGoing], dict[str, Any]]] = {
 }
 
 
-def seeds(settings: Settings) -> list[SftExample]:
+def seeds(settings: Settings, *, stand_in: bool) -> list[SftExample]:
     """Return the seed conversations the settings name.
 
+    The simulated people's are only a stand-in: an agent with examples of its own begins from those.
     Raises TrainingError for a file that cannot be read or a line that is no conversation.
     """
     wanted = settings.sft.seed_conversations
     if wanted is None:
         return []
     if wanted.startswith("simulated:"):
+        if not stand_in:
+            return []
         from rlhf_pipeline.simulation.world import seed_conversations
 
         return seed_conversations(int(wanted.removeprefix("simulated:")), settings.training.seed)

@@ -54,7 +54,7 @@ def play(
     *,
     model_version: int,
     events: int,
-    pair_share: float = 0.45,
+    pair_share: float = 0.5,
     seed: int,
     report: Progress = ignore_progress,
 ) -> Day:

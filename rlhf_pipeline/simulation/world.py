@@ -186,6 +186,7 @@ FILLERS = (
 )
 SECRETS = ("password", "card number", "pin code")
 
+
 @dataclass(frozen=True, slots=True)
 class Clerk:
     """How somebody answered in the old days: probabilities of what a completion contains."""

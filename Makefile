@@ -1,0 +1,49 @@
+# Everything a newcomer types. Each target sets up .venv first where it needs one.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check ui clean mutants bench test-all help
+
+help:
+	@echo "make demo   the whole loop, end to end, offline      make test   the test suite"
+	@echo "make ui     Dagster and MLflow in a browser          make check  format, lint, types, definitions"
+	@echo "make bench  the measured claims                      make clean  remove .venv and caches"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "installing (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m automation.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/dg check defs
+	$(BIN)/dg list defs > /dev/null
+
+ui: $(READY)
+	$(BIN)/python -m automation.ui
+
+mutants: $(READY)
+	$(BIN)/python -m benchmarks.ppo_mutants
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.validation_speed
+	$(BIN)/python -m benchmarks.demo_seeds
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

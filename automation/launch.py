@@ -1,0 +1,114 @@
+"""`make train AGENT=name`: one turn now, from the terminal, through the same Dagster job.
+
+What the nightly schedule and the sensor ask for, a person asks for here; it shows in the UI like
+any other run. Exit code 0 when the turn came to its verdict, whether that was a promotion or not.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import dagster as dg
+from rich.console import Console
+
+from automation import processes
+from automation.bars import Bars, be_quiet, looking
+from automation.jobs import bootstrap, retrain
+from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.feedback import snapshot
+
+
+def run_job(
+    pipeline: Pipeline, agent_id: str, bars: Bars, *, job: str = retrain.name, again: bool = False
+) -> dg.ExecuteInProcessResult:
+    """Run the job for the agent in this process, showing its stages; raises PipelineError."""
+    from rlhf_pipeline.definitions import definitions
+
+    settings = pipeline.settings(agent_id)
+    instance = dg.DagsterInstance.get()
+    instance.add_dynamic_partitions("agents", [agent_id])
+    config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
+    if job == bootstrap.name:
+        mark = bootstrap_mark(agent_id)
+    else:
+        watermark = snapshot.newest_seq(pipeline.database, agent_id)
+        mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
+        config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
+    folder = settings.agent_folder(agent_id) / "turns" / mark[:16]
+    with looking(bars, folder):
+        outcome = (
+            definitions()
+            .resolve_job_def(job)
+            .execute_in_process(
+                instance=instance,
+                partition_key=agent_id,
+                tags={AGENT: agent_id, ASKED_BY: "person"},
+                run_config=config,
+                raise_on_error=False,
+            )
+        )
+    if not outcome.success:
+        raise PipelineError(
+            f"{job} of {agent_id} failed: {_why(outcome)}; see {folder} and `make ui`"
+        )
+    return outcome
+
+
+def main() -> None:
+    """Run one turn for the agent named on the command line."""
+    parser = argparse.ArgumentParser(prog="make train AGENT=name", description=__doc__)
+    parser.add_argument("--agent", required=True, help="whose feedback to train from")
+    parser.add_argument("--job", choices=[retrain.name, bootstrap.name], default=retrain.name)
+    parser.add_argument("--again", action="store_true", help="also from feedback trained on before")
+    arguments = parser.parse_args()
+    be_quiet()
+    console, pipeline = Console(), Pipeline()
+    processes.prepare_home(pipeline.settings().state_dir)
+    try:
+        if arguments.agent not in pipeline.store.agents():
+            raise PipelineError(
+                f"needed an agent with feedback, found none called {arguments.agent!r}; "
+                "`rlhf ingest FILE --agent NAME` makes one"
+            )
+        bars = Bars(console)
+        with bars.progress:
+            run_job(pipeline, arguments.agent, bars, job=arguments.job, again=arguments.again)
+    except PipelineError as error:
+        console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
+        sys.exit(1)
+    _report(pipeline, arguments.agent, console)
+
+
+def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
+    from rlhf_pipeline.files import read_json
+
+    claim = pipeline.claims.last_done(agent_id)
+    if claim is None:
+        return
+    folder = pipeline.settings(agent_id).agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+    console.print(f"verdict: {claim.reason}", highlight=False)
+    for rule, count in pipeline.store.quarantined(agent_id).items():
+        console.print(f"quarantine: {rule} {count}", highlight=False)
+    reward = Path(folder / "reward.json")
+    if reward.exists():
+        for job, report in read_json(reward)["result"].items():
+            console.print(
+                f"{job} reward model: accuracy {report['accuracy']:.3f} "
+                f"({report['interval'][0]:.3f} to {report['interval'][1]:.3f}) on {report['n']} "
+                f"held-out pairs; always the longer: {report['floors']['longer']:.3f}, random: 0.5",
+                highlight=False,
+            )
+
+
+def _why(outcome: dg.ExecuteInProcessResult) -> str:
+    for event in outcome.all_events:
+        if event.is_step_failure and event.step_failure_data.error is not None:
+            error = event.step_failure_data.error
+            cause = error.cause or error
+            return f"{event.step_key}: {cause.message.strip()[-600:]}"
+    return "no step failed"
+
+
+if __name__ == "__main__":
+    main()

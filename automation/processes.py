@@ -1,0 +1,112 @@
+"""The processes behind the loop: Dagster's home and daemon, its web page, MLflow's page.
+
+Each is a child that ends with its parent; each logs to <state>/logs/<name>.log.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_pipeline.errors import PipelineError
+
+ROOT = Path(__file__).resolve().parents[1]
+QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GX_ANALYTICS_ENABLED": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "DAGSTER_DISABLE_TELEMETRY": "1",
+}
+
+
+def prepare_home(state_dir: Path) -> Path:
+    """Return <state>/dagster with dagster.yaml in it, and point this process at it."""
+    home = state_dir.absolute() / "dagster"
+    home.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
+    os.environ.update(QUIET)
+    os.environ["DAGSTER_HOME"] = str(home)
+    os.environ["RLHF_STATE_DIR"] = str(state_dir.absolute())
+    return home
+
+
+def start(name: str, command: list[str], state_dir: Path) -> "subprocess.Popen[bytes]":
+    """Start a child process that logs to <state>/logs/<name>.log."""
+    logs = state_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHON": sys.executable},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+
+
+def start_daemon(state_dir: Path) -> "subprocess.Popen[bytes]":
+    """Start Dagster's daemon: sensors, schedules, the run queue, run monitoring."""
+    command = [sys.executable, "-m", "dagster._daemon", "run", "-w", "workspace.yaml"]
+    return start("dagster-daemon", command, state_dir)
+
+
+def start_webserver(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
+    """Start Dagster's page on loopback."""
+    command = [sys.executable, "-m", "dagster_webserver", "-w", "workspace.yaml"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    return start("dagster-webserver", command, state_dir)
+
+
+def start_mlflow(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
+    """Start MLflow's page on loopback (mlflow/start says how)."""
+    command = ["sh", str(ROOT / "mlflow" / "start"), str(state_dir.absolute()), str(port)]
+    return start("mlflow", command, state_dir)
+
+
+def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:
+    """End a child: asked first, killed when it does not listen."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(within_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port(wanted: int) -> int:
+    """Return the wanted port, or one the system gives where it is taken."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise PipelineError("no free port on 127.0.0.1; stop a server and try again")
+
+
+def wait_for(url: str, process: "subprocess.Popen[bytes]", *, seconds: float = 120.0) -> None:
+    """Return when the address answers; raises PipelineError when its process ends or time is up."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PipelineError(f"the server behind {url} ended; see the logs in the state folder")
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise PipelineError(f"{url} did not answer within {seconds:g} s; see the logs")

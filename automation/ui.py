@@ -1,0 +1,54 @@
+"""`make ui`: Dagster's page and daemon and MLflow's page, one line each saying where."""
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+from automation import processes
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.errors import PipelineError
+
+
+def main() -> None:
+    """Start what people look at and run until interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m automation.ui", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--dagster-port", type=int, default=3000)
+    parser.add_argument("--mlflow-port", type=int, default=5000)
+    parser.add_argument("--state", type=Path, default=None, help="default: the settings' state_dir")
+    arguments = parser.parse_args()
+    state = arguments.state or load_settings().state_dir
+    processes.prepare_home(state)
+    dagster_port = processes.free_port(arguments.dagster_port)
+    mlflow_port = processes.free_port(arguments.mlflow_port)
+    children = [
+        processes.start_daemon(state),
+        processes.start_webserver(state, dagster_port),
+        processes.start_mlflow(state, mlflow_port),
+    ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        for name, port, path, child in (
+            ("Dagster", dagster_port, "/server_info", children[1]),
+            ("MLflow", mlflow_port, "/health", children[2]),
+        ):
+            processes.wait_for(f"http://127.0.0.1:{port}{path}", child)
+            sys.stdout.write(f"{name:8} http://127.0.0.1:{port}\n")
+            sys.stdout.flush()
+        sys.stdout.write(f"state    {state}   (Ctrl-C ends all of it)\n")
+        sys.stdout.flush()
+        while all(child.poll() is None for child in children):
+            time.sleep(1)
+        raise PipelineError(f"a server ended by itself; see {state / 'logs'}")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for child in reversed(children):
+            processes.stop(child)
+
+
+if __name__ == "__main__":
+    main()
