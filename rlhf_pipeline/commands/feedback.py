@@ -105,11 +105,12 @@ def _print_summary(summary: IngestSummary, agent_id: str) -> None:
 
     from rlhf_pipeline.feedback.rules import MEANINGS, Rule
 
+    files = "1 file" if summary.files == 1 else f"{summary.files} files"
     table = Table(title=f"Feedback of agent {agent_id}", title_justify="left")
     table.add_column("")
     table.add_column("rows", justify="right")
     table.add_column("why")
-    table.add_row("read", f"{summary.read:,}", f"{summary.files} files, {summary.seconds:.1f} s")
+    table.add_row("read", f"{summary.read:,}", f"{files}, {summary.seconds:.1f} s")
     table.add_row("stored", f"{summary.stored:,}", "")
     table.add_row("already known", f"{summary.known:,}", "the same row was there before")
     table.add_row("quarantined", f"{sum(summary.quarantined.values()):,}", "", end_section=True)
