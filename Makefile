@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check ui clean mutants bench test-all help
+.PHONY: demo test check train ui clean mutants bench test-all help
 
 help:
 	@echo "make demo   the whole loop, end to end, offline      make test   the test suite"
+	@echo "make train AGENT=name    one turn from the feedback that is there"
 	@echo "make ui     Dagster and MLflow in a browser          make check  format, lint, types, definitions"
 	@echo "make bench  the measured claims                      make clean  remove .venv and caches"
 
@@ -33,6 +34,9 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/dg check defs
 	$(BIN)/dg list defs > /dev/null
+
+train: $(READY)
+	$(BIN)/python -m automation.launch --agent $(AGENT) $(if $(AGAIN),--again)
 
 ui: $(READY)
 	$(BIN)/python -m automation.ui

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 import psutil
@@ -33,6 +32,8 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import EvaluationPrompt, Prompt
+from rlhf_pipeline.simulation.people import Person, population
+from rlhf_pipeline.simulation.play import Day, play
 
 TURN_TIMEOUT_SECONDS = 3600.0
 
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--agent", default=None, help="default: demo, demo-2, demo-3, ...")
     parser.add_argument("--events", type=int, default=11_000, help="feedback events on day one")
     parser.add_argument("--second", type=int, default=600, help="feedback events on day two")
+    parser.add_argument("--turns", type=int, choices=(1, 2), default=2, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="of the people")
     parser.add_argument("--json", type=Path, default=None, help="also write the table as JSON")
     arguments = parser.parse_args()
@@ -112,8 +114,6 @@ def run(
     watch: Watch,
 ) -> list[Row]:
     """Run the loop and return the table's rows."""
-    from rlhf_pipeline.simulation.people import population
-
     started = time.monotonic()
     agent_id = arguments.agent or _new_agent(pipeline)
     people = population(200, arguments.seed)
@@ -135,6 +135,12 @@ def run(
         bars = Bars(console)
         with bars.progress:
             measured = _measure(pipeline, settings, agent_id, first, bars)
+        if arguments.turns == 1:
+            rows = [*_first_rows(day_one, first, first_champion), *measured]
+            _print(console, rows, agent_id)
+            return rows
+        bars = Bars(console)
+        with bars.progress:
             day_two = _day(
                 pipeline, settings, agent_id, people, arguments.second, 1001 + arguments.seed, bars
             )
@@ -146,19 +152,7 @@ def run(
     claims = [c for c in pipeline.claims.history(agent_id) if c.watermark > 0]
     marks = [c.fingerprint for c in claims if c.state == "done"]
     rows = [
-        Row(
-            "feedback events / preferences, day one",
-            "≥ 10,000 / 4,000",
-            f"{day_one.events:,} / {day_one.by_kind['preference']:,}",
-            day_one.events >= 10_000 and day_one.by_kind["preference"] >= 4_000,
-        ),
-        Row(
-            "first turn, asked for by the sensor",
-            "promoted over version 0",
-            first.verdict,
-            first_champion > 0,
-            required=True,
-        ),
+        *_first_rows(day_one, first, first_champion),
         *measured,
         Row(
             "second turn, asked for by the sensor",
@@ -206,18 +200,35 @@ class TurnSeen:
     fingerprint: str
 
 
+def _first_rows(day: Day, turn: TurnSeen, champion: int) -> list[Row]:
+    pairs = day.by_kind["preference"]
+    return [
+        Row(
+            "feedback events / preferences, day one",
+            "≥ 10,000 / 4,000",
+            f"{day.events:,} / {pairs:,}",
+            day.events >= 10_000 and pairs >= 4_000,
+        ),
+        Row(
+            "first turn, asked for by the sensor",
+            "promoted over version 0",
+            turn.verdict,
+            champion > 0,
+            required=True,
+        ),
+    ]
+
+
 def _day(
     pipeline: Pipeline,
     settings: Settings,
     agent_id: str,
-    people: Sequence[Any],
+    people: Sequence[Person],
     events: int,
     seed: int,
     bars: Bars,
-) -> Any:
+) -> Day:
     """Let people chat with the champion and send feedback."""
-    from rlhf_pipeline.simulation.play import play
-
     champion = pipeline.ledger.champion(agent_id)
     if champion is None:
         raise PipelineError(f"agent {agent_id} has no champion to chat with")

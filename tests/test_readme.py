@@ -1,0 +1,80 @@
+"""The README is true: its commands exist, its paths exist, its tree is the tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.main import get_command
+
+from rlhf_pipeline.cli import app
+from rlhf_pipeline.config import recipe_names
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = ("rlhf_pipeline", "assets", "automation", "resources")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def tree_paths() -> list[str]:
+    """Return every path of the tree, its folders put back together."""
+    (tree,) = [block for block in blocks("text") if block.startswith("rlhf_pipeline/")]
+    found: list[str] = []
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders = [*folders[:depth], name]
+        found.append("".join(folders))
+    return found
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    missing = [path for path in tree_paths() if not (ROOT / path).exists()]
+    assert len(tree_paths()) > 60
+    assert missing == []
+
+
+def test_every_module_stands_in_the_tree() -> None:
+    told = set(tree_paths())
+    modules = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py" and "migrations" not in path.parts
+    ]
+    assert [module for module in modules if module not in told] == []
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z]+)", README))
+    assert {"demo", "test", "check", "ui", "train"} <= named
+    assert named <= targets
+
+
+def test_every_rlhf_command_exists() -> None:
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]  # a group has commands
+    named = set(re.findall(r"\brlhf ([a-z]+)", README))
+    assert {"ingest", "chat", "explain", "versions", "config"} <= named
+    assert named <= known
+
+
+def test_every_link_and_picture_is_there() -> None:
+    links = [x for x in re.findall(r"\]\(([^)]+)\)", README) if not x.startswith("http")]
+    assert len(links) >= 8
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    pictures = list((ROOT / "docs" / "images").glob("*.png"))
+    assert all(picture.stat().st_size < 400_000 for picture in pictures)
+
+
+def test_every_recipe_is_told_of() -> None:
+    assert [name for name in recipe_names() if f"recipes/{name}.yaml" not in README] == []
+
+
+def test_mlflow_folder_never_shadows_the_library() -> None:
+    assert not (ROOT / "mlflow" / "__init__.py").exists()
