@@ -234,9 +234,12 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
     options = dg.ReexecutionOptions.from_failure(failed.run_id, loop.instance)
     with dg.execute_job(
-        dg.reconstructable(retrain_job), loop.instance, reexecution_options=options
+        dg.reconstructable(retrain_job),
+        loop.instance,
+        reexecution_options=options,
+        tags={"dagster/partition": agent},  # as the page does
     ) as again:
-        assert again.success
+        assert again.success, failures(again)
         assert [e.step_key for e in again.all_events if e.is_step_success] == ["promotion"]
     claims = loop.pipeline.claims.history(agent)
     assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]

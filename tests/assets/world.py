@@ -184,7 +184,7 @@ class Loop:
         return {alias: by_number[str(number)] for alias, number in found.items()}
 
 
-def failures(result: dg.ExecuteInProcessResult) -> str:
+def failures(result: dg.ExecuteInProcessResult | dg.JobExecutionResult) -> str:
     """Return why steps failed, innermost cause last; empty where none did."""
     said = []
     for event in result.all_events:

@@ -1,0 +1,150 @@
+"""Which part may import which, and what loading the definitions costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = frozenset(
+    "torch transformers great_expectations evidently mlflow peft trl datasets accelerate".split()
+)
+OURS = ("assets", "automation", "resources", "rlhf_pipeline")
+SECONDS = 3.0  # DESIGN.md 2, on a quiet machine
+BARE_GPU = frozenset("torch transformers peft accelerate numpy safetensors tokenizers".split())
+COMES_WITH_TRANSFORMERS = frozenset({"jinja2"})
+
+LOADING = """
+import json, sys, time
+import {module} as loaded
+{call}
+print(json.dumps({{"seconds": time.process_time(), "modules": sorted(sys.modules)}}))
+"""
+
+
+def files(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path, *, inside_functions: bool = True) -> Iterator[str]:
+    """Yield the full name of every module a file imports (type checking alone is left out)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    nodes = ast.walk(tree) if inside_functions else ast.iter_child_nodes(tree)
+    for node in nodes:
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module or ""
+
+
+def offenders(paths: list[Path], forbidden: frozenset[str] | set[str]) -> dict[str, list[str]]:
+    """Return {file: modules} for files that import what they should not."""
+    found = {
+        path.relative_to(ROOT).as_posix(): sorted(
+            {name for name in imports(path) if name.split(".")[0] in forbidden}
+        )
+        for path in paths
+    }
+    return {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [("rlhf_pipeline.definitions", "loaded.definitions()"), ("rlhf_pipeline.cli", "")],
+)
+def test_loading_is_quick_and_imports_nothing_heavy(module: str, call: str) -> None:
+    code = LOADING.format(module=module, call=call)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    said = json.loads(done.stdout.splitlines()[-1])
+    sys.stdout.write(f"{module}: {said['seconds']:.2f} s of CPU, {SECONDS} s allowed\n")
+    assert not HEAVY & {name.split(".")[0] for name in said["modules"]}
+    assert said["seconds"] < 2 * SECONDS  # CPU seconds of a machine that others use too
+
+
+def test_the_engine_imports_no_dagster_and_nothing_above_it() -> None:
+    engine = [p for p in files("rlhf_pipeline") if p.name != "definitions.py"]
+    assert len(engine) > 50
+    above = {"assets", "automation", "resources"}
+    found = offenders(engine, {"dagster", "dagster_pipes", *above})
+    # The command line is above resources, like the definitions.
+    commands = {p: n for p, n in found.items() if p.startswith("rlhf_pipeline/commands/")}
+    assert {p: n for p, n in found.items() if p not in commands} == {}
+    assert not any("dagster" in name for names in commands.values() for name in names)
+
+
+def test_arrows_between_the_layers_point_one_way() -> None:
+    assert offenders(files("resources"), {"assets", "automation"}) == {}
+    assert offenders(files("assets"), {"automation"}) == {}
+
+
+def test_only_the_registry_imports_mlflow() -> None:
+    found = offenders(files(*OURS), {"mlflow"})
+    assert found  # the registry does
+    assert all(path.startswith("rlhf_pipeline/registry/") for path in found), found
+
+
+def test_only_serving_imports_fastapi() -> None:
+    found = offenders(files(*OURS), {"fastapi", "starlette", "gradio", "uvicorn"})
+    assert all(path.startswith("rlhf_pipeline/serving/") for path in found), found
+
+
+def test_ppo_can_be_lifted_onto_a_bare_gpu_machine() -> None:
+    ppo = files("rlhf_pipeline/ppo")
+    used = {p.with_suffix("").relative_to(ROOT).as_posix().replace("/", "."): p for p in ppo}
+    queue = list(ppo)
+    while queue:  # everything of ours that it reaches
+        for name in imports(queue.pop()):
+            path = ROOT / f"{name.replace('.', '/')}.py"
+            if name.startswith("rlhf_pipeline") and path.exists() and name not in used:
+                used[name] = path
+                queue.append(path)
+    parts = {name.split(".")[1] for name in used}
+    assert parts == {"ppo", "policy", "records", "errors", "files"}
+    allowed = BARE_GPU | COMES_WITH_TRANSFORMERS | sys.stdlib_module_names | {"rlhf_pipeline"}
+    outside = {
+        (path.name, name)
+        for path in used.values()
+        for name in imports(path)
+        if name.split(".")[0] not in allowed
+    }
+    # Plots are drawn where matplotlib is: it is imported inside the function that draws.
+    assert {name.split(".")[0] for _, name in outside} <= {"matplotlib"}
+    for path in used.values():
+        at_the_top = {name.split(".")[0] for name in imports(path, inside_functions=False)}
+        assert "matplotlib" not in at_the_top, path
+
+
+def test_nothing_shadows_the_mlflow_library() -> None:
+    assert (ROOT / "mlflow").is_dir()
+    assert list((ROOT / "mlflow").rglob("*.py")) == []
+
+
+def test_our_top_level_names_are_ours_alone() -> None:
+    owners = importlib.metadata.packages_distributions()
+    assert "rlhf-pipeline" not in owners.get("mlflow", [])
+    others = {n: set(owners.get(n, [])) - {"rlhf-pipeline"} for n in OURS}
+    assert others == {name: set() for name in OURS}
+    try:
+        importlib.metadata.distribution("rlhf-pipeline")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("this project is not installed here; nothing else claims its names")
+    assert all("rlhf-pipeline" in owners.get(name, []) for name in OURS)
