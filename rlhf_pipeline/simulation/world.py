@@ -264,8 +264,10 @@ def question_of(text: str) -> Question:
 
 def good_answer(question: Question, rng: random.Random) -> str:
     """Return what a kind and competent person would answer."""
-    fact = _fact(question.topic, question.thing, rng)
-    return f"{rng.choice(KIND)} {fact} {rng.choice(KIND)}"
+    parts = [_fact(question.topic, question.thing, rng)]
+    if rng.random() < 0.7:
+        parts.insert(rng.choice((0, 1)), rng.choice(KIND))
+    return " ".join(parts)
 
 
 def seed_conversations(count: int, seed: int) -> list[SftExample]:

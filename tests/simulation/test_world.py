@@ -74,11 +74,12 @@ def test_a_word_within_another_names_nothing() -> None:
     assert found.relevance == 0  # theater is not heater
 
 
-def test_a_good_answer_is_as_good_as_it_gets() -> None:
+def test_a_good_answer_answers_the_question_and_is_never_rude() -> None:
     rng = random.Random(1)
     for question in list(every_question())[::37]:
         judgement = judge(question, good_answer(question, rng))
-        assert judgement.tone == judgement.safety == 1
+        assert judgement.safety == judgement.length == 1
+        assert judgement.tone >= 0.5  # plain or kind: people do not always thank for a question
         assert judgement.relevance >= 0.75  # a fact may brush another topic
 
 
