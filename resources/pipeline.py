@@ -186,9 +186,14 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         versions = [
             v for v in self.ledger.versions(turn.agent_id) if v.fingerprint == turn.fingerprint
         ]
-        version, champion = versions[-1], self.ledger.champion(turn.agent_id)
-        if champion is None:
-            raise RegistryError(f"agent {turn.agent_id} needs a champion, found none")
+        champion = self.ledger.champion(turn.agent_id)
+        if champion is None or not versions:
+            raise RegistryError(
+                f"promoting needs a champion and a version of this turn, found {len(versions)} "
+                f"versions and {'a' if champion else 'no'} champion of agent {turn.agent_id}; "
+                "materialise registered_model first"
+            )
+        version = versions[-1]
         row = self.store.agent(turn.agent_id)
         automatic = turn.settings.promotion.automatic
         if row is not None and row.automatic_promotion is not None:

@@ -1,0 +1,164 @@
+"""A stage in a process of its own: what comes back, what is tried again, what is ended."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+import psutil
+import pytest
+from pydantic import SecretStr
+
+from assets.common import agents
+from resources.compute import Compute
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.stages import Turn
+from tests.assets.world import Loop, failures
+
+LAUNCHER = [sys.executable, str(Path(__file__).with_name("launch.py"))]
+
+
+def begun(loop: Loop, agent_id: str, **changes: Any) -> Turn:
+    """Return a turn whose claim is held."""
+    pipeline = loop.pipeline
+    loop.agent(agent_id)
+    claim = pipeline.claims.claim(agent_id, "f" * 64, 1, holder=agent_id, asked_by="person")
+    folder = pipeline.settings().agent_folder(agent_id)
+    return Turn(
+        agent_id=agent_id,
+        fingerprint=claim.fingerprint,
+        watermark=1,
+        token=claim.token,
+        data=folder / "data",
+        work=folder / "work",
+        baseline=None,
+        champion=None,
+        settings=pipeline.settings().model_copy(update=changes),
+    )
+
+
+def run(
+    loop: Loop, stage: str, turn: Turn, *, retries: int = 1
+) -> tuple[dg.ExecuteInProcessResult, list[dict[str, Any]]]:
+    """Run the stage from an asset; return the run and what the stage gave back."""
+    given: list[dict[str, Any]] = []
+
+    @dg.asset(partitions_def=agents, retry_policy=dg.RetryPolicy(max_retries=retries))
+    def trained(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it with the bare class
+        """Train."""
+        given.append(Compute(launcher=LAUNCHER).run_stage(context, stage, turn))
+        return dg.MaterializeResult()
+
+    result = dg.materialize(
+        [trained],
+        partition_key=turn.agent_id,
+        instance=loop.instance,
+        raise_on_error=False,
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+    )
+    return result, given
+
+
+def attempts(loop: Loop, result: dg.ExecuteInProcessResult) -> int:
+    [step] = loop.instance.get_run_step_stats(result.run_id)
+    return step.attempts or 0
+
+
+def test_a_stage_gives_its_result_and_its_last_report_is_shown(loop: Loop) -> None:
+    result, given = run(loop, "count", begun(loop, "counting"))
+    assert result.success, failures(result)
+    assert given[0]["sum"] == 6
+    logs = loop.instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
+    event = logs[-1].dagster_event
+    assert event is not None
+    shown = {
+        key: value.value
+        for key, value in event.asset_observation_data.asset_observation.metadata.items()
+    }
+    assert shown["update"] == 3
+    assert shown["score"] == 1.5
+    assert shown["stage"] == "count"
+
+
+def test_what_is_refused_is_not_tried_again_and_says_why(loop: Loop) -> None:
+    result, _ = run(loop, "refuse", begun(loop, "refusing"))
+    assert not result.success
+    assert attempts(loop, result) == 1
+    assert "NotEnoughData: needed 30 preference pairs, found 2" in failures(result)
+
+
+def test_a_process_that_dies_is_started_again_whatever_earlier_ones_logged(loop: Loop) -> None:
+    turn = begun(loop, "once-refused")
+    turn.work.mkdir(parents=True)
+    (turn.work / "fall_over.log").write_text("rlhf_pipeline.errors.NotEnoughData: last night\n")
+    result, given = run(loop, "fall_over", turn)
+    assert result.success, failures(result)
+    assert given == [{"attempt": 2}]
+    assert attempts(loop, result) == 2
+
+
+def test_a_stage_that_takes_too_long_is_ended_for_good(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = begun(loop, "slow")
+    pid = turn.work / "pid"
+
+    def monotonic() -> float:
+        """An hour goes by once the stage is at work."""
+        return time.monotonic() + (3600 if pid.exists() and pid.read_text() else 0)
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr("resources.compute.time", clock)
+    result, _ = run(loop, "ignore_everything", turn)
+    assert not result.success
+    assert attempts(loop, result) == 1
+    assert "training.stage_timeout_minutes" in failures(result)
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_a_stage_stops_when_its_claim_is_lost(loop: Loop) -> None:
+    turn = begun(loop, "overtaken")
+
+    def take_over() -> None:
+        pid = turn.work / "pid"
+        while not pid.exists():
+            time.sleep(0.02)
+        loop.pipeline.claims.finish(turn.token, "failed", "somebody else took over")
+
+    thread = threading.Thread(target=take_over, daemon=True)
+    thread.start()
+    result, _ = run(loop, "hang", turn)
+    thread.join()
+    assert not result.success
+    assert attempts(loop, result) == 1
+    assert "ClaimLost" in failures(result)
+    assert not (turn.work / "hang.json").exists()
+
+
+def test_the_databases_address_reaches_the_worker_but_no_file(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{loop.state}/sesame-open-7.db"
+    settings = load_settings(str(loop.pipeline.recipe), {"database_url": url})
+    claim = ClaimBook(open_database(url)).claim(
+        "hidden", "f" * 64, 1, holder="hidden", asked_by="person"
+    )
+    turn = begun(loop, "hidden", database_url=SecretStr(url))
+    turn = Turn(
+        **{n: getattr(turn, n) for n in Turn.__slots__ if n not in ("token", "settings")},
+        token=claim.token,
+        settings=settings,
+    )
+    monkeypatch.delenv("RLHF_DATABASE_URL", raising=False)
+    result, given = run(loop, "count", turn)
+    assert result.success, failures(result)
+    assert given[0]["secret"] == url
+    spec = (turn.work / "count.spec.json").read_text()
+    assert "sesame-open-7" not in spec
+    assert "RLHF_DATABASE_URL" not in os.environ

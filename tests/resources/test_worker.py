@@ -1,0 +1,166 @@
+"""The worker: what it is told, what it does not do twice, when it stops by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from resources import worker
+from resources.worker import same_work, specification, turn_from
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.errors import ClaimLost
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.stages import STAGES, Turn
+from tests.assets.world import write_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = Path(__file__).with_name("launch.py")
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> ClaimBook:
+    settings = load_settings(write_recipe(tmp_path / "minute.yaml", tmp_path / "state"))
+    return ClaimBook(open_database(settings.resolved_database_url))
+
+
+@pytest.fixture
+def claim(book: ClaimBook) -> Claim:
+    return book.claim("shop", "f" * 64, 7, holder="run 1", asked_by="person")
+
+
+@pytest.fixture
+def turn(tmp_path: Path, claim: Claim) -> Turn:
+    return Turn(
+        agent_id="shop",
+        fingerprint=claim.fingerprint,
+        watermark=7,
+        token=claim.token,
+        data=tmp_path / "data",
+        work=tmp_path / "work",
+        baseline=tmp_path / "baseline",
+        champion=None,
+        settings=load_settings(tmp_path / "minute.yaml"),
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Put a stage `counting` in place and return the list it counts its calls in."""
+    made: list[int] = []
+
+    def counting(turn: Turn, report: Any, keep_going: Callable[[], None]) -> dict[str, Any]:
+        made.append(turn.token)
+        report({"update": len(made)})
+        return {"call": len(made)}
+
+    monkeypatch.setitem(STAGES, "counting", counting)
+    return made
+
+
+def test_a_turn_survives_being_written_and_read(turn: Turn) -> None:
+    assert turn_from(json.loads(json.dumps(specification(turn)))) == turn
+
+
+def test_no_secret_is_in_the_specification(
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, hook = "postgresql://u:hush-hush-1@db/x", "https://hooks.example/hush-hush-2"
+    settings = load_settings(
+        tmp_path / "minute.yaml", {"database_url": url, "notifications": {"webhook": hook}}
+    )
+    values = {name: getattr(turn, name) for name in Turn.__slots__} | {"settings": settings}
+    spec = specification(Turn(**values))
+    assert "hush-hush" not in json.dumps(spec)
+    monkeypatch.setenv("RLHF_DATABASE_URL", url)
+    read = turn_from(spec).settings
+    assert read.resolved_database_url == url  # from the environment
+    assert read.notifications.webhook is None  # the worker calls nobody
+
+
+def test_a_finished_stage_is_not_run_again_under_the_same_specification(
+    turn: Turn, calls: list[int]
+) -> None:
+    spec = specification(turn)
+    assert worker.run("counting", spec) == {"call": 1}
+    assert worker.run("counting", spec) == {"call": 1}
+    # A retry after a crash holds the claim under a new token; the work is the same.
+    assert worker.run("counting", {**spec, "token": 99}) == {"call": 1}
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("changed", ["champion", "settings"])
+def test_a_stage_runs_again_when_what_it_depends_on_changed(
+    turn: Turn, calls: list[int], changed: str
+) -> None:
+    spec = specification(turn)
+    worker.run("counting", spec)
+    if changed == "champion":
+        other = {**spec, "champion": "/elsewhere"}
+    else:
+        other = json.loads(json.dumps(spec))
+        other["settings"]["ppo"]["updates"] += 1
+    assert same_work("counting", other) != same_work("counting", spec)
+    assert worker.run("counting", other) == {"call": 2}
+
+
+def test_progress_is_kept_beside_the_result(turn: Turn, calls: list[int]) -> None:
+    worker.run("counting", specification(turn))
+    [line] = (turn.work / "counting.progress.jsonl").read_text().splitlines()
+    assert json.loads(line)["update"] == 1
+    assert read_json(turn.work / "counting.json")["result"] == {"call": 1}
+
+
+def test_nothing_is_trained_under_a_claim_that_was_lost(
+    turn: Turn, calls: list[int], book: ClaimBook
+) -> None:
+    book.finish(turn.token, "failed", "taken over")
+    with pytest.raises(ClaimLost, match="needed claim 1 to be held, found failed: taken over"):
+        worker.run("counting", specification(turn))
+    assert calls == []
+
+
+def test_a_result_is_not_written_when_the_claim_is_lost_meanwhile(
+    turn: Turn, book: ClaimBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losing(turn: Turn, *_: object) -> dict[str, Any]:
+        book.finish(turn.token, "failed", "taken over")
+        return {"late": True}
+
+    monkeypatch.setitem(STAGES, "losing", losing)
+    with pytest.raises(ClaimLost):
+        worker.run("losing", specification(turn))
+    assert not (turn.work / "losing.json").exists()
+
+
+def test_the_worker_ends_when_its_parent_is_killed(turn: Turn) -> None:
+    turn.work.mkdir()
+    write_json(turn.work / "spec.json", specification(turn))
+    command = [str(LAUNCH), "-m", "resources.worker", "ignore_everything", "spec.json"]
+    command[-1] = str(turn.work / "spec.json")
+    code = f"import subprocess, sys; subprocess.run([sys.executable, *{command!r}], check=False)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    pid_file = turn.work / "pid"
+    deadline = time.monotonic() + 60
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = psutil.Process(int(pid_file.read_text()))
+    assert child.is_running()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    gone, alive = psutil.wait_procs([child], timeout=10)
+    for process in alive:
+        process.kill()
+    assert alive == []
+    assert gone
