@@ -1,5 +1,6 @@
 """The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
 
+import time
 from pathlib import Path
 
 import dagster as dg
@@ -9,6 +10,7 @@ from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
 
 INBOX_DONE = "done"  # folder beside the dropped files
+FINGERPRINT = "rlhf/fingerprint"  # run tag: which votes a run was asked to train from
 
 
 @dg.failure_hook(required_resource_keys={"pipeline"})
@@ -63,7 +65,10 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     summary = ingest(pipeline.store, [path], config.agent_id)
     done = path.parent / INBOX_DONE
     done.mkdir(exist_ok=True)
-    path.replace(done / path.name)
+    target = done / path.name
+    if target.exists():  # another day's file of the same name
+        target = done / f"{path.stem}.{time.time_ns()}{path.suffix}"
+    path.replace(target)
     context.add_output_metadata(
         {
             "read": summary.read,
@@ -90,7 +95,7 @@ def request(turn: Due, *, asked_by: str, deadline_minutes: int) -> dg.RunRequest
         tags={
             AGENT: turn.agent_id,
             ASKED_BY: asked_by,
-            "rlhf/fingerprint": turn.fingerprint[:32],
+            FINGERPRINT: turn.fingerprint[:32],
             "rlhf/new_votes": str(turn.votes),
             "dagster/max_runtime": str(60 * deadline_minutes),
         },

@@ -6,14 +6,15 @@ cool-down) and by `rlhf pause`, which work the same with and without the UI.
 
 import json
 import urllib.request
+from datetime import UTC, timedelta
 
 import dagster as dg
 import structlog
 
 from assets.common import agents
-from automation.jobs import bootstrap, ingest_file, request, retrain
+from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
-from rlhf_pipeline.continuous import Due, due
+from rlhf_pipeline.continuous import BACK_OFF, Due, due
 from rlhf_pipeline.records import now
 
 log = structlog.get_logger()
@@ -32,17 +33,47 @@ def enough_new_feedback(
     for agent_id in every:
         settings = pipeline.settings(agent_id)
         verdict = due(pipeline.database, agent_id, settings, at=now())
-        if isinstance(verdict, Due):
-            minutes = settings.continuous_learning.deadline_minutes
-            requests.append(request(verdict, asked_by="sensor", deadline_minutes=minutes))
-        else:
+        if not isinstance(verdict, Due):
             reasons.append(f"{agent_id}: {verdict.reason}")
+            continue
+        rules = settings.continuous_learning
+        ended, reason = _ended_unclaimed(context.instance, pipeline, verdict, rules.max_attempts)
+        if reason is not None:
+            reasons.append(f"{agent_id}: {reason}")
+            continue
+        asked = request(verdict, asked_by="sensor", deadline_minutes=rules.deadline_minutes)
+        requests.append(asked._replace(run_key=f"{asked.run_key}.{ended}") if ended else asked)
     if not requests and not fresh:
         return dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")
     return dg.SensorResult(
         run_requests=requests,
         dynamic_partitions_requests=[agents.build_add_request(fresh)] if fresh else [],
     )
+
+
+def _ended_unclaimed(
+    instance: dg.DagsterInstance, pipeline: Pipeline, turn: Due, most: int
+) -> tuple[int, str | None]:
+    """Return how many runs for this turn failed before they claimed it, and why none starts now.
+
+    A run key is used up even by a run whose process never came to its first step; without this
+    count the turn would never be asked for again.
+    """
+    records = instance.get_run_records(
+        dg.RunsFilter(
+            tags={AGENT: turn.agent_id, FINGERPRINT: turn.fingerprint[:32]},
+            statuses=[dg.DagsterRunStatus.FAILURE],
+        )
+    )
+    ended = [r for r in records if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
+    if not ended:
+        return 0, None
+    words = f"{len(ended)} runs for {turn.fingerprint[:16]} failed before they began"
+    if len(ended) >= most:
+        return len(ended), f"{words}; a person must look"
+    latest = max(record.update_timestamp for record in ended).replace(tzinfo=UTC)
+    wait = latest + BACK_OFF * 2 ** (len(ended) - 1) - now()
+    return len(ended), f"{words}; next in {wait}" if wait > timedelta() else None
 
 
 @dg.sensor(job=ingest_file, minimum_interval_seconds=15, default_status=RUNNING)
@@ -55,7 +86,10 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     requests = []
     if settings.feedback.enabled:
         for path in sorted(inbox.glob("*/*.json*")):
-            stat = path.stat()
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue  # taken in since the folder was listed
             sizes[str(path)] = stat.st_size
             if before.get(str(path)) != stat.st_size:
                 continue  # seen for the first time, or still being written
@@ -79,16 +113,22 @@ def dead_runs(
 ) -> dg.SensorResult | dg.SkipReason:
     """Find turns whose heartbeat stopped, mark their run failed, and ask for them again."""
     requests = []
+    known = set(context.instance.get_dynamic_partitions(str(agents.name)))
     for claim in pipeline.claims.stale():
-        run = context.instance.get_run_by_id(claim.holder)
-        if run is not None and not run.is_finished:
-            context.instance.report_run_failed(
-                run, message=f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
-            )
+        for run in _runs_of(context.instance, claim.holder):
+            if not run.is_finished:
+                words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
+                context.instance.report_run_failed(run, message=words)
         pipeline.claims.give_up(claim.token, "the worker died: no heartbeat")
         log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
-        settings = pipeline.settings(claim.agent_id)
-        if claim.attempt >= settings.continuous_learning.max_attempts:
+        settings, row = pipeline.settings(claim.agent_id), pipeline.store.agent(claim.agent_id)
+        rules = settings.continuous_learning
+        if (
+            claim.attempt >= rules.max_attempts
+            or not (settings.training.enabled and rules.enabled)
+            or (row is not None and row.paused_reason is not None)
+            or pipeline.claims.held(claim.agent_id) is not None  # another has taken over
+        ):
             continue
         if claim.fingerprint == bootstrap_mark(claim.agent_id):
             requests.append(
@@ -101,11 +141,23 @@ def dead_runs(
             )
             continue
         again = Due(claim.agent_id, claim.fingerprint, claim.watermark, 0, claim.attempt + 1)
-        minutes = settings.continuous_learning.deadline_minutes
-        requests.append(request(again, asked_by="watchdog", deadline_minutes=minutes))
+        requests.append(
+            request(again, asked_by="watchdog", deadline_minutes=rules.deadline_minutes)
+        )
     if not requests:
-        return dg.SkipReason("every held claim has a heartbeat")
-    return dg.SensorResult(run_requests=requests)
+        return dg.SkipReason("no claim without a heartbeat that may be tried again")
+    fresh = sorted({str(r.partition_key) for r in requests} - known)
+    return dg.SensorResult(
+        run_requests=requests,
+        dynamic_partitions_requests=[agents.build_add_request(fresh)] if fresh else [],
+    )
+
+
+def _runs_of(instance: dg.DagsterInstance, holder: str) -> list[dg.DagsterRun]:
+    """Return the run that claimed, and those that a person set going again from it."""
+    first = instance.get_run_by_id(holder)
+    again = instance.get_runs(dg.RunsFilter(tags={"dagster/root_run_id": holder}))
+    return [run for run in (first, *again) if run is not None]
 
 
 @dg.sensor(target=None, minimum_interval_seconds=60, default_status=RUNNING)

@@ -1,0 +1,152 @@
+"""The loop with nobody at the wheel: a real daemon, its sensors, and a run killed for real."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import dagster as dg
+import psutil
+import pytest
+
+from automation import processes
+from resources.pipeline import AGENT, ASKED_BY, Pipeline
+from rlhf_pipeline.files import read_json
+from tests.assets.world import chat, write_recipe
+
+pytestmark = pytest.mark.slow
+AGENT_ID = "alone"
+
+
+@dataclass(frozen=True)
+class Unattended:
+    """A daemon at work on a state folder."""
+
+    state: Path
+    pipeline: Pipeline
+    instance: dg.DagsterInstance
+    daemon: psutil.Process
+
+    def runs(self) -> list[dg.DagsterRun]:
+        """Return the agent's turns, oldest first."""
+        filters = dg.RunsFilter(job_name="retrain", tags={AGENT: AGENT_ID})
+        return list(reversed(self.instance.get_runs(filters)))
+
+    def wait(self, what: str, met: Callable[[], bool], seconds: float) -> None:
+        """Return when it is so; fail with the daemon's last words when it takes too long."""
+        deadline = time.monotonic() + seconds
+        while not met():
+            assert self.daemon.is_running()
+            if time.monotonic() > deadline:
+                log = (self.state / "logs" / "dagster-daemon.log").read_text()[-3000:]
+                runs = [(r.status, r.tags) for r in self.runs()]
+                pytest.fail(f"waited {seconds:g} s for {what}; runs: {runs}\n{log}")
+            time.sleep(0.2)
+
+    def children(self, word: str) -> list[psutil.Process]:
+        """Return the daemon's descendants with a word on their command line."""
+        found = []
+        for process in self.daemon.children(recursive=True):
+            try:
+                if word in process.cmdline():
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def unattended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unattended]:
+    folder = tmp_path_factory.mktemp("unattended")
+    state = folder / "state"
+    recipe = write_recipe(folder / "minute.yaml", state, ppo={"updates": 60})
+    with patch.dict(os.environ, {"RLHF_RECIPE": str(recipe)}):
+        home = processes.prepare_home(state)
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            daemon = processes.start_daemon(state)
+            try:
+                yield Unattended(
+                    state, Pipeline(recipe=str(recipe)), instance, psutil.Process(daemon.pid)
+                )
+            finally:
+                left = psutil.Process(daemon.pid).children(recursive=True)
+                processes.stop(daemon)
+                _, alive = psutil.wait_procs(left, timeout=20)
+                for process in alive:
+                    process.kill()
+        assert alive == [], "the daemon's processes outlived it"
+
+
+def test_votes_alone_lead_to_one_verdict_and_no_second_turn_from_the_same_votes(
+    unattended: Unattended,
+) -> None:
+    chat(unattended.pipeline.store, AGENT_ID, 160)
+    unattended.wait("the sensor to ask", lambda: len(unattended.runs()) > 0, 120)
+    unattended.wait("a verdict", lambda: unattended.runs()[0].is_finished, 300)
+    [run] = unattended.runs()
+    assert run.is_success
+    assert run.tags[ASKED_BY] == "sensor"
+    [claim] = unattended.pipeline.claims.history(AGENT_ID)
+    assert (claim.state, claim.holder, claim.asked_by) == ("done", run.run_id, "sensor")
+    assert run.tags["dagster/run_key"] == f"{AGENT_ID}:{claim.fingerprint[:32]}:1"
+    assert [v.version for v in unattended.pipeline.ledger.versions(AGENT_ID)] == [0, 1]
+
+    def looked() -> list[dg.SkipReason | str | None]:
+        [state] = [
+            s
+            for s in unattended.instance.all_instigator_state()
+            if s.instigator_name == "enough_new_feedback"
+        ]
+        ticks = unattended.instance.get_ticks(state.instigator_origin_id, state.selector_id)
+        return [t.skip_reason for t in ticks if t.skip_reason and ": 0 new votes" in t.skip_reason]
+
+    unattended.wait("two more looks of the sensor", lambda: len(looked()) >= 2, 90)
+    assert len(unattended.runs()) == 1
+
+
+def test_a_run_killed_with_its_process_is_found_and_brought_to_its_verdict(
+    unattended: Unattended,
+) -> None:
+    before = len(unattended.runs())
+    assert before == 1, "this goes on from the test above"
+    chat(unattended.pipeline.store, AGENT_ID, 160, seed=1)
+    unattended.wait("a second turn", lambda: len(unattended.runs()) == 2, 120)
+    second = unattended.runs()[1]
+    claims = unattended.pipeline.claims
+
+    def training() -> bool:
+        claim = claims.of_holder(second.run_id)
+        return claim is not None and checkpoints(unattended, claim.fingerprint) > 2
+
+    unattended.wait("its second checkpoint", training, 300)
+    [trainer] = unattended.children("resources.worker")
+    [worker] = unattended.children("execute_run")
+    worker.kill()
+    psutil.wait_procs([trainer], timeout=10)
+    assert not trainer.is_running()  # no orphan trains on
+
+    # The lease runs out in three minutes; the watchdog looks every half minute.
+    unattended.wait("the watchdog to ask again", lambda: len(unattended.runs()) == 3, 300)
+    unattended.wait("a verdict", lambda: unattended.runs()[2].is_finished, 300)
+    third = unattended.runs()[2]
+    assert [r.status.value for r in unattended.runs()] == ["SUCCESS", "FAILURE", "SUCCESS"]
+    assert third.tags[ASKED_BY] == "watchdog"
+    _, lost, done = claims.history(AGENT_ID)
+    assert (lost.state, done.state) == ("lost", "done")
+    assert lost.fingerprint == done.fingerprint
+    assert (lost.attempt, done.attempt) == (1, 2)
+    assert done.token > lost.token
+    work = unattended.pipeline.settings().agent_folder(AGENT_ID) / "turns" / done.fingerprint[:16]
+    assert read_json(work / "ppo" / "result.json")["resumed_from"] >= 1
+    assert [v.version for v in unattended.pipeline.ledger.versions(AGENT_ID)] == [0, 1, 2]
+
+
+def checkpoints(unattended: Unattended, fingerprint: str) -> int:
+    """Return the newest update that has a checkpoint."""
+    folder = unattended.pipeline.settings().agent_folder(AGENT_ID) / "turns" / fingerprint[:16]
+    names = [p.name for p in (folder / "ppo" / "checkpoints").glob("update-*")]
+    return max((int(name.removeprefix("update-")) for name in names), default=0)

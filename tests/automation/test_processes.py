@@ -1,0 +1,121 @@
+"""The processes behind the loop: where they live, how they are awaited and ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from automation import processes
+from rlhf_pipeline.errors import PipelineError
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """Put os.environ back as it was."""
+    with patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture
+def idle() -> Iterator[subprocess.Popen[bytes]]:
+    """A child that waits to be told to end."""
+    child = subprocess.Popen(["sleep", "600"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_dagsters_home_is_in_the_state_folder_and_tells_nobody(
+    tmp_path: Path, environment: None
+) -> None:
+    home = processes.prepare_home(tmp_path / "state")
+    assert home == tmp_path / "state" / "dagster"
+    (home / "dagster.yaml").write_text("stale: true")
+    assert processes.prepare_home(tmp_path / "state") == home  # again, over what is there
+    assert (home / "dagster.yaml").read_text() == (processes.ROOT / "dagster.yaml").read_text()
+    assert os.environ["DAGSTER_HOME"] == str(home)
+    assert os.environ["RLHF_STATE_DIR"] == str(tmp_path / "state")
+    assert {os.environ[name] for name in processes.QUIET} == set(processes.QUIET.values())
+
+
+def test_a_child_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
+    code = "import os, sys; print('out', os.environ['PYTHON']); print('err', file=sys.stderr)"
+    for _ in range(2):
+        child = processes.start("talker", [sys.executable, "-c", code], tmp_path)
+        assert child.wait(30) == 0
+    lines = (tmp_path / "logs" / "talker.log").read_text().splitlines()
+    assert sorted(lines) == sorted([f"out {sys.executable}", "err"] * 2)  # appended
+
+
+def test_a_port_that_is_taken_gives_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        other = processes.free_port(port)
+        assert other != port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", other))  # it is free indeed
+    assert processes.free_port(other) == other
+
+
+def test_waiting_ends_when_the_server_answers(idle: subprocess.Popen[bytes]) -> None:
+    port = processes.free_port(0)
+
+    def serve_late() -> None:
+        time.sleep(0.6)
+        with HTTPServer(("127.0.0.1", port), Silent) as server:
+            server.handle_request()
+
+    thread = threading.Thread(target=serve_late, daemon=True)
+    began = time.monotonic()
+    thread.start()
+    processes.wait_for(f"http://127.0.0.1:{port}/", idle, seconds=20)
+    assert time.monotonic() - began >= 0.6
+    thread.join()
+
+
+class Silent(SimpleHTTPRequestHandler):
+    """Answers without a word in the log."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_waiting_for_a_server_that_ended_or_never_answers_raises(
+    idle: subprocess.Popen[bytes],
+) -> None:
+    url = f"http://127.0.0.1:{processes.free_port(0)}/"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(PipelineError, match=f"the server behind {url} ended; see the logs"):
+        processes.wait_for(url, ended)
+    with pytest.raises(PipelineError, match=f"{url} did not answer within 0.2 s"):
+        processes.wait_for(url, idle, seconds=0.2)
+
+
+def test_stopping_asks_first_and_kills_who_does_not_listen(
+    idle: subprocess.Popen[bytes],
+) -> None:
+    processes.stop(idle)
+    assert idle.returncode == -15
+    processes.stop(idle)  # one that has ended is left alone
+    deaf_code = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+    deaf = subprocess.Popen(["sh", "-c", deaf_code], stdout=subprocess.PIPE)
+    with deaf:
+        assert deaf.stdout is not None
+        assert deaf.stdout.readline() == b"ready\n"
+        processes.stop(deaf, within_seconds=0.3)
+        assert deaf.returncode == -9
+    assert not psutil.pid_exists(deaf.pid)

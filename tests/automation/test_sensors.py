@@ -1,0 +1,561 @@
+"""Each sensor and the schedule, as the daemon evaluates them: skips, fires once, not twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import dagster as dg
+import pytest
+import structlog
+
+from automation import sensors
+from automation.jobs import FINGERPRINT
+from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
+from rlhf_pipeline.continuous import BACK_OFF
+from rlhf_pipeline.definitions import definitions
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
+from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
+
+EXPIRED = timedelta(seconds=-1)
+
+
+class Ticks:
+    """A fresh state folder, and ticks of its sensors and schedule as the daemon makes them."""
+
+    def __init__(self, folder: Path, instance: dg.DagsterInstance) -> None:
+        self.state, self.instance = folder / "state", instance
+        self.recipe = folder / "minute.yaml"
+        self.set()
+
+    def set(self, **changes: Any) -> None:
+        """Change the recipe."""
+        write_recipe(self.recipe, self.state, **changes)
+        self.pipeline = Pipeline(recipe=str(self.recipe))
+
+    def tick(self, sensor: str, cursor: str | None = None) -> Any:
+        """Evaluate a sensor; what comes back is what the daemon acts on."""
+        defs = definitions()
+        with dg.build_sensor_context(
+            instance_ref=self.instance.get_ref(),
+            definitions=defs,
+            cursor=cursor,
+            resources={"pipeline": self.pipeline},
+            sensor_name=sensor,
+        ) as context:
+            return defs.resolve_sensor_def(sensor).evaluate_tick(context)
+
+    def vote(self, agent_id: str, count: int, *, start: int = 0) -> None:
+        """Store thumbs of as many people."""
+        self.pipeline.store.append(
+            [
+                Feedback(
+                    agent_id=agent_id,
+                    kind=FeedbackKind.thumbs,
+                    idempotency_key=f"{agent_id} {i}",
+                    prompt=user_prompt("how much is the kettle?"),
+                    completion="the kettle is 9 coins.",
+                    number=1.0,
+                    rater_id=f"rater {i}",
+                )
+                for i in range(start, start + count)
+            ]
+        )
+
+    def start_run(self, agent_id: str, *, job: str = "bootstrap", **tags: str) -> dg.DagsterRun:
+        """Make a run that is at work, as far as Dagster knows; the job's kind is no matter."""
+        return self.instance.create_run_for_job(
+            definitions().resolve_job_def(job),
+            status=dg.DagsterRunStatus.STARTED,
+            tags={"dagster/partition": agent_id, AGENT: agent_id, **tags},
+        )
+
+
+@pytest.fixture
+def ticks(tmp_path: Path, loop: Loop) -> Iterator[Ticks]:
+    made = Ticks(tmp_path, loop.instance)
+    yield made
+    made.pipeline.database.close()
+
+
+# -- enough_new_feedback ----------------------------------------------------------------------
+
+
+def test_without_feedback_there_is_nothing_to_do(ticks: Ticks) -> None:
+    tick = ticks.tick("enough_new_feedback")
+    assert (tick.run_requests, tick.skip_message) == ([], "no agent has sent feedback yet")
+
+
+def test_a_turn_is_asked_for_once_there_are_enough_votes(ticks: Ticks) -> None:
+    agent = "enough"
+    ticks.vote(agent, 39)
+    tick = ticks.tick("enough_new_feedback")
+    assert tick.run_requests == []
+    [added] = tick.dynamic_partitions_requests  # a new agent is a partition from its first vote
+    assert (added.partitions_def_name, list(added.partition_keys)) == ("agents", [agent])
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    assert ticks.tick("enough_new_feedback").skip_message == "enough: 39 new votes of the 40 needed"
+
+    ticks.vote(agent, 1, start=39)
+    [request] = ticks.tick("enough_new_feedback").run_requests
+    watermark = snapshot.newest_seq(ticks.pipeline.database, agent)
+    mark = snapshot.fingerprint(ticks.pipeline.database, agent, watermark)
+    assert request.run_key == f"{agent}:{mark[:32]}:1"
+    assert (request.partition_key, request.job_name) == (agent, "retrain")
+    assert request.run_config["ops"]["feedback_snapshot"]["config"] == {"watermark": watermark}
+    assert request.tags[ASKED_BY] == "sensor"
+    assert request.tags[AGENT] == agent
+    assert request.tags["rlhf/new_votes"] == "40"
+    assert request.tags["dagster/max_runtime"] == str(480 * 60)
+    # Until the run has begun, the same request comes again: the daemon starts a run key once.
+    [same] = ticks.tick("enough_new_feedback").run_requests
+    assert same.run_key == request.run_key
+
+
+def test_a_new_agent_with_enough_votes_is_added_and_trained_in_the_same_tick(
+    ticks: Ticks,
+) -> None:
+    ticks.vote("newcomer", 40)
+    tick = ticks.tick("enough_new_feedback")
+    assert [list(r.partition_keys) for r in tick.dynamic_partitions_requests] == [["newcomer"]]
+    assert [r.partition_key for r in tick.run_requests] == ["newcomer"]
+
+
+def test_no_second_turn_is_asked_for_while_one_runs_nor_from_the_same_votes(ticks: Ticks) -> None:
+    agent = "once"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    ticks.vote(agent, 40)
+    [request] = ticks.tick("enough_new_feedback").run_requests
+    mark = snapshot.fingerprint(ticks.pipeline.database, agent, 40)
+    claims = ticks.pipeline.claims
+    claim = claims.claim(agent, mark, 40, holder="run-of-it", asked_by="sensor")
+    skipped = ticks.tick("enough_new_feedback")
+    assert skipped.run_requests == []
+    assert "run run-of-i holds attempt 1" in skipped.skip_message
+    claims.finish(claim.token, "done", "promoted")
+    assert ticks.tick("enough_new_feedback").skip_message == "once: 0 new votes of the 40 needed"
+
+    ticks.vote(agent, 40, start=40)
+    [second] = ticks.tick("enough_new_feedback").run_requests
+    assert second.run_key != request.run_key
+
+
+def test_a_person_who_votes_again_on_the_same_answer_is_one_vote(ticks: Ticks) -> None:
+    agent = "fickle"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    event = Feedback(
+        agent_id=agent,
+        kind=FeedbackKind.thumbs,
+        idempotency_key="",
+        prompt=user_prompt("how much is the kettle?"),
+        completion="9 coins",
+        number=1.0,
+        rater_id="one person",
+    )
+    events = [replace(event, idempotency_key=str(i), number=float(i % 2)) for i in range(100)]
+    ticks.pipeline.store.append(events)
+    assert ticks.tick("enough_new_feedback").skip_message == "fickle: 1 new votes of the 40 needed"
+
+
+def test_a_paused_agent_waits_and_another_does_not(ticks: Ticks) -> None:
+    for agent in ("paused", "busy"):
+        ticks.instance.add_dynamic_partitions("agents", [agent])
+        ticks.vote(agent, 40)
+    ticks.pipeline.store.set_agent("paused", paused_reason="a person is looking")
+    assert [r.partition_key for r in ticks.tick("enough_new_feedback").run_requests] == ["busy"]
+    ticks.pipeline.store.set_agent("busy", paused_reason="this one too")
+    skipped = ticks.tick("enough_new_feedback").skip_message
+    assert skipped == "paused: paused: a person is looking; busy: paused: this one too"
+
+
+def test_each_agent_follows_its_own_recipe(ticks: Ticks, tmp_path: Path) -> None:
+    own = write_recipe(
+        tmp_path / "own.yaml", ticks.state, continuous_learning={"min_new_feedback": 5}
+    )
+    ticks.instance.add_dynamic_partitions("agents", ["eager", "plain"])
+    ticks.pipeline.store.ensure_agent("eager", recipe=str(own))
+    ticks.vote("eager", 5)
+    ticks.vote("plain", 5)
+    assert [r.partition_key for r in ticks.tick("enough_new_feedback").run_requests] == ["eager"]
+
+
+def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks) -> None:
+    agent = "stillborn"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    ticks.vote(agent, 40)
+    [first] = ticks.tick("enough_new_feedback").run_requests
+    tag = {FINGERPRINT: first.tags[FINGERPRINT]}
+    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
+    skipped = ticks.tick("enough_new_feedback").skip_message
+    assert "stillborn: 1 runs for" in skipped
+    assert "failed before they began; next in 0:0" in skipped
+
+    def later(after: timedelta) -> Any:
+        moment = now() + after
+        with patch.object(sensors, "now", lambda: moment):
+            return ticks.tick("enough_new_feedback")
+
+    [again] = later(BACK_OFF).run_requests
+    assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
+    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
+    assert "2 runs for" in later(BACK_OFF).skip_message
+    [third] = later(2 * BACK_OFF).run_requests
+    assert third.run_key == f"{first.run_key}.2"
+    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
+    assert "a person must look" in later(99 * BACK_OFF).skip_message
+
+
+# -- dropped_files ----------------------------------------------------------------------------
+
+
+def line(number: int) -> str:
+    return json.dumps(
+        {
+            "prompt": f"how much is thing {number}?",
+            "chosen": f"it is {number} coins.",
+            "rejected": "who cares.",
+        }
+    )
+
+
+def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) -> None:
+    agent = "dropping"
+    inbox = ticks.state / "inbox" / agent
+    inbox.mkdir(parents=True)
+    empty = ticks.tick("dropped_files")
+    assert (empty.run_requests, empty.skip_message) == (
+        [],
+        f"0 files in {inbox.parent}, none ready to take in",
+    )
+    path = inbox / "monday.jsonl"
+    path.write_text(line(1) + "\n")
+    first = ticks.tick("dropped_files", empty.cursor)
+    assert first.run_requests == []  # seen for the first time
+    path.write_text("\n".join([line(1), line(2), "{not json", line(3)]) + "\n")
+    second = ticks.tick("dropped_files", first.cursor)
+    assert second.run_requests == []  # still being written
+    third = ticks.tick("dropped_files", second.cursor)
+    [request] = third.run_requests
+    assert definitions().resolve_sensor_def("dropped_files").job_name == "ingest_file"
+    [same] = ticks.tick("dropped_files", third.cursor).run_requests
+    assert same.run_key == request.run_key
+
+    result = take_in(ticks, request)
+    assert result.success, failures(result)
+    assert not path.exists()
+    assert (inbox / "done" / "monday.jsonl").exists()
+    assert ticks.pipeline.store.counts(agent) == {"preference": 3}
+    assert sum(ticks.pipeline.store.quarantined(agent).values()) == 1
+    after = ticks.tick("dropped_files", third.cursor)
+    assert (after.run_requests, json.loads(after.cursor)) == ([], {})
+    # A run that comes late finds it done, and stores nothing twice.
+    assert take_in(ticks, request).success
+    assert ticks.pipeline.store.counts(agent) == {"preference": 3}
+
+
+def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
+    """Run what the sensor asked for."""
+    job = definitions().resolve_job_def("ingest_file")
+    return job.execute_in_process(
+        instance=ticks.instance,
+        run_config={**request.run_config, **QUIET},
+        resources={"pipeline": ticks.pipeline},
+        raise_on_error=False,
+    )
+
+
+def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "daily"
+    inbox.mkdir(parents=True)
+    for number in (1, 2):
+        path = inbox / "votes.jsonl"
+        path.write_text(line(number) + "\n")
+        seen = ticks.tick("dropped_files")
+        [request] = ticks.tick("dropped_files", seen.cursor).run_requests
+        assert take_in(ticks, request).success
+    kept = sorted((inbox / "done").iterdir())
+    assert {p.read_text().strip() for p in kept} == {line(1), line(2)}
+
+
+def test_files_wait_while_feedback_is_switched_off(ticks: Ticks) -> None:
+    ticks.set(feedback={"enabled": False})
+    inbox = ticks.state / "inbox" / "off"
+    inbox.mkdir(parents=True)
+    (inbox / "votes.jsonl").write_text(line(1) + "\n")
+    seen = ticks.tick("dropped_files")
+    assert ticks.tick("dropped_files", seen.cursor).run_requests == []
+
+
+# -- dead_runs --------------------------------------------------------------------------------
+
+
+def test_a_dead_run_is_marked_failed_and_asked_for_again(ticks: Ticks) -> None:
+    agent = "dead"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    ticks.vote(agent, 40)
+    [request] = ticks.tick("enough_new_feedback").run_requests
+    run = ticks.start_run(agent, job="retrain")
+    claims = ticks.pipeline.claims
+    mark = snapshot.fingerprint(ticks.pipeline.database, agent, 40)
+    claim = claims.claim(agent, mark, 40, holder=run.run_id, asked_by="sensor")
+    assert ticks.tick("dead_runs").run_requests == []  # its lease lives
+    claims.beat(claim.token, lease=EXPIRED)
+
+    [again] = ticks.tick("dead_runs").run_requests
+    assert again.run_key == request.run_key.removesuffix(":1") + ":2"
+    assert again.run_config == request.run_config  # the same votes
+    assert again.tags[ASKED_BY] == "watchdog"
+    dead = ticks.instance.get_run_by_id(run.run_id)
+    assert dead is not None
+    assert dead.status is dg.DagsterRunStatus.FAILURE
+    assert [(c.state, c.reason) for c in claims.history(agent)] == [
+        ("lost", "the worker died: no heartbeat")
+    ]
+    skipped = ticks.tick("dead_runs")
+    assert (skipped.run_requests, skipped.skip_message) == (
+        [],
+        "no claim without a heartbeat that may be tried again",
+    )
+
+
+def test_a_turn_is_tried_at_most_as_often_as_the_settings_say(ticks: Ticks) -> None:
+    agent = "hopeless"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    asked = []
+    for attempt in (1, 2, 3):
+        run = ticks.start_run(agent)
+        claim = ticks.pipeline.claims.claim(
+            agent, "f" * 64, 40, holder=run.run_id, asked_by="sensor", lease=EXPIRED
+        )
+        assert claim.attempt == attempt
+        asked.append(len(ticks.tick("dead_runs").run_requests))
+    assert asked == [1, 1, 0]
+    assert {c.state for c in ticks.pipeline.claims.history(agent)} == {"lost"}
+
+
+def test_a_dead_bootstrap_is_asked_for_again(ticks: Ticks) -> None:
+    agent = "unborn"
+    ticks.pipeline.store.ensure_agent(agent)
+    run = ticks.start_run(agent)
+    ticks.pipeline.claims.claim(
+        agent, bootstrap_mark(agent), 0, holder=run.run_id, asked_by="person", lease=EXPIRED
+    )
+    tick = ticks.tick("dead_runs")
+    [request] = tick.run_requests
+    [added] = tick.dynamic_partitions_requests  # nobody had named it to Dagster yet
+    assert list(added.partition_keys) == [agent]
+    assert (request.job_name, request.partition_key) == ("bootstrap", agent)
+    assert request.run_key == "unborn:bootstrap:2"
+
+
+def test_a_paused_agents_dead_run_is_ended_but_not_asked_for_again(ticks: Ticks) -> None:
+    agent = "halted"
+    ticks.pipeline.store.ensure_agent(agent)
+    ticks.pipeline.store.set_agent(agent, paused_reason="a person is looking")
+    run = ticks.start_run(agent)
+    ticks.pipeline.claims.claim(
+        agent, "f" * 64, 40, holder=run.run_id, asked_by="sensor", lease=EXPIRED
+    )
+    assert ticks.tick("dead_runs").run_requests == []
+    dead = ticks.instance.get_run_by_id(run.run_id)
+    assert dead is not None
+    assert dead.is_finished
+    assert ticks.pipeline.claims.held(agent) is None
+
+
+def test_the_run_that_a_person_set_going_again_is_found_dead_too(ticks: Ticks) -> None:
+    agent = "revived"
+    ticks.pipeline.store.ensure_agent(agent)
+    first = ticks.start_run(agent)
+    ticks.instance.report_run_failed(first)
+    second = ticks.start_run(
+        agent, **{"dagster/root_run_id": first.run_id, "dagster/parent_run_id": first.run_id}
+    )
+    ticks.pipeline.claims.claim(
+        agent, "f" * 64, 40, holder=first.run_id, asked_by="person", lease=EXPIRED
+    )
+    ticks.tick("dead_runs")
+    dead = ticks.instance.get_run_by_id(second.run_id)
+    assert dead is not None
+    assert dead.status is dg.DagsterRunStatus.FAILURE
+
+
+# -- aliases_moved_by_hand --------------------------------------------------------------------
+
+
+def folder(path: Path, weights: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_text(weights)
+    return path
+
+
+def test_a_champion_chosen_in_mlflow_is_adopted_or_set_back(loop: Loop, tmp_path: Path) -> None:
+    agent = loop.agent("by-hand")
+    registry = loop.pipeline.registry
+    registry.register_baseline(
+        agent, folder(tmp_path / "0", "zero"), label="v0", lineage={}, actor="test"
+    )
+    for number, passed in ((1, True), (2, False)):
+        registry.register(
+            agent,
+            folder(tmp_path / str(number), str(number)),
+            label=f"v{number}",
+            lineage={},
+            gate={"passed": passed, "results": []},
+            fingerprint=f"print {number}",
+        )
+
+    def tick() -> str:
+        with dg.build_sensor_context(
+            instance=loop.instance, resources={"pipeline": loop.pipeline}
+        ) as context:
+            found = sensors.aliases_moved_by_hand(context)
+        assert isinstance(found, dg.SkipReason)
+        return str(found.skip_message)
+
+    def move(version: int) -> None:
+        number = loop.version(agent, version).mlflow_version
+        registry.client.set_registered_model_alias(f"rlhf-{agent}", "champion", number)
+
+    assert tick() == "aliases and ledger agree"
+    move(1)
+    assert "adopted from the MLflow page: champion moved from 0 to 1" in tick()
+    assert loop.aliases(agent) == {"champion": 1, "previous": 0}
+    assert loop.pipeline.ledger.history(agent)[-1].action == "adopt"
+    assert tick() == "aliases and ledger agree"
+    move(2)
+    assert "was set back" in tick()
+    assert loop.aliases(agent) == {"champion": 1, "previous": 0}
+    assert len(loop.pipeline.ledger.history(agent)) == 2
+
+
+# -- run_failed -------------------------------------------------------------------------------
+
+
+class Hook(BaseHTTPRequestHandler):
+    """Keeps what it is sent."""
+
+    received: list[dict[str, Any]]
+    answer = 200
+
+    def do_POST(self) -> None:
+        """Keep the body."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.received.append(json.loads(body))
+        self.send_response(self.answer)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, type[Hook]]]:
+    kept = type("Kept", (Hook,), {"received": []})
+    with HTTPServer(("127.0.0.1", 0), kept) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/secret-path", kept
+        server.shutdown()
+        thread.join()
+
+
+def fail(ticks: Ticks, agent_id: str) -> None:
+    """Let a run fail and the sensor hear of it."""
+    run = ticks.start_run(agent_id)
+    ticks.instance.report_run_failed(run, message="the disk is full")
+    [entry] = ticks.instance.all_logs(run.run_id, of_type=dg.DagsterEventType.RUN_FAILURE)
+    assert entry.dagster_event is not None
+    failed = ticks.instance.get_run_by_id(run.run_id)
+    assert failed is not None
+    context = dg.build_run_status_sensor_context(
+        sensor_name="run_failed",
+        dagster_event=entry.dagster_event,
+        dagster_instance=ticks.instance,
+        dagster_run=failed,
+        resources={"pipeline": ticks.pipeline},
+    ).for_run_failure()
+    sensors.run_failed(context)
+
+
+def test_people_hear_of_a_failed_run_by_webhook_and_log(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    with structlog.testing.capture_logs() as logs:
+        fail(ticks, "unlucky")
+    [body] = kept.received
+    assert body["text"] == "bootstrap of unlucky failed"
+    assert body["message"] == "the disk is full"
+    [entry] = logs
+    assert (entry["event"], entry["log_level"], entry["agent"], entry["run"]) == (
+        "run failed",
+        "error",
+        "unlucky",
+        body["run"],
+    )
+    assert "secret-path" not in str(logs)
+
+
+def test_without_a_webhook_the_log_has_it(ticks: Ticks) -> None:
+    with structlog.testing.capture_logs() as logs:
+        fail(ticks, "quiet")
+    assert [entry["agent"] for entry in logs] == ["quiet"]
+
+
+def test_a_webhook_that_refuses_shows_in_the_sensors_tick(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    kept.answer = 500
+    ticks.set(notifications={"webhook": url})
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        fail(ticks, "unheard")
+
+
+# -- nightly ----------------------------------------------------------------------------------
+
+
+def night(ticks: Ticks) -> Any:
+    defs = definitions()
+    with dg.build_schedule_context(
+        instance_ref=ticks.instance.get_ref(),
+        scheduled_execution_time=datetime(2026, 3, 1, 2, tzinfo=UTC),
+        resources={"pipeline": ticks.pipeline},
+        repository_def=defs.get_repository_def(),
+    ) as context:
+        return defs.resolve_schedule_def("nightly").evaluate_tick(context)
+
+
+def test_every_night_each_agent_with_anything_new_is_trained(ticks: Ticks) -> None:
+    assert night(ticks).skip_message == "no agent has sent feedback yet"
+    ticks.vote("few", 1)
+    ticks.vote("none-new", 1)
+    claims = ticks.pipeline.claims
+    mark = snapshot.fingerprint(ticks.pipeline.database, "none-new", 2)
+    claims.finish(claims.claim("none-new", mark, 2, holder="r", asked_by="sensor").token, "done")
+    requests = night(ticks).run_requests
+    assert [(r.partition_key, r.tags[ASKED_BY]) for r in requests] == [("few", "schedule")]
+    assert "few" in ticks.instance.get_dynamic_partitions("agents")
+    claims.claim("few", "f" * 64, 1, holder="r2", asked_by="schedule")
+    skipped = night(ticks).skip_message
+    assert "none-new: 0 new votes of the 1 needed" in skipped
+    assert "few: run r2 holds attempt 1" in skipped
+
+
+def test_simulated_people_start_a_turn_like_real_ones(ticks: Ticks) -> None:
+    ticks.instance.add_dynamic_partitions("agents", ["village"])
+    chat(ticks.pipeline.store, "village", 60)
+    [request] = ticks.tick("enough_new_feedback").run_requests
+    votes = ticks.pipeline.store.new_since("village", 0).votes
+    assert request.tags["rlhf/new_votes"] == str(votes)
