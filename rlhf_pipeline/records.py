@@ -112,6 +112,7 @@ class PreferencePair:
     split: Split
     tie: bool = False  # True: neither is better; chosen and rejected are in no order
     both_bad: bool = False
+    corrected: bool = False  # chosen was written by a person over rejected, not sampled
 
 
 @dataclass(frozen=True, slots=True)

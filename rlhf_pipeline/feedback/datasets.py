@@ -155,6 +155,7 @@ def _pair(row: Any, kind: FeedbackKind, prompt: Prompt, split: Split) -> Prefere
         split=split,
         tie=choice in ("tie", "both_bad"),
         both_bad=choice == "both_bad",
+        corrected=choice == "correction",
     )
 
 

@@ -56,6 +56,7 @@ class Row:
 
     ids: list[int]
     start: int
+    sampled: bool = True  # False: a person wrote it or its pair, so its likelihood says nothing
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -142,7 +143,8 @@ class RewardModel(nn.Module):
         ).float()
         total = logprobs.sum(1)
         mean = total / said[:, 1:].sum(1).clamp(min=1)
-        return torch.stack([mean, logprobs.min(1).values, total * TOTAL_SCALE], dim=1)
+        found = torch.stack([mean, logprobs.min(1).values, total * TOTAL_SCALE], dim=1)
+        return found * torch.tensor([[row.sampled] for row in rows], device=ids.device)
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Return raw scores (B,) of rows of token ids."""

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -265,10 +265,23 @@ def preference_loss(margins: Tensor, targets: Tensor) -> Tensor:
 def encode_pairs(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[PreferencePair], limits: Limits
 ) -> EncodedPairs:
-    """Return the pairs' token ids, in order."""
+    """Return the pairs' token ids, in order.
+
+    A correction's pair goes without likelihoods: what a person writes is less likely than what was
+    sampled however good it is, and would teach that the unlikely is better.
+    """
+
+    def rows(completions: Sequence[str]) -> list[Row]:
+        prompts = [pair.prompt for pair in pairs]
+        found = encode_rows(tokenizer, list(zip(prompts, completions, strict=True)), limits)
+        return [
+            replace(row, sampled=False) if pair.corrected else row
+            for pair, row in zip(pairs, found, strict=True)
+        ]
+
     return EncodedPairs(
-        chosen=encode_rows(tokenizer, [(p.prompt, p.chosen) for p in pairs], limits),
-        rejected=encode_rows(tokenizer, [(p.prompt, p.rejected) for p in pairs], limits),
+        chosen=rows([pair.chosen for pair in pairs]),
+        rejected=rows([pair.rejected for pair in pairs]),
         targets=[0.5 if is_tie(pair) else 1.0 for pair in pairs],
     )
 

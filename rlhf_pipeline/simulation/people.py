@@ -20,6 +20,7 @@ THUMBS_UP_AT = 0.65  # the hidden preference at which a person is as likely to l
 THUMBS_SLOPE = 12.0
 PAIR_SLOPE = 20.0  # log-odds of the better one per unit of hidden difference
 TIE_BELOW = 0.02
+GOOD_ENOUGH = 0.8  # nobody rewrites a completion they like this much; they give it a thumb
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ def say(
     liking = min(1.0, max(0.0, person.liking(judgement) + person.leniency + rng.gauss(0, 0.05)))
     if person.careless:
         liking = rng.random()
+    if kind is FeedbackKind.correction and judgement.hidden >= GOOD_ENOUGH:
+        kind = FeedbackKind.thumbs
     number: float | None = None
     text: str | None = None
     criteria: dict[str, float] | None = None
@@ -119,7 +122,8 @@ def say(
     elif kind is FeedbackKind.correction:
         text = interaction.completion
         while text == interaction.completion:
-            text = good_answer(question, rng)
+            # They mend what is wrong and keep the tone, unless it was rude.
+            text = good_answer(question, rng, kind=0.9 if judgement.tone == 1 else 0.3)
     elif kind is FeedbackKind.criteria:
         criteria = {
             "relevance": _near(judgement.relevance, rng),

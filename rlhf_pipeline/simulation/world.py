@@ -262,10 +262,10 @@ def question_of(text: str) -> Question:
     return _questions()[text]
 
 
-def good_answer(question: Question, rng: random.Random) -> str:
-    """Return what a kind and competent person would answer."""
+def good_answer(question: Question, rng: random.Random, *, kind: float = 0.7) -> str:
+    """Return what a competent person would answer; `kind` is how likely a kind word is."""
     parts = [_fact(question.topic, question.thing, rng)]
-    if rng.random() < 0.7:
+    if rng.random() < kind:
         parts.insert(rng.choice((0, 1)), rng.choice(KIND))
     return " ".join(parts)
 

@@ -229,3 +229,11 @@ def test_damaged_features_are_refused(planted: Planted) -> None:
     pairs = encode_pairs(tokenizer, planted.train[:20], Limits(32, 40))
     with pytest.raises(TrainingError, match="features must be finite"):
         training.fit_head(model, pairs, ["0"] * 20, report=lambda facts: None)
+
+
+def test_a_correction_goes_without_likelihoods(planted: Planted) -> None:
+    pair = replace(planted.train[0], corrected=True)
+    _, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+    encoded = encode_pairs(tokenizer, [pair, planted.train[1]], Limits(32, 40))
+    assert [row.sampled for row in encoded.chosen] == [False, True]
+    assert [row.sampled for row in encoded.rejected] == [False, True]
