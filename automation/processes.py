@@ -34,6 +34,8 @@ def prepare_home(state_dir: Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
     os.environ.update(QUIET)
+    # Threads that spin while they wait starve the other processes of a small machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["RLHF_STATE_DIR"] = str(state_dir.absolute())
     return home
