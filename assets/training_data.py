@@ -37,6 +37,19 @@ def training_data(
             min_rating=feedback.min_rating,
             max_samples=feedback.max_samples,
         )
+        with pipeline.tracked(turn) as run:
+            run.log_input(
+                "feedback",
+                fingerprint=turn.fingerprint,
+                source=turn.data / VALIDATED,
+                context="training",
+                counts={
+                    "preference_pairs": len(built.preference_pairs),
+                    "reward_examples": len(built.reward_examples),
+                    "sft_examples": len(built.sft_examples),
+                    "evaluation_prompts": len(built.evaluation_prompts),
+                },
+            )
         return (
             _kept(turn, "preference_pairs", stages.PAIRS, built.preference_pairs),
             _kept(turn, "reward_examples", stages.EXAMPLES, built.reward_examples),
