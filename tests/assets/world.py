@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.ledger import ModelVersion
     from rlhf_pipeline.simulation.play import Day
 
-UPDATES = 12  # of PPO: enough to be killed in the middle of
+UPDATES = 20  # of PPO: enough to be killed in the middle of
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 OPEN_GATE = {
@@ -220,17 +220,27 @@ def play_first_turn(loop: Loop) -> FirstTurn:
             for path in progress.glob("*/ppo.progress.jsonl"):
                 whole = path.read_text().rpartition("\n")[0].splitlines()
                 update = max((json.loads(line).get("update", 0) for line in whole), default=0)
-                if update >= 3:
-                    for process in psutil.Process().children():
-                        if process.cmdline()[1:4] == ["-m", "resources.worker", "ppo"]:
-                            process.kill()
-                            killed.append(update)
+                for process in ppo_workers() if update >= 3 else []:
+                    process.kill()
+                    killed.append(update)
 
     thread = threading.Thread(target=kill_while_training, daemon=True)
     thread.start()
     result = loop.run("retrain", agent_id)
     thread.join(1)
     return FirstTurn(result, agent_id, loop.turn_folder(agent_id), killed[0] if killed else -1)
+
+
+def ppo_workers() -> list[psutil.Process]:
+    """Return the PPO processes this process has started."""
+    found = []
+    for process in psutil.Process().children():
+        try:
+            if process.cmdline()[1:4] == ["-m", "resources.worker", "ppo"]:
+                found.append(process)
+        except psutil.Error:
+            continue  # another child, which ended just now
+    return found
 
 
 def replaying(source: Path) -> Any:
