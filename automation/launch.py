@@ -75,7 +75,7 @@ def main() -> None:
         with bars.progress:
             run_job(pipeline, arguments.agent, bars, job=arguments.job, again=arguments.again)
     except PipelineError as error:
-        console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
     _report(pipeline, arguments.agent, console)
 
@@ -87,9 +87,9 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     if claim is None:
         return
     folder = pipeline.settings(agent_id).agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
-    console.print(f"verdict: {claim.reason}", highlight=False)
+    console.print(f"verdict: {claim.reason}", highlight=False, soft_wrap=True)
     for rule, count in pipeline.store.quarantined(agent_id).items():
-        console.print(f"quarantine: {rule} {count}", highlight=False)
+        console.print(f"quarantine: {rule} {count}", highlight=False, soft_wrap=True)
     reward = Path(folder / "reward.json")
     if reward.exists():
         for job, report in read_json(reward)["result"].items():
@@ -98,6 +98,7 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
                 f"({report['interval'][0]:.3f} to {report['interval'][1]:.3f}) on {report['n']} "
                 f"held-out pairs; always the longer: {report['floors']['longer']:.3f}, random: 0.5",
                 highlight=False,
+                soft_wrap=True,
             )
 
 
