@@ -248,7 +248,15 @@ class ContinuousLearningSettings(Section):
 class ExperimentSettings(Section):
     """Live A/B between champion and challenger."""
 
-    enabled: bool = False
+    enabled: bool = Field(
+        False, description="Live experiments need the chat service; off until it."
+    )
+
+    @model_validator(mode="after")
+    def _not_yet(self) -> ExperimentSettings:
+        if self.enabled:
+            raise ValueError("needs the chat service, which this version does not have; set false")
+        return self
 
 
 class NotificationSettings(Section):

@@ -500,3 +500,15 @@ def test_simulated_people_send_what_was_asked_for(shop: Path, rlhf: Run) -> None
 def test_an_agent_without_a_version_has_nobody_to_talk_to(rlhf: Run) -> None:
     for words in (["chat", "--once", "hello"], ["simulate", "--events", "5"]):
         assert "trains version 0" in rlhf(*words, "--agent", "tea", code=1).stderr
+
+
+def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> None:
+    recipe = tmp_path / "closed.yaml"
+    recipe.write_text("feedback: {enabled: false}\n")
+    votes = tmp_path / "votes.jsonl"
+    votes.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    result = CliRunner().invoke(
+        app, ["--recipe", str(recipe), "ingest", str(votes), "--agent", "shop"]
+    )
+    assert result.exit_code == 1
+    assert "feedback.enabled is off" in result.output

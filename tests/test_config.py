@@ -270,3 +270,8 @@ def test_a_message_about_a_secret_does_not_tell_it(recipe: Any, text: str) -> No
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().__setattr__("recipe", "other")
+
+
+def test_a_switch_that_nothing_is_behind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"experiments: .*chat service"):
+        load_settings("tiny", {"experiments": {"enabled": True}})

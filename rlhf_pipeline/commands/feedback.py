@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlhf_pipeline.commands.common import SOME_QUARANTINED, Agent, console, progress, workspace
+from rlhf_pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
@@ -50,6 +51,8 @@ def ingest(
     """
     from rlhf_pipeline.feedback.ingest import ingest as take_in
 
+    if not workspace().settings.feedback.enabled:
+        raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
     store = workspace().store
     with _bytes_bar(paths) as report:
         summary = take_in(

@@ -92,7 +92,7 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
     if facts["reads"] != "last" or facts.get("likelihood") or not same_tokens:
         what = "another vocabulary than the policy"
         if same_tokens:
-            what = "a head that reads more than the last hidden state"
+            what = "a head that reads likelihoods, or a state other than the last one"
         warnings.warn(
             f"the reward model at {directory} has {what}, so the critic starts from the policy's "
             "trunk; leave value_init out, or train the reward model on the policy's base, to "

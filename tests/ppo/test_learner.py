@@ -20,6 +20,7 @@ from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
+    Row,
     load_reward_model,
     new_reward_model,
     save_reward_model,
@@ -213,7 +214,7 @@ def test_a_critic_that_starts_from_the_reward_model_values_as_it_scores(
         one = tokens.rows(torch.tensor([i]))
         row = torch.cat([one.prompt_ids, one.completion_ids], 1)[0].tolist()
         with torch.no_grad():  # the value before the last token judges all but that token
-            score = float(reward.model([row[:-1]])) - 0.75
+            score = float(reward.model([Row(row[:-1], one.prompt_ids.shape[1])])) - 0.75
             assert float(learner.values(one)[0, -1]) == pytest.approx(score, abs=1e-5)
 
 
@@ -223,7 +224,7 @@ def test_a_reward_model_that_cannot_be_a_critic_is_passed_over_with_a_warning(
     directory = save_reward(base, tmp_path / "reward", offset=0.0)
     facts = (directory / "reward_model.json").read_text()
     (directory / "reward_model.json").write_text(facts.replace('"last"', '"first"'))
-    with pytest.warns(UserWarning, match="an encoder's trunk"):
+    with pytest.warns(UserWarning, match="a state other than the last one"):
         learner = learner_at(base, changed(critic="separate"), value_init=directory)
     assert isinstance(learner.critic, SeparateCritic)
     with pytest.raises(ModelError, match="found no trunk"):
