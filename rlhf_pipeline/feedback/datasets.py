@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -199,8 +199,3 @@ def read_jsonl(path: Path, kind: type[Record]) -> list[Record]:
                 values["kind"] = FeedbackKind(values["kind"])
             records.append(kind(**values))
     return records
-
-
-def voters_of(pairs: Sequence[PreferencePair], job: Job, shares: Mapping[Job, float]) -> set[str]:
-    """Return the voters whose pairs this reward model learns from."""
-    return {pair.voter for pair in pairs if job_of(pair.voter, shares) == job}

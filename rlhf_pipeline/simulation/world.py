@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_pipeline.records import Prompt, SftExample, user_prompt
@@ -348,9 +348,3 @@ def _questions() -> dict[str, Question]:
     if not _KNOWN:
         _KNOWN.update((question.text, question) for question in every_question())
     return _KNOWN
-
-
-def mean_hidden(prompts: Sequence[Prompt], completions: Sequence[str]) -> float:
-    """Return the mean hidden preference over prompts and their completions."""
-    scores = [hidden_preference(p, c) for p, c in zip(prompts, completions, strict=True)]
-    return sum(scores) / len(scores)

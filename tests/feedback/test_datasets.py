@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import FeedbackError
 from rlhf_pipeline.feedback.datasets import (
     JOBS,
@@ -20,7 +21,6 @@ from rlhf_pipeline.feedback.datasets import (
     read_jsonl,
     split_of,
     unit_interval,
-    voters_of,
     write_jsonl,
 )
 from rlhf_pipeline.records import (
@@ -32,6 +32,7 @@ from rlhf_pipeline.records import (
     prompt_to_json,
     user_prompt,
 )
+from rlhf_pipeline.stages import reward_splits
 
 SHARES: dict[Job, float] = {"proxy": 0.6, "stopping": 0.2, "gate": 0.2}
 COLUMNS = (
@@ -122,15 +123,20 @@ def test_each_voter_serves_one_reward_model_in_the_shares_given() -> None:
     for job in JOBS:
         share = sum(found == job for found in jobs.values()) / 3000
         assert abs(share - SHARES[job]) < 0.035  # 4 standard errors
-    pairs = made(
-        *(
-            row(n, "preference", voter=voter, other_completion="B", choice="left")
-            for n, voter in enumerate(voters[:300])
-        )
-    ).preference_pairs
-    groups = [voters_of(pairs, job, SHARES) for job in JOBS]
-    assert sum(map(len, groups)) == len(set.union(*groups)) == 300  # disjoint, and nobody is lost
-    assert all(groups)
+
+
+def test_no_voter_teaches_two_reward_models_and_none_is_lost() -> None:
+    rows = (
+        row(n, "preference", voter=f"voter {n % 300}", other_completion="B", choice="left")
+        for n in range(900)
+    )
+    pairs = made(*rows).preference_pairs
+    settings = Settings.model_validate({"recipe": "a test", "reward": {"min_pairs": 10}})
+    train, test = reward_splits(pairs, settings)
+    voters = [{pair.voter for pair in train[job]} for job in JOBS]
+    assert all(voters)
+    assert sum(map(len, voters)) == len(set.union(*voters))
+    assert sum(map(len, train.values())) + len(test) == len(pairs)
 
 
 def test_where_shares_fall_short_of_one_by_rounding_the_last_model_takes_the_rest() -> None:

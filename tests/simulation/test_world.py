@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import fmean
 
 import pytest
 
@@ -20,7 +21,6 @@ from rlhf_pipeline.simulation.world import (
     good_answer,
     hidden_preference,
     judge,
-    mean_hidden,
     question_of,
     seed_conversations,
 )
@@ -113,7 +113,7 @@ def test_seed_conversations_are_mixed_and_show_nothing_held_out() -> None:
     assert "warranty" not in text
     for phrases in (KIND, RUDE, UNSAFE):  # something to learn, and something to unlearn
         assert any(phrase in text for phrase in phrases)
-    mean = mean_hidden([e.prompt for e in examples], [e.completion for e in examples])
+    mean = fmean(hidden_preference(e.prompt, e.completion) for e in examples)
     assert 0.4 < mean < 0.9  # room to improve
     assert {e.origin for e in examples} == {"seed"}
 
