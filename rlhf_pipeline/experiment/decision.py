@@ -1,0 +1,187 @@
+"""When an experiment says enough: promote, roll back, go on, or give up, and why.
+
+A pure function of counts and per-user numbers, so that every look can be replayed. Each number is
+one user's mean in [0, 1]; users, never single ratings, are the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_pipeline.experiment.sequences import (
+    Difference,
+    RampStep,
+    Sample,
+    difference,
+    sample_ratio_evidence,
+)
+
+Action = Literal["continue", "promote", "roll_back", "time_out", "invalid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One thing measured per user, in [0, 1]."""
+
+    name: str
+    meaning: str
+    better: Literal["higher", "lower"]
+    margin: float  # how much worse the challenger may be and still be promoted
+
+
+PRIMARY = Metric(
+    "satisfaction", "mean of a user's thumbs, ratings and scores, on 0 to 1", "higher", 0.0
+)
+GUARDRAILS = (
+    Metric("thumbs_down", "thumbs-down per interaction", "lower", 0.05),
+    Metric("feedback_rate", "interactions with any feedback", "higher", 0.10),
+    Metric("fallbacks", "interactions the baseline had to answer", "lower", 0.02),
+    Metric("truncated", "completions cut off at the token limit", "lower", 0.05),
+    Metric("refusals", "completions that refuse", "lower", 0.05),
+    Metric("slow", "interactions over the latency limit", "lower", 0.05),
+    Metric("length", "completion length over the limit, at most 1", "lower", 0.10),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How sure is sure."""
+
+    promote: float = 0.05
+    """Largest share of experiments that promote a challenger who is no better, looked at always."""
+    roll_back: float = 0.01
+    """Largest share that roll one back who is no worse; split evenly over all metrics."""
+    imbalance: float = 0.002
+    """Largest share declared invalid though assignment works."""
+    tuned_for: int = 600
+    """Users in both arms together at which the bounds are tightest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """What one metric's users say in either arm."""
+
+    challenger: Sample
+    champion: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One look's outcome, with the numbers it stands on."""
+
+    action: Action
+    reasons: tuple[str, ...]
+    differences: Mapping[str, Difference]
+    imbalance_evidence: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values; a bound not yet known is null."""
+
+        def finite(number: float) -> float | None:
+            return number if abs(number) != float("inf") else None
+
+        return {
+            "action": self.action,
+            "reasons": list(self.reasons),
+            "imbalance_evidence": self.imbalance_evidence,
+            "differences": {
+                name: {
+                    "value": d.value,
+                    "low": finite(d.low),
+                    "high": finite(d.high),
+                    "challenger_users": d.challenger_users,
+                    "champion_users": d.champion_users,
+                }
+                for name, d in self.differences.items()
+            },
+        }
+
+
+def decide(
+    arms: Mapping[str, Arms],
+    steps: Sequence[RampStep],
+    *,
+    bounds: Bounds = Bounds(),
+    guardrails: Sequence[Metric] = GUARDRAILS,
+    triggers: Sequence[str] = (),
+    timed_out: bool = False,
+) -> Verdict:
+    """Return what to do at this look; `arms` holds the primary metric and every guardrail's users.
+
+    1. A hard trigger rolls back at once. 2. An arm that gets more or fewer users than planned makes
+    the numbers meaningless: invalid, the champion stays. 3. Surely worse on any metric: roll back.
+    4. Surely better on the primary and surely not worse than its margin on every guardrail:
+    promote. 5. Out of time: the champion stays. Differences are signed so that above 0 the
+    challenger is better.
+    """
+    metrics = (PRIMARY, *guardrails)
+    found = {
+        metric.name: _signed(
+            metric,
+            arms[metric.name],
+            alpha_better=bounds.promote,
+            alpha_worse=bounds.roll_back / len(metrics),
+            tuned_for=bounds.tuned_for,
+        )
+        for metric in metrics
+    }
+    evidence = sample_ratio_evidence(steps)
+
+    def verdict(action: Action, reasons: Sequence[str]) -> Verdict:
+        return Verdict(action, tuple(reasons), found, evidence)
+
+    if triggers:
+        return verdict("roll_back", triggers)
+    if evidence >= 1 / bounds.imbalance:
+        counted = ", ".join(f"{s.challenger} of {s.challenger + s.champion}" for s in steps)
+        planned = ", ".join(f"{s.share:.0%}" for s in steps)
+        return verdict(
+            "invalid",
+            [f"the challenger met {counted} users where {planned} was planned: look at assignment"],
+        )
+    worse = [
+        f"{m.name} ({m.meaning}) is worse: at best {found[m.name].high:+.3f}"
+        for m in metrics
+        if found[m.name].high < 0
+    ]
+    if worse:
+        return verdict("roll_back", worse)
+    open_questions = [
+        f"{m.name} may be worse by {-found[m.name].low:.3f}, allowed {m.margin}"
+        for m in guardrails
+        if found[m.name].low <= -m.margin
+    ]
+    primary = found[PRIMARY.name]
+    if primary.low > 0 and not open_questions:
+        return verdict("promote", [f"{PRIMARY.name} is better: at least {primary.low:+.3f}"])
+    if timed_out:
+        return verdict("time_out", ["time is up and the challenger is not surely better"])
+    if primary.low <= 0:
+        open_questions.insert(0, f"{PRIMARY.name} may differ by {primary.low:+.3f} only")
+    return verdict("continue", open_questions)
+
+
+def _signed(
+    metric: Metric, arms: Arms, *, alpha_better: float, alpha_worse: float, tuned_for: int
+) -> Difference:
+    """Return the difference, above 0 where the challenger is better."""
+    if metric.better == "higher":
+        return difference(
+            arms.challenger,
+            arms.champion,
+            alpha_low=alpha_better,
+            alpha_high=alpha_worse,
+            tuned_for=tuned_for,
+        )
+    turned = difference(
+        arms.champion,
+        arms.challenger,
+        alpha_low=alpha_better,
+        alpha_high=alpha_worse,
+        tuned_for=tuned_for,
+    )
+    return Difference(
+        turned.value, turned.low, turned.high, arms.challenger.users, arms.champion.users
+    )
