@@ -3,7 +3,9 @@
 PPO, evaluation, serving and simulation all sample here, so a completion means the same everywhere:
 prompts are padded on the left and completions on the right, position ids count real tokens only,
 and a log-probability is that of the whole temperature-scaled distribution,
-log softmax(logits / temperature), whether or not top_k or top_p narrowed the draw.
+log softmax(logits / temperature), whether or not top_k or top_p narrowed the draw. Who trains on a
+narrowed draw asks for its support, the tokens it could have taken: log-probabilities are then those
+within it, in sampling and wherever they are taken again.
 
 Speed: keys and values are cached; a row that has ended leaves the batch; of the logits only the
 chosen token's log-probability is kept. Training computes logits at completion positions only.
@@ -40,6 +42,7 @@ class Sampled:
     completion_mask: Tensor  # (B, T) bool; True on completion tokens, eos among them
     logprobs: Tensor  # (B, T) float32, nats, at the sampling temperature; 0 where the mask is False
     finished: Tensor  # (B,) bool; True where the completion ends with eos
+    support: Tensor | None = None  # (B, T, V / 8) uint8, `pack_bits` of the tokens in reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,12 @@ def decode(
     top_p: float = 1.0,
     eos_id: int,
     pad_id: int,
+    keeps_support: bool = False,
 ) -> Sampled:
     """Return the completions that `uniforms` (B, T), numbers in [0, 1), choose.
+
+    With keeps_support, what top_k and top_p left in reach is returned too, and log-probabilities
+    are those within it.
 
     1. Run the prompts once; 2. draw a token for each row from the last position's logits;
     3. now and then, drop rows that have ended from the batch and the cache; 4. run the new tokens;
@@ -112,6 +119,10 @@ def decode(
     trunk = trunk_of(model)
     completion_ids = torch.full((B, T), pad_id, dtype=torch.long, device=device)
     logprobs = torch.zeros(B, T, device=device)
+    support: Tensor | None = None
+    if keeps_support and (top_k or top_p < 1):
+        V = output_head(model).weight.shape[0]
+        support = torch.zeros(B, T, -(-V // 8), dtype=torch.uint8, device=device)
     # A look at which rows have ended waits for a GPU to catch up, so there it is taken less often.
     look_every = 1 if device.type == "cpu" else 8
 
@@ -124,9 +135,13 @@ def decode(
     inputs, last = prompt_ids, positions[:, -1:]
     for t in range(T):
         hidden = _run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
-        tokens, token_logprobs = draw(
-            logits_of(model, hidden), uniforms[rows, t], temperature, top_k, top_p
-        )
+        logits = logits_of(model, hidden)
+        if support is None:
+            tokens, token_logprobs = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
+        else:
+            logits = narrow(logits.float() / (temperature or 1.0), top_k, top_p)
+            tokens, token_logprobs = draw(logits, uniforms[rows, t], 1.0 if temperature else 0.0)
+            support[rows, t] = pack_bits(logits.isfinite())
         completion_ids[rows, t] = tokens
         logprobs[rows, t] = token_logprobs
         ended |= tokens == eos_id
@@ -152,6 +167,7 @@ def decode(
         completion_mask,
         logprobs[:, :longest].masked_fill(~completion_mask, 0.0),
         finished,
+        None if support is None else support[:, :longest],
     )
 
 
@@ -195,6 +211,21 @@ def narrow(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         outside[:, 0] = False
         logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
     return logits
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Return flags (..., V) as uint8 (..., V / 8 rounded up), the first flag in the lowest bit."""
+    width = flags.shape[-1]
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -width % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    bits = padded.view(*flags.shape[:-1], -1, 8) << places
+    return bits.sum(-1).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, width: int) -> Tensor:
+    """Return the bool flags (..., width) that `pack_bits` took."""
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> places) & 1).flatten(-2)[..., :width].bool()
 
 
 def complete(
@@ -260,14 +291,18 @@ def completion_logprobs(
     completion_mask: Tensor,
     *,
     temperature: float,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Return each completion token's log-probability, (B, T) float32, with gradients.
 
     Positions where completion_mask is False come back as 0. Logits are computed only where it is
-    True. At the temperature of sampling these are the log-probabilities that `sample` returned.
+    True. At the temperature, and within the support, of sampling these are the log-probabilities
+    that `decode` returned.
     """
     hidden = completion_hidden(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    return hidden_logprobs(model, hidden, completion_ids, completion_mask, temperature=temperature)
+    return hidden_logprobs(
+        model, hidden, completion_ids, completion_mask, temperature=temperature, support=support
+    )
 
 
 def completion_hidden(
@@ -304,22 +339,34 @@ def hidden_logprobs(
     completion_mask: Tensor,
     *,
     temperature: float,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Return log-probabilities (B, T) from `completion_hidden`'s states, 0 outside the mask.
 
     Never holds more than LOGITS_AT_ONCE logits: beyond that they are computed in pieces, and again
-    in the backward pass.
+    in the backward pass. With `support`, (B, T, V / 8) packed, they are those of the distribution
+    renormalised within it. Source: "keep sampling mask", DeepSeek-V3.2 (arXiv:2512.02556) 3.1.
     """
     states, tokens = hidden[completion_mask], completion_ids[completion_mask]
     head = output_head(model)
     piece = max(1, LOGITS_AT_ONCE // int(head.weight.shape[0]))
+    within = None if support is None else support[completion_mask]
     if len(tokens) <= piece:
-        packed = _token_logprobs(model, states, tokens, temperature)
+        packed = _token_logprobs(model, states, tokens, temperature, within)
     else:
+        cuts = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
         packed = torch.cat(
             [
-                checkpoint(_token_logprobs, model, s, t, temperature, use_reentrant=False)
-                for s, t in zip(torch.split(states, piece), torch.split(tokens, piece), strict=True)
+                checkpoint(
+                    _token_logprobs,
+                    model,
+                    states[cut],
+                    tokens[cut],
+                    temperature,
+                    None if within is None else within[cut],
+                    use_reentrant=False,
+                )
+                for cut in cuts
             ]
         )
     logprobs = packed.new_zeros(completion_ids.shape)
@@ -327,9 +374,15 @@ def hidden_logprobs(
 
 
 def _token_logprobs(
-    model: PreTrainedModel, states: Tensor, tokens: Tensor, temperature: float
+    model: PreTrainedModel,
+    states: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    within: Tensor | None,
 ) -> Tensor:
     logits = logits_of(model, states).float() / (temperature or 1.0)
+    if within is not None:
+        logits = logits.masked_fill(~unpack_bits(within, logits.shape[-1]), float("-inf"))
     return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 

@@ -53,6 +53,7 @@ class Learner:
                 tokens.completion_ids,
                 tokens.completion_mask,
                 temperature=self.settings.temperature,
+                support=tokens.support,
             )
             if isinstance(self.critic, SharedCritic):
                 return logprobs, head_values(self.critic.head, hidden)
@@ -239,4 +240,5 @@ def _logprobs(policy: Policy, tokens: Tokens, settings: PpoSettings) -> Tensor:
             tokens.completion_ids,
             tokens.completion_mask,
             temperature=settings.temperature,
+            support=tokens.support,
         )

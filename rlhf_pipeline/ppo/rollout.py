@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Tokens:
     prompt_mask: Tensor  # (B, P)
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T)
+    support: Tensor | None = None  # (B, T, V / 8), packed: what top_k and top_p left in reach
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -43,6 +45,7 @@ class Tokens:
             prompt_mask[:, P:],
             self.completion_ids[members, :T],
             completion_mask[:, :T],
+            None if self.support is None else self.support[members, :T],
         )
 
 
@@ -72,16 +75,40 @@ class SampledCompletions:
     texts: list[str]
 
 
+class RolloutEngine(Protocol):
+    """Whatever samples a policy's completions: this process, or another engine with its weights.
+
+    An engine whose arithmetic is not the trainer's wants ppo.importance_cap.
+    """
+
+    def __call__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_completion_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        at_once: int,
+        generator: torch.Generator,
+    ) -> SampledCompletions:
+        """Return one completion per encoded prompt, in order, on the policy's device."""
+        ...
+
+
 def sample_completions(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
     *,
     max_completion_tokens: int,
     temperature: float,
+    top_k: int,
+    top_p: float,
     at_once: int,
     generator: torch.Generator,
 ) -> SampledCompletions:
-    """Return one completion per encoded prompt, in order.
+    """Return one completion per encoded prompt, in order: the engine that runs in this process.
 
     Every row's random numbers are drawn beforehand from `generator`, on the CPU, so neither
     `at_once` nor the device's own generator decides what is sampled.
@@ -93,6 +120,7 @@ def sample_completions(
     ids = torch.full((len(prompts), T), policy.pad_id, device=policy.device)
     mask = torch.zeros(len(prompts), T, dtype=torch.bool, device=policy.device)
     logprobs = torch.zeros(len(prompts), T, device=policy.device)
+    support: Tensor | None = None
     for start in range(0, len(prompts), at_once):
         some = slice(start, start + at_once)
         sampled = decode(
@@ -101,15 +129,24 @@ def sample_completions(
             prompt_mask[some],
             uniforms[some],
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
             eos_id=policy.eos_id,
             pad_id=policy.pad_id,
+            keeps_support=True,
         )
         longest = sampled.completion_ids.shape[1]
         ids[some, :longest] = sampled.completion_ids
         mask[some, :longest] = sampled.completion_mask
         logprobs[some, :longest] = sampled.logprobs
+        if sampled.support is not None:
+            if support is None:
+                support = sampled.support.new_zeros(len(prompts), T, sampled.support.shape[2])
+            support[some, :longest] = sampled.support
     longest = max(int(mask.sum(1).max()), 1)
-    tokens = Tokens(prompt_ids, prompt_mask, ids[:, :longest], mask[:, :longest])
+    if support is not None:
+        support = support[:, :longest]
+    tokens = Tokens(prompt_ids, prompt_mask, ids[:, :longest], mask[:, :longest], support)
     rows = [
         row[:length]
         for row, length in zip(tokens.completion_ids.tolist(), mask.sum(1).tolist(), strict=True)

@@ -42,6 +42,11 @@ class PpoSettings:
     """One over max_prompt_tokens stops the run before it trains, or loses its oldest tokens."""
     temperature: float = 0.7
     """Divides the logits in sampling and in every log-probability, reference alike (N+: 0.7)."""
+    top_k: int = 0
+    """Sample among this many likeliest tokens; 0, as N+, among all. What top_k and top_p leave in
+    reach of a draw is kept with it, and every log-probability of that token is taken within."""
+    top_p: float = 1.0
+    """Sample within the smallest set of likeliest tokens of this probability; 1, as N+, in all."""
 
     # what is maximised
     kl_coef: float = 0.05
@@ -150,7 +155,9 @@ class PpoSettings:
         for name in ("gamma", "gae_lambda"):
             _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         _need(self, "clip_range", self.clip_range < 1, "below 1")
-        _need(self, "lora_rank", self.lora_rank >= 0, "0 or more")
+        _need(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        for name in ("top_k", "lora_rank"):
+            _need(self, name, getattr(self, name) >= 0, "0 or more")
         _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
         for name, allowed in _CHOICES.items():
             _need(self, name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))

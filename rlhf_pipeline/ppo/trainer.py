@@ -387,6 +387,8 @@ def sample_for(
             encoded,
             max_completion_tokens=settings.max_completion_tokens,
             temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
             at_once=settings.completions_at_once,
             generator=generator,
         )

@@ -27,9 +27,12 @@ from rlhf_pipeline.policy.sampling import (
     complete,
     completion_hidden,
     completion_logprobs,
+    decode,
     narrow,
+    pack_bits,
     pad_left,
     sample,
+    unpack_bits,
 )
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import user_prompt
@@ -150,6 +153,57 @@ def test_sampling_equals_a_naive_uncached_loop_and_recomputed_logprobs(name: str
     torch.testing.assert_close(again, got.logprobs, atol=1e-4, rtol=0)
     whole_rectangle = _logprobs_by_the_whole_rectangle(model, prompt_ids, prompt_mask, got, 0.7)
     torch.testing.assert_close(again, whole_rectangle, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 23])
+def test_packed_bits_are_the_flags_again(width: int) -> None:
+    flags = torch.rand(3, 2, width, generator=torch.Generator().manual_seed(0)) < 0.5
+    packed = pack_bits(flags)
+    assert packed.shape == (3, 2, -(-width // 8))
+    assert torch.equal(unpack_bits(packed, width), flags)
+    assert int(pack_bits(torch.tensor([True, False, True]))) == 5
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6), (5, 0.9)])
+def test_logprobs_within_a_kept_support_are_those_of_the_narrowed_draw(
+    top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    prompt_ids, prompt_mask = pad_left(PROMPTS, PAD)
+    uniforms = torch.rand(len(PROMPTS), 12, generator=torch.Generator().manual_seed(3))
+    arguments: dict[str, Any] = {"temperature": 0.7, "top_k": top_k, "top_p": top_p}
+    arguments |= {"eos_id": EOS, "pad_id": PAD}
+    whole = decode(model, prompt_ids, prompt_mask, uniforms, **arguments)
+    got = decode(model, prompt_ids, prompt_mask, uniforms, **arguments, keeps_support=True)
+    assert torch.equal(got.completion_ids, whole.completion_ids)
+    assert whole.support is None
+    assert got.support is not None
+    for i, prompt in enumerate(PROMPTS):
+        tokens = got.completion_ids[i][got.completion_mask[i]].tolist()
+        for t, token in enumerate(tokens):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *tokens[:t]]])).logits[:, -1] / 0.7
+            narrowed = narrow(logits, top_k, top_p)[0]
+            reach = unpack_bits(got.support[i, t], V)
+            assert torch.equal(reach, narrowed.isfinite())
+            assert bool(reach[token])
+            weight = narrowed.exp()
+            expected = float((weight[token] / weight.sum()).log())
+            assert float(got.logprobs[i, t]) == pytest.approx(expected, abs=1e-4)
+    for logits_at_once in (sampling.LOGITS_AT_ONCE, 4 * V):  # in one piece and in several
+        monkeypatch.setattr(sampling, "LOGITS_AT_ONCE", logits_at_once)
+        again = completion_logprobs(
+            model,
+            prompt_ids,
+            prompt_mask,
+            got.completion_ids,
+            got.completion_mask,
+            temperature=0.7,
+            support=got.support,
+        )
+        torch.testing.assert_close(again, got.logprobs, atol=1e-4, rtol=0)
+    again.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+    assert all(bool(w.grad.isfinite().all()) for w in model.parameters() if w.grad is not None)
 
 
 def _logprobs_by_the_whole_rectangle(

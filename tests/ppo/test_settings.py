@@ -20,6 +20,8 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
         ({"kl_coef": -0.1}, "ppo.kl_coef must be 0 or more"),
         ({"gamma": 1.1}, "ppo.gamma must be between 0 and 1"),
         ({"clip_range": 1.0}, "ppo.clip_range must be below 1"),
+        ({"top_k": -1}, "ppo.top_k must be 0 or more: found -1"),
+        ({"top_p": 0.0}, "ppo.top_p must be above 0 and at most 1"),
         ({"lora_rank": -1}, "ppo.lora_rank must be 0 or more"),
         ({"keep_checkpoints": 1}, "ppo.keep_checkpoints must be at least 2"),
         ({"critic": "twin"}, "ppo.critic must be one of separate, shared: found 'twin'"),

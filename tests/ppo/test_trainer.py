@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ClaimLost, TrainingError
 from rlhf_pipeline.policy.chat import decode_completions
 from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.sampling import unpack_bits
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
@@ -196,6 +197,34 @@ def test_on_the_first_minibatch_the_ratio_is_one(base: Path) -> None:
     assert facts["ratio"] == pytest.approx(1, abs=1e-5)
     assert facts["abs_log_ratio"] < 1e-5
     assert facts["policy/approx_kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("narrowing", [{"top_k": 5}, {"top_p": 0.8}])
+def test_a_narrowed_draw_has_one_support_in_sampling_reference_and_training(
+    base: Path, narrowing: dict[str, Any]
+) -> None:
+    learner = moved_learner(base, temperature=1.0, **narrowing)
+    rollouts = rollouts_of(learner)
+    tokens = rollouts.tokens
+    assert tokens.support is not None
+    _, facts = gradients(learner, rollouts)
+    assert facts["abs_log_ratio"] < 1e-5
+    reference = learner_at(base).policy.model
+    V = reference.config.vocab_size
+    for i in range(3):
+        prompt = tokens.prompt_ids[i][tokens.prompt_mask[i]]
+        ids = tokens.completion_ids[i][tokens.completion_mask[i]]
+        with torch.no_grad():
+            logits = reference(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+        within = unpack_bits(tokens.support[i, : len(ids)], V)
+        assert 1 < int(within.sum(1).max()) < V
+        logprobs = logits.masked_fill(~within, -math.inf).log_softmax(-1)
+        expected = logprobs.gather(1, ids[:, None])[:, 0]
+        assert torch.allclose(rollouts.reference_logprobs[i, : len(ids)], expected, atol=1e-4)
+    # The policy moves, and tokens that today's own top_k would not reach stay finite.
+    trained = train_on(learner, rollouts, torch.Generator().manual_seed(0))
+    assert all(math.isfinite(x) for x in trained.values())
+    assert trained["policy/last_approx_kl"] > 1e-5
 
 
 def test_a_first_ratio_that_is_not_one_stops_training(base: Path) -> None:
