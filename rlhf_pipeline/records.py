@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 import uuid
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal, Protocol
+
+from rlhf_pipeline.errors import PipelineError
 
 Role = Literal["system", "user", "assistant"]
 
@@ -163,6 +166,29 @@ class RewardFunction(Protocol):
     def __call__(self, items: Sequence[RewardInput], /) -> Sequence[float]:
         """Return one finite score per item, in order."""
         ...
+
+
+def checked_scores(
+    reward: RewardFunction, items: Sequence[RewardInput], *, name: str, error: type[PipelineError]
+) -> list[float]:
+    """Return one finite score per item; raises `error` if the reward gives others.
+
+    `name` says in the message whose scores they are. Where there is nothing to score it is not
+    asked.
+    """
+    scores = [float(score) for score in reward(items)] if items else []
+    if len(scores) != len(items):
+        raise error(
+            f"the {name} reward must give one score per item: needed {len(items)}, found "
+            f"{len(scores)}; correct the reward function"
+        )
+    wrong = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+    if wrong:
+        raise error(
+            f"the {name} reward must give finite scores, found {scores[wrong[0]]} for item "
+            f"{wrong[0]} and {len(wrong)} such in all; correct the reward function"
+        )
+    return scores
 
 
 Progress = Callable[[Mapping[str, float | int | str]], None]

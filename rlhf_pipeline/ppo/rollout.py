@@ -19,7 +19,7 @@ from rlhf_pipeline.policy.chat import decode_completions
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import decode, pad_left
 from rlhf_pipeline.ppo.advantages import counted
-from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput
+from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, checked_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +163,7 @@ def score_completions(
     `name` says in the message whose scores they are.
     """
     items = [RewardInput(p, c) for p, c in zip(prompts, completions, strict=True)]
-    scores = [float(score) for score in reward(items)]
-    if len(scores) != len(items):
-        raise TrainingError(
-            f"the {name} reward must give one score per completion: needed {len(items)}, found "
-            f"{len(scores)}; correct the reward function"
-        )
-    wrong = [i for i, score in enumerate(scores) if not math.isfinite(score)]
-    if wrong:
-        raise TrainingError(
-            f"the {name} reward must give finite scores, found {scores[wrong[0]]} for completion "
-            f"{wrong[0]} and {len(wrong)} such in all; correct the reward function"
-        )
-    return scores
+    return checked_scores(reward, items, name=name, error=TrainingError)
 
 
 @dataclass

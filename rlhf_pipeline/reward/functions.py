@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.records import RewardFunction, RewardInput
+from rlhf_pipeline.records import RewardFunction, RewardInput, checked_scores
 
 
 class CheckedReward:
@@ -17,27 +17,35 @@ class CheckedReward:
         self.reward = reward
         self.name = name
 
+    @property
+    def version(self) -> Any:
+        """Return the function's own version; what has none counts by its name."""
+        return getattr(self.reward, "version", self.name)
+
     def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
         """Return the scores. Raises ModelError if the function breaks the contract."""
-        scores = [float(score) for score in self.reward(items)] if items else []
-        if len(scores) != len(items):
-            raise ModelError(
-                f"reward {self.name} must give one score per item, found {len(scores)} for "
-                f"{len(items)}; correct the function"
-            )
-        broken = [i for i, score in enumerate(scores) if not math.isfinite(score)]
-        if broken:
-            raise ModelError(
-                f"reward {self.name} must give finite scores, found {scores[broken[0]]} for item "
-                f"{broken[0]} and {len(broken) - 1} more; correct the function"
-            )
-        return scores
+        return checked_scores(self.reward, items, name=self.name, error=ModelError)
 
 
-def as_reward(source: str | Path | RewardFunction, *, device: str = "auto") -> RewardFunction:
-    """Return a checked reward function from a callable, or from a reward model's folder."""
+RewardSource = str | Path | RewardFunction | Mapping[str, "RewardSource"]
+"""A callable; a reward model's folder; the address of a remote one; several of these, by name."""
+
+
+def as_reward(source: RewardSource, *, device: str = "auto") -> RewardFunction:
+    """Return a checked reward function from any of the forms a reward comes in.
+
+    Several are an ensemble by their mean; reward.ensemble.EnsembleReward combines otherwise.
+    """
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        from rlhf_pipeline.reward.remote import RemoteReward
+
+        return RemoteReward(source)
     if isinstance(source, str | Path):
         from rlhf_pipeline.reward.model import load_reward_model
 
         return load_reward_model(source, device=device)
+    if isinstance(source, Mapping):
+        from rlhf_pipeline.reward.ensemble import EnsembleReward
+
+        return EnsembleReward({n: as_reward(one, device=device) for n, one in source.items()})
     return CheckedReward(source, getattr(source, "__name__", type(source).__name__))

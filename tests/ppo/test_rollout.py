@@ -101,8 +101,8 @@ def test_measuring_in_microbatches_returns_rows_in_order_and_zero_outside_the_ma
     ("scores", "message"),
     [
         ([1.0], "needed 2, found 1"),
-        ([1.0, math.nan], "found nan for completion 1"),
-        ([math.inf, 1.0], "found inf for completion 0"),
+        ([1.0, math.nan], "found nan for item 1"),
+        ([math.inf, 1.0], "found inf for item 0"),
     ],
 )
 def test_rewards_that_are_not_one_finite_score_each_are_refused(

@@ -545,8 +545,8 @@ def test_a_batch_of_equal_completions_trains_without_numbers_that_are_not(
         ({"watch_prompts": []}, "at least one of watch_prompts, found none"),
         ({"prompts": [user_prompt("rain " * 40)]}, "found 1 longer"),
         ({"reward": lambda items: [math.nan] * len(items)}, "proxy reward must give finite"),
-        ({"reward": lambda items: [0.5]}, "proxy reward must give one score per completion"),
-        ({"stopping": lambda items: []}, "stopping reward must give one score per completion"),
+        ({"reward": lambda items: [0.5]}, "proxy reward must give one score per item"),
+        ({"stopping": lambda items: []}, "stopping reward must give one score per item"),
     ],
 )
 def test_input_that_cannot_be_trained_on_is_refused_first(

@@ -187,7 +187,7 @@ def test_any_callable_is_held_to_the_reward_contract() -> None:
 
     assert as_reward(length)(items) == [1.0, 2.0]
     assert as_reward(length)([]) == []
-    with pytest.raises(ModelError, match="reward one_short must give one score per item"):
+    with pytest.raises(ModelError, match="the one_short reward must give one score per item"):
         as_reward(one_short)(items)
     with pytest.raises(ModelError, match="found nan for item 1"):
         as_reward(broken)(items)

@@ -1,0 +1,179 @@
+"""A reward behind HTTP: a batch of items goes out as JSON, one score per item comes back.
+
+    POST {"items": [{"prompt": [{"role", "content"}, …], "completion", "references", "metadata"}]}
+    200  {"scores": [0.3, …]}
+
+Prompts and completions leave the machine, so the address must be https or loopback, and a redirect
+is refused, since it could lead elsewhere. What this does not protect against: a service that lies.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.records import RewardInput, checked_scores, hashed
+
+WORTH_ASKING_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+LONGEST_WAIT_SECONDS = 60.0
+BYTES_PER_SCORE = 64  # of an answer, beside a page of slack; more is no list of scores
+
+
+class RemoteReward:
+    """A remote reward function. Every number it returns was sent by the service; none is made up.
+
+    `version` follows the address alone: a service that changes its model behind it should change
+    its path, or a run resumed in between mixes the two.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float = 30.0,
+        attempts: int = 4,
+        batch_size: int = 64,
+        bearer_token: str | None = None,
+        allow_plain_http: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Check the address; ask nothing yet.
+
+        timeout_seconds bounds the wait for a connection and for each piece of the answer. After a
+        failure that may pass (no connection, no answer in time, a status that says so) the batch is
+        sent again, `attempts` times in all, after 1, 2, 4, … seconds or what Retry-After says.
+        bearer_token goes out in the Authorization header and stands in no message.
+        Raises ModelError for an address that is neither https nor loopback.
+        """
+        self.shown_url = _checked_url(url, allow_plain_http)
+        if not (timeout_seconds > 0 and attempts >= 1 and batch_size >= 1):
+            raise ModelError(
+                "a remote reward needs timeout_seconds above 0, attempts and batch_size of at "
+                f"least 1, found {timeout_seconds}, {attempts} and {batch_size}; correct them"
+            )
+        self.version = hashed("remote", url)
+        self._url = url
+        self._timeout_seconds, self._attempts, self._sleep = timeout_seconds, attempts, sleep
+        self._batch_size = batch_size
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if bearer_token is not None:
+            self._headers["Authorization"] = f"Bearer {bearer_token}"
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        if _is_loopback(urlsplit(url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))  # nothing local goes by way of a proxy
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+        """Return the scores, in order. Raises ModelError if the service gives none that are usable.
+
+        Batches are asked for one after another; one that fails for good fails the whole call.
+        """
+        scores: list[float] = []
+        for start in range(0, len(items), self._batch_size):
+            some = items[start : start + self._batch_size]
+            scores += checked_scores(self._ask, some, name=self.shown_url, error=ModelError)
+        return scores
+
+    def _ask(self, items: Sequence[RewardInput], /) -> list[float]:
+        body = json.dumps({"items": [asdict(item) for item in items]}, default=_plain)
+        answer = self._post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
+        try:
+            scores = json.loads(answer)["scores"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f'the reward at {self.shown_url} must answer {{"scores": […]}}, found '
+                f"{len(answer)} bytes that are not; correct the service"
+            ) from error
+        wrong = not isinstance(scores, list) or any(
+            isinstance(score, bool) or not isinstance(score, int | float) for score in scores
+        )
+        if wrong:
+            raise ModelError(
+                f"the reward at {self.shown_url} must answer a list of numbers, found something "
+                "else among its scores; correct the service"
+            )
+        return [float(score) for score in scores]
+
+    def _post(self, body: bytes, *, longest: int) -> bytes:
+        """Return the answer's body; sends again what may succeed later."""
+        request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        for attempt in range(1, self._attempts + 1):
+            wait = 2.0 ** (attempt - 1)
+            try:
+                with self._opener.open(request, timeout=self._timeout_seconds) as answer:
+                    found: bytes = answer.read(longest + 1)
+                if len(found) > longest:
+                    raise ModelError(
+                        f"the reward at {self.shown_url} must answer one number per item, found "
+                        f"more than {longest} bytes; correct the service"
+                    )
+                return found
+            except urllib.error.HTTPError as error:
+                reason = f"status {error.code}"
+                error.close()
+                if error.code not in WORTH_ASKING_AGAIN:
+                    advice = "check the address and the token"
+                    if 300 <= error.code < 400:
+                        advice = "redirects are not followed, give the address it leads to"
+                    raise ModelError(
+                        f"the reward at {self.shown_url} must answer 200, found {reason}; {advice}"
+                    ) from error
+                said = error.headers.get("Retry-After") or ""
+                wait = float(said) if said.isdigit() else wait
+            except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, resets
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            if attempt < self._attempts:
+                self._sleep(min(wait, LONGEST_WAIT_SECONDS))
+        raise ModelError(
+            f"the reward at {self.shown_url} must answer, found {reason} at the last of "
+            f"{self._attempts} attempts; look at the service, or raise timeout_seconds"
+        )
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """Return nothing: urllib then raises the redirect as an error."""
+
+
+def _checked_url(url: str, allow_plain_http: bool) -> str:
+    """Return the address as messages may show it: without its query, which may hold a secret."""
+    parts = urlsplit(url)
+    shown = f"{parts.scheme}://{(parts.netloc).rpartition('@')[2]}{parts.path}"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ModelError(
+            f"a remote reward needs an http or https address, found {shown!r}; correct it"
+        )
+    if parts.username is not None or parts.password is not None:
+        raise ModelError(
+            f"the address of a remote reward must hold no user or password, found one for {shown}; "
+            "pass bearer_token"
+        )
+    if parts.scheme == "http" and not (_is_loopback(parts.hostname) or allow_plain_http):
+        raise ModelError(
+            f"prompts go out over https or stay on this machine: found {shown}; use https, or "
+            "allow_plain_http on a network you trust"
+        )
+    return shown
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return what json cannot write by itself as what it can."""
+    if hasattr(value, "item"):  # a numpy or torch number
+        return value.item()
+    return str(value)

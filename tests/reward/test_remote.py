@@ -1,0 +1,165 @@
+"""A remote reward against a real server on loopback that answers as it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.records import Message, RewardInput, user_prompt
+from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.remote import RemoteReward
+
+ITEMS = [RewardInput(user_prompt("hi"), "a" * n) for n in (3, 1, 2)]
+
+
+class Service(ThreadingHTTPServer):
+    """A reward service: by default it scores a completion by its length."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.heard: list[dict[str, Any]] = []
+        self.sent_headers: list[dict[str, str]] = []
+        self.answers: list[tuple[int, dict[str, str], bytes]] = []  # said first, in this order
+        self.hangs_seconds = 0.0
+
+    def handle_error(self, *args: Any) -> None:
+        """Say nothing of callers who did not wait."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request to the service."""
+
+    server: Service
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.heard.append(body)
+        self.server.sent_headers.append(dict(self.headers))
+        time.sleep(self.server.hangs_seconds)
+        scores = {"scores": [len(item["completion"]) for item in body["items"]]}
+        answer = json.dumps(scores).encode()
+        status, headers = 200, dict[str, str]()
+        if self.server.answers:
+            status, headers, answer = self.server.answers.pop(0)
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(answer))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    server = Service()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_items_go_out_in_batches_and_scores_come_back_in_order(service: Service) -> None:
+    prompt = (Message("system", "be kind"), *user_prompt("hi"))
+    items = [*ITEMS, RewardInput(prompt, "ä", ("b",), {"turn": 2})]
+    reward = RemoteReward(service.url, batch_size=3, bearer_token="s3cret")
+    assert reward(items) == [3.0, 1.0, 2.0, 1.0]
+    assert [len(heard["items"]) for heard in service.heard] == [3, 1]
+    assert service.heard[1]["items"][0] == {
+        "prompt": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
+        "completion": "ä",
+        "references": ["b"],
+        "metadata": {"turn": 2},
+    }
+    assert service.sent_headers[0]["Authorization"] == "Bearer s3cret"
+    assert reward([]) == []
+    assert as_reward(service.url)(ITEMS) == [3.0, 1.0, 2.0]
+    assert reward.version != RemoteReward(service.url + "2").version
+
+
+def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> None:
+    waits: list[float] = []
+    service.answers = [(503, {}, b""), (429, {"Retry-After": "7"}, b""), (500, {}, b"")]
+    reward = RemoteReward(service.url, sleep=waits.append)
+    assert reward(ITEMS) == [3.0, 1.0, 2.0]
+    assert waits == [1.0, 7.0, 4.0]
+    service.answers = [(503, {}, b"")] * 2
+    with pytest.raises(ModelError, match=r"found status 503 at the last of 2 attempts"):
+        RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
+
+
+def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> None:
+    service.hangs_seconds = 0.3
+    with pytest.raises(ModelError, match="timed out at the last of 1 attempts"):
+        RemoteReward(service.url, timeout_seconds=0.05, attempts=1)(ITEMS)
+    gone = Service()
+    gone.server_close()
+    with pytest.raises(ModelError, match=r"refused.* at the last of 2 attempts"):
+        RemoteReward(gone.url, attempts=2, sleep=lambda seconds: None)(ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, {}, b'{"scores": [1, 2]}'), "needed 3, found 2"),
+        ((200, {}, b'{"scores": [1, NaN, 2]}'), "found nan for item 1"),
+        ((200, {}, b'{"scores": [1, "2", 3]}'), "must answer a list of numbers"),
+        ((200, {}, b'{"scores": [1, true, 3]}'), "must answer a list of numbers"),
+        ((200, {}, b'{"scores": "high"}'), "must answer a list of numbers"),
+        ((200, {}, b"[1, 2, 3]"), r'must answer \{"scores": \[…\]\}, found 9 bytes'),
+        ((200, {}, b"\xff"), "found 1 bytes that are not"),
+        ((200, {}, b"1" * 9000), "found more than 4288 bytes"),
+        ((401, {}, b""), "found status 401; check the address and the token"),
+        ((302, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
+        ((307, {"Location": "http://127.0.0.1:1/"}, b""), "redirects are not followed"),
+    ],
+)
+def test_an_answer_that_is_not_one_finite_score_each_is_refused_at_once(
+    service: Service, answer: tuple[int, dict[str, str], bytes], message: str
+) -> None:
+    service.answers = [answer]
+    with pytest.raises(ModelError, match=message):
+        RemoteReward(service.url)(ITEMS)
+    assert len(service.heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://reward.example/score?key=hidden", "found http://reward.example/score; use https"),
+        ("http://127.0.0.1.example/score", "use https"),
+        ("file:///etc/passwd", "needs an http or https address"),
+        ("https:///score", "needs an http or https address"),
+        ("https://ann:hidden@reward.example/score", "must hold no user or password"),
+    ],
+)
+def test_an_address_prompts_must_not_go_to_is_refused_without_its_secrets(
+    url: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as refused:
+        RemoteReward(url)
+    assert "hidden" not in str(refused.value)
+
+
+def test_https_loopback_and_plain_http_where_it_is_allowed_are_taken() -> None:
+    for url in ("https://reward.example/score", "http://localhost:9/score", "http://[::1]:9/s"):
+        assert RemoteReward(url).shown_url == url
+    assert RemoteReward("http://reward.example/s", allow_plain_http=True).version
+    with pytest.raises(ModelError, match="found 0, 4 and 64"):
+        RemoteReward("http://localhost:9/score", timeout_seconds=0)
