@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlhf_pipeline.commands import agents, chat, feedback, models, settings
+from rlhf_pipeline.commands import agents, chat, feedback, models, settings, state
 from rlhf_pipeline.commands.common import Command, Group
 
 app = typer.Typer(
@@ -26,7 +26,8 @@ app = typer.Typer(
 )
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
-FEEDBACK, MODELS, AUTOMATION, SETTINGS = "Feedback", "Models", "Automation", "Settings and recipes"
+FEEDBACK, MODELS, AUTOMATION, STATE = "Feedback", "Models", "Automation", "State"
+SETTINGS = "Settings and recipes"
 
 COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (feedback.ingest, FEEDBACK, "rlhf ingest votes.jsonl exports/ --agent tea"),
@@ -41,6 +42,8 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),
     (agents.resume, AUTOMATION, "rlhf resume demo"),
     (agents.automatic, AUTOMATION, "rlhf automatic demo on"),
+    (state.backup, STATE, "rlhf backup /backups/2026-11-21"),
+    (state.restore, STATE, "rlhf restore /backups/2026-11-21 --state ./state"),
 )
 for function, panel, example in COMMANDS:
     app.command(cls=Command, rich_help_panel=panel, epilog=f"Example: {example}")(function)

@@ -16,6 +16,7 @@
     │   └── CheckpointDamaged  a checkpoint's files do not match its manifest
     ├── ModelError             a model cannot be loaded, saved or run
     ├── EvaluationError        a comparison cannot be made
+    ├── BackupError            a state folder cannot be copied, or a copy not taken back
     └── RegistryError          the registry or the promotion ledger refuses
         ├── StalePromotion     the champion changed since the caller looked
         └── HashMismatch       a model's files are not the ones that were registered
@@ -90,6 +91,10 @@ class ModelError(PipelineError):
 
 class EvaluationError(PipelineError):
     """A comparison cannot be made."""
+
+
+class BackupError(PipelineError):
+    """A state folder cannot be copied, or a copy not taken back."""
 
 
 class RegistryError(PipelineError):

@@ -1,0 +1,228 @@
+"""A consistent copy of a live state folder, and a state folder from such a copy.
+
+What a copy holds: every SQLite database, taken with SQLite's online backup while others write;
+then every file, so that whatever a database row names was already there when its copy was made
+(files are written once, under names that are not used again); then a manifest with each file's
+SHA-256, written last: a folder without a manifest is no backup. What it leaves out: lock files and
+PPO's checkpoints, which a training that goes on would not miss.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_pipeline import records
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import Database, snapshots
+from rlhf_pipeline.errors import BackupError
+from rlhf_pipeline.files import file_sha256, folder_sha256, new_folder, read_json, write_json
+from rlhf_pipeline.records import Progress, ignore_progress
+from rlhf_pipeline.registry.ledger import PromotionLedger
+
+MANIFEST = "manifest.json"
+STATE = "state"
+FORMAT = 1
+
+_LEFT_OUT = {"checkpoints"}  # folders
+_DATABASE = b"SQLite format 3\x00"
+# Where MLflow's own tables hold the place of an artifact, absolute by its design.
+_MLFLOW_PLACES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+    ("logged_models", "artifact_location"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What a backup holds."""
+
+    path: Path
+    files: int
+    bytes: int
+    created_at: str  # ISO 8601, UTC
+    state_dir: str  # where the state was
+
+
+def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
+    """Copy the state folder to `target`, a folder that is not there yet; others may go on writing.
+
+    Raises BackupError where the store is not embedded, `target` is taken, or a model's file is not
+    the one the ledger registered: a backup must not be the place where that is found too late.
+    """
+    if settings.database_url is not None:
+        raise BackupError(
+            "rlhf backup copies the embedded store, found database_url set; back the database up "
+            "with its own tool (pg_dump), then copy the state folder"
+        )
+    state = settings.state_dir
+    if not (state / "feedback.db").exists():
+        raise BackupError(f"needed a state folder with a store, found none at {state}; see --state")
+    if target.exists():
+        raise BackupError(f"a backup goes to a new folder, found something at {target}")
+    if target.resolve().is_relative_to(state.resolve()):
+        raise BackupError(f"a backup inside the state folder would copy itself: {target}")
+    with new_folder(target) as folder:
+        names = sorted(_files_of(state), key=lambda name: (not _is_database(state / name), name))
+        for done, name in enumerate(names, 1):
+            copy = folder / STATE / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if _is_database(state / name):
+                    _copy_database(state / name, copy)
+                else:
+                    shutil.copyfile(state / name, copy)
+            except FileNotFoundError:  # a temporary file of somebody at work; the check below
+                continue  # misses it if anything registered needs it
+            report({"file": name, "done": done, "of": len(names)})
+        _check_models(folder / STATE)
+        made = {
+            "format": FORMAT,
+            "created_at": records.now().isoformat(),
+            "state_dir": str(state.resolve()),
+            "files": folder_sha256(folder / STATE),
+        }
+        write_json(folder / MANIFEST, made)
+    return _described(target, made)
+
+
+def check_backup(source: Path) -> Backup:
+    """Return what the backup holds, having hashed every file. Raises BackupError if one differs."""
+    manifest = source / MANIFEST
+    if not manifest.exists():
+        raise BackupError(f"needed a backup's folder with a {MANIFEST}, found none at {source}")
+    made = read_json(manifest)
+    if made.get("format") != FORMAT:
+        raise BackupError(f"needed a backup of format {FORMAT}, found {made.get('format')!r}")
+    for name, sha256 in made["files"].items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise BackupError(f"a manifest may name files inside the backup only, found {name!r}")
+        copy = source / STATE / name
+        if not copy.is_file() or file_sha256(copy) != sha256:
+            raise BackupError(
+                f"the backup is damaged: {name} is not the file that was copied; take another one"
+            )
+    return _described(source, made)
+
+
+def restore(settings: Settings, source: Path, report: Progress = ignore_progress) -> Backup:
+    """Make the settings' state folder from the backup at `source`; the folder must not be there.
+
+    Paths inside the databases are turned to the new folder, so the copy works wherever it lies.
+    Raises BackupError where the backup is damaged or the state folder exists.
+    """
+    found = check_backup(source)
+    state = settings.state_dir
+    if settings.database_url is not None:
+        raise BackupError(
+            "rlhf restore makes an embedded store, found database_url set; leave it out"
+        )
+    if state.exists() and any(state.iterdir()):
+        raise BackupError(
+            f"a restore goes to a new state folder, found one at {state}; move it aside, or name "
+            "another with --state"
+        )
+    names = read_json(source / MANIFEST)["files"]
+    with new_folder(state) as folder:
+        for done, name in enumerate(names, 1):
+            copy = folder / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / STATE / name, copy)
+            report({"file": name, "done": done, "of": len(names)})
+        _turn_paths(folder, found.state_dir, str(state.resolve()))
+    return found
+
+
+def _files_of(state: Path) -> Iterator[str]:
+    """Yield the relative names of everything worth keeping."""
+    for path in state.rglob("*"):
+        name = path.relative_to(state)
+        if path.is_symlink() or not path.is_file() or _LEFT_OUT.intersection(name.parts):
+            continue
+        aside = any(part.startswith(".") and ".new-" in part for part in name.parts)
+        if aside or path.name.endswith((".lock", "-wal", "-shm", "-journal")):
+            continue
+        yield name.as_posix()
+
+
+def _is_database(path: Path) -> bool:
+    if path.suffix != ".db":
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_DATABASE)) == _DATABASE
+    except FileNotFoundError:
+        return False
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Copy a database that others may be writing to, as of one instant."""
+    with (
+        closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True, timeout=60)) as reader,
+        closing(sqlite3.connect(target)) as writer,
+    ):
+        reader.backup(writer)
+        writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
+
+
+def _check_models(state: Path) -> None:
+    """Raise BackupError unless every registered version's files are there, byte for byte."""
+    state = state.resolve()
+    database = Database(f"sqlite:///{state / 'feedback.db'}")
+    try:
+        ledger = PromotionLedger(database, state)
+        with database.read() as connection:
+            known = connection.exec_driver_sql("SELECT DISTINCT agent_id FROM model_versions")
+            agents = [str(row[0]) for row in known]
+        for agent_id in agents:
+            for version in ledger.versions(agent_id):
+                place = Path(version.path)
+                if not place.is_relative_to(state):
+                    continue  # registered from elsewhere; not ours to copy
+                for file, sha256 in version.files.items():
+                    copy = place / file
+                    if not copy.is_file() or file_sha256(copy) != sha256:
+                        raise BackupError(
+                            f"version {version.version} of {agent_id} needs "
+                            f"{copy.relative_to(state).as_posix()} as it was "
+                            "registered, found another or none; `rlhf explain` tells its story, "
+                            "`rlhf rollback` leaves it"
+                        )
+    finally:
+        database.close()  # the last connection folds the log back into the file
+
+
+def _turn_paths(state: Path, old: str, new: str) -> None:
+    """Let absolute paths in the databases point to the new state folder."""
+    if old == new:
+        return
+    with closing(sqlite3.connect(state / "feedback.db")) as connection, connection:
+        _replace_prefix(connection, snapshots.name, "path", old, new)
+    tracking = state / "mlflow" / "mlflow.db"
+    if tracking.exists():
+        with closing(sqlite3.connect(tracking)) as connection, connection:
+            for table, column in _MLFLOW_PLACES:
+                _replace_prefix(connection, table, column, f"file://{old}", f"file://{new}")
+
+
+def _replace_prefix(
+    connection: sqlite3.Connection, table: str, column: str, old: str, new: str
+) -> None:
+    # Both names are ours, from the constants above.
+    connection.execute(
+        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+        (f"{new}/", len(old) + 2, len(old) + 1, f"{old}/"),
+    )
+
+
+def _described(path: Path, made: dict[str, Any]) -> Backup:
+    sizes = [(path / STATE / name).stat().st_size for name in made["files"]]
+    return Backup(path, len(sizes), sum(sizes), made["created_at"], made["state_dir"])

@@ -1,0 +1,197 @@
+"""Backup and restore: a live state folder copied, damaged, moved, and taken back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.backup import MANIFEST, STATE, back_up, check_backup, restore
+from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import Database, open_database
+from rlhf_pipeline.errors import BackupError
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from tests.assets.world import FirstTurn, Loop
+
+WRITER = """
+import sys
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+
+store = FeedbackStore(Database(f"sqlite:///{sys.argv[1]}/feedback.db"))
+store.ensure_agent("tea")
+for n in range(1_000_000):
+    store.append([
+        Feedback("tea", FeedbackKind.thumbs, f"key {n}", prompt=user_prompt("Why?"),
+                 completion=f"Because {n}.", number=1.0)
+    ])
+    print(n, flush=True)
+"""
+
+
+def settings_in(folder: Path) -> Settings:
+    return Settings.model_validate({"recipe": "a test", "state_dir": folder})
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """Make a state folder with a store, a version and a file nobody knows."""
+    folder = tmp_path / "state"
+    database = Database(f"sqlite:///{folder / 'feedback.db'}")
+    FeedbackStore(database).ensure_agent("tea")
+    model = folder / "agents" / "tea" / "v0"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    PromotionLedger(database, folder).add_baseline(
+        "tea", label="v0", path=model, files=folder_sha256(model), lineage={}, actor="test"
+    )
+    database.close()
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "big").write_bytes(b"left out")
+    (folder / "notes.txt").write_text("kept")
+    return folder
+
+
+def test_a_store_that_is_written_to_all_the_time_is_copied_as_of_one_instant(
+    state: Path, tmp_path: Path
+) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(state)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    try:
+        before = [int(writer.stdout.readline()) for _ in range(50)][-1] + 1
+        back_up(settings_in(state), tmp_path / "copy")
+        assert writer.poll() is None
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        after = before + len(writer.stdout.read().splitlines()) + 1  # one may be stored, not told
+        writer.wait()
+        writer.stdout.close()
+    elsewhere = settings_in(tmp_path / "elsewhere")
+    restore(elsewhere, tmp_path / "copy")
+    database = Database(elsewhere.resolved_database_url)
+    with database.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA integrity_check").scalar_one() == "ok"
+        keys = connection.exec_driver_sql("SELECT idempotency_key FROM feedback ORDER BY seq")
+        found = [row[0] for row in keys]
+    database.close()
+    assert found == [f"key {n}" for n in range(len(found))]  # a prefix: nothing lost, nothing torn
+    assert before <= len(found) <= after
+
+
+def test_a_copy_has_what_matters_and_says_what_it_is(state: Path, tmp_path: Path) -> None:
+    made = back_up(settings_in(state), tmp_path / "copy")
+    assert check_backup(tmp_path / "copy") == made
+    names = set(folder_sha256(tmp_path / "copy" / STATE))
+    assert names == {"feedback.db", "notes.txt", "agents/tea/v0/model.safetensors"}
+    assert made.files == 3
+
+
+def test_the_restored_ledger_finds_its_champion_in_the_new_place(
+    state: Path, tmp_path: Path
+) -> None:
+    back_up(settings_in(state), tmp_path / "copy")
+    new = tmp_path / "new" / "state"
+    restore(settings_in(new), tmp_path / "copy")
+    database = Database(f"sqlite:///{new / 'feedback.db'}")
+    champion = PromotionLedger(database, new).champion("tea")
+    assert champion is not None
+    assert champion.path == new / "agents" / "tea" / "v0"
+    assert folder_sha256(champion.path) == champion.files
+    database.close()
+
+
+def test_a_model_that_is_not_what_was_registered_is_found_out(state: Path, tmp_path: Path) -> None:
+    (state / "agents" / "tea" / "v0" / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(BackupError, match="version 0 of tea needs agents/tea/v0/model"):
+        back_up(settings_in(state), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("how", ["changed", "missing"])
+def test_a_damaged_backup_is_not_restored(how: str, state: Path, tmp_path: Path) -> None:
+    back_up(settings_in(state), tmp_path / "copy")
+    victim = tmp_path / "copy" / STATE / "notes.txt"
+    victim.write_text("kept?") if how == "changed" else victim.unlink()
+    with pytest.raises(BackupError, match=r"damaged: notes\.txt"):
+        restore(settings_in(tmp_path / "new"), tmp_path / "copy")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_manifest_cannot_reach_outside(state: Path, tmp_path: Path) -> None:
+    back_up(settings_in(state), tmp_path / "copy")
+    manifest = tmp_path / "copy" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"notes.txt"', '"../../escaped.txt"'))
+    with pytest.raises(BackupError, match="inside the backup only"):
+        restore(settings_in(tmp_path / "new"), tmp_path / "copy")
+
+
+def test_nothing_that_is_there_is_written_over(state: Path, tmp_path: Path) -> None:
+    back_up(settings_in(state), tmp_path / "copy")
+    with pytest.raises(BackupError, match="a new folder"):
+        back_up(settings_in(state), tmp_path / "copy")
+    with pytest.raises(BackupError, match="a new state folder"):
+        restore(settings_in(state), tmp_path / "copy")
+    with pytest.raises(BackupError, match="would copy itself"):
+        back_up(settings_in(state), state / "backup")
+
+
+def test_what_cannot_be_copied_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BackupError, match="see --state"):
+        back_up(settings_in(tmp_path / "nothing"), tmp_path / "copy")
+    away = Settings.model_validate(
+        {"recipe": "a test", "state_dir": tmp_path, "database_url": "postgresql://somewhere/db"}
+    )
+    with pytest.raises(BackupError, match="pg_dump"):
+        back_up(away, tmp_path / "copy")
+    with pytest.raises(BackupError, match=MANIFEST):
+        restore(settings_in(tmp_path / "new"), tmp_path)
+
+
+def test_a_whole_turn_moves_to_another_machine(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """After a real turn: equal votes and ledger, and MLflow finds the champion's files."""
+    agent = first_turn.agent_id
+    back_up(settings_in(loop.state), tmp_path / "copy")
+    new = tmp_path / "moved"
+    restore(settings_in(new), tmp_path / "copy")
+    before = Database(f"sqlite:///{loop.state / 'feedback.db'}")
+    after = open_database(f"sqlite:///{new / 'feedback.db'}")
+    votes = "SELECT * FROM effective_feedback ORDER BY seq"
+    entries = "SELECT * FROM promotions ORDER BY agent_id, entry"
+    for question in (votes, entries):
+        answers = []
+        for database in (before, after):
+            with database.read() as connection:
+                answers.append(connection.exec_driver_sql(question).fetchall())
+        assert answers[0] == answers[1]
+        assert answers[0]
+    registry = Workspace(None, str(new)).registry
+    champion = registry.find(f"models:/rlhf-{agent}@champion")
+    assert champion.path.is_relative_to(new)
+    for _, row in _places(new):
+        assert str(loop.state) not in row
+    before.close()
+    after.close()
+
+
+def _places(state: Path) -> list[tuple[str, str]]:
+    database = Database(f"sqlite:///{state / 'mlflow' / 'mlflow.db'}")
+    found = []
+    with database.engine.connect() as connection:
+        for table, column in (("runs", "artifact_uri"), ("model_versions", "storage_location")):
+            rows = connection.exec_driver_sql(f"SELECT {column} FROM {table}")
+            found += [(table, str(row[0])) for row in rows]
+    database.engine.dispose()
+    assert len(found) > 2
+    return found
