@@ -18,7 +18,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
@@ -173,9 +173,11 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 **{Path(n).stem: count_lines(p) for n, p in lines.items() if p.exists()},
                 **counts,
             },
+            "data": {name: file_sha256(path) for name, path in lines.items() if path.exists()},
             "reward_models": rewards,
             "base": turn.settings.policy.base,
             "started_from": str(turn.champion) if turn.champion else None,
+            "baseline": str(turn.baseline) if turn.baseline else None,
             "recipe": shown(turn.settings),
             "code": code_version(),
             "seed": turn.settings.training.seed,

@@ -37,6 +37,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.promote, MODELS, 'rlhf promote challenger --agent demo --reason "reads better"'),
     (models.rollback, MODELS, 'rlhf rollback --agent demo --reason "rude to customers"'),
     (models.explain, MODELS, "rlhf explain champion --agent demo --json"),
+    (models.reproduce, MODELS, "rlhf reproduce champion --agent demo"),
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
     (agents.status, AUTOMATION, "rlhf status"),
     (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),

@@ -1,4 +1,4 @@
-"""`rlhf versions · promote · rollback · explain · export`: the ledger from the command line."""
+"""`rlhf versions · promote · rollback · explain · reproduce · export`: the ledger, by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.common import (
     actor,
     console,
     one_line,
+    progress,
     workspace,
 )
 from rlhf_pipeline.errors import RegistryError
@@ -134,6 +135,49 @@ def export(
     for name, digest in files.items():
         typer.echo(f"{digest}  {name}")
     typer.echo(f"version {found.version} of {agent}: {len(files)} files in {directory}", err=True)
+
+
+def reproduce(
+    version: VersionArgument,
+    agent: Agent,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", metavar="DIR", help="Keep what comes out in this new folder."),
+    ] = None,
+) -> None:
+    """Train a version again from its recorded snapshot, recipe and seeds, and compare the files.
+
+    Takes as long as the training took. On the same machine's CPU the weights come out bit for bit;
+    the exit code is 1 where they do not, and the message names the files.
+    """
+    import tempfile
+
+    from rlhf_pipeline.registry.reproduce import reproduce as train_again
+
+    here = workspace()
+    found = here.version(agent, version)
+    if keep is not None and keep.exists():
+        raise RegistryError(f"--keep needs a new folder, found something at {keep}")
+    with tempfile.TemporaryDirectory() as scratch, progress() as bars:
+        task = bars.add_task(f"version {found.version}", total=None)
+        outcome = train_again(
+            here.ledger,
+            here.settings_of(agent),
+            found,
+            keep or Path(scratch) / "work",
+            lambda facts: bars.update(task, description=str(facts["stage"])),
+        )
+    for name in outcome.same:
+        typer.echo(f"same       {name}")
+    for name in outcome.different:
+        typer.echo(f"different  {name}")
+    if not outcome.is_exact:
+        raise RegistryError(
+            f"version {found.version} of {agent} came out otherwise in {len(outcome.different)} "
+            f"of {len(found.files)} files; it was trained by code {found.lineage.get('code')}: "
+            "take that commit, that machine and its thread count, and see `rlhf explain`"
+        )
+    typer.echo(f"version {found.version} of {agent} is reproduced, bit for bit")
 
 
 def _reconcile(here: Workspace, agent_id: str) -> None:

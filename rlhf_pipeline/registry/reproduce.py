@@ -1,0 +1,124 @@
+"""A registered version trained again from what its lineage names, and compared byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline import stages
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.files import file_sha256, folder_sha256
+from rlhf_pipeline.records import Progress, ignore_progress
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+
+WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """What came out of training a version again."""
+
+    version: int
+    folder: Path
+    same: tuple[str, ...]  # files equal to the registered ones
+    different: tuple[str, ...]  # files that are not, or are missing
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether every registered file came out byte for byte."""
+        return not self.different
+
+
+def reproduce(
+    ledger: PromotionLedger,
+    settings: Settings,
+    version: ModelVersion,
+    work: Path,
+    report: Progress = ignore_progress,
+) -> Reproduction:
+    """Train the version again, into the new folder `work`, from its snapshot, recipe and seeds.
+
+    Exact on the CPU of the machine, thread count and library versions it was trained with; a GPU's
+    sums, or another processor's, round otherwise. Raises RegistryError where the lineage does not
+    say enough or a file it names is gone, HashMismatch where one is not the one it names.
+    """
+    turn = recorded_turn(ledger, settings, version, work)
+    names = ("reward", "ppo") if "reward_models" in version.lineage and turn.champion else ()
+    for name in names or ("baseline",):
+        stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
+    folder = work / "ppo" / "policy" if names else work / "sft"
+    found = folder_sha256(folder)
+    same = tuple(name for name, sha256 in version.files.items() if found.get(name) == sha256)
+    different = tuple(name for name in version.files if name not in same)
+    return Reproduction(version.version, folder, same, different)
+
+
+def recorded_turn(
+    ledger: PromotionLedger, settings: Settings, version: ModelVersion, work: Path
+) -> stages.Turn:
+    """Return the turn the version came from, its outcome going to `work`.
+
+    Files are looked for in today's state folder, so a restored one serves; they are checked
+    against the hashes of the day.
+    """
+    lineage = version.lineage
+    missing = [key for key in ("recipe", "fingerprint", "watermark") if lineage.get(key) is None]
+    if missing:
+        raise RegistryError(
+            f"version {version.version} of {version.agent_id} has no {', '.join(missing)} in its "
+            "lineage, so nobody knows what to train; only versions of a turn can be reproduced"
+        )
+    recipe = _recorded_settings(lineage["recipe"], settings)
+    fingerprint = str(lineage["fingerprint"])
+    data = settings.agent_folder(version.agent_id) / "snapshots" / fingerprint[:16]
+    for name, sha256 in lineage.get("data", {}).items():
+        path = data / name
+        if not path.is_file():
+            raise RegistryError(f"reproducing needs {path}, found none; restore it from a backup")
+        if file_sha256(path) != sha256:
+            raise HashMismatch(
+                f"{path} is not the file version {version.version} was trained from: rows were "
+                "erased from it, or somebody wrote to it; the version cannot be reproduced exactly"
+            )
+    old_state = str(lineage["recipe"]["state_dir"])
+    champion = _moved(lineage.get("started_from"), old_state, settings)
+    baseline = ledger.baseline(version.agent_id)
+    recorded = _moved(lineage.get("baseline"), old_state, settings)
+    return stages.Turn(
+        agent_id=version.agent_id,
+        fingerprint=fingerprint,
+        watermark=int(lineage["watermark"]),
+        token=int(lineage.get("token", 0)),
+        data=data,
+        work=work,
+        baseline=recorded or (baseline.path if baseline and champion else None),
+        champion=champion,
+        settings=recipe,
+    )
+
+
+def _recorded_settings(recipe: Mapping[str, Any], today: Settings) -> Settings:
+    """Return the settings of the day; places and secrets are today's."""
+    here: dict[str, Any] = {
+        "state_dir": today.state_dir,
+        "database_url": today.database_url,
+        "mlflow_uri": today.mlflow_uri,
+        "notifications": {},
+    }
+    return Settings.model_validate({**recipe, **here})
+
+
+def _moved(path: str | None, old_state: str, settings: Settings) -> Path | None:
+    """Return where a file of the old state folder lies in today's."""
+    if path is None:
+        return None
+    given = Path(path)
+    inside = given.is_relative_to(old_state)
+    return settings.state_dir / given.relative_to(old_state) if inside else given
+
+
+def _go_on() -> None:
+    """A reproduction holds no claim: it writes to a folder of its own and registers nothing."""

@@ -1,0 +1,74 @@
+"""A version trained again comes out bit for bit; what its lineage cannot prove is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
+from tests.assets.world import FirstTurn, Loop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_version_of_a_real_turn_comes_out_again_bit_for_bit(
+    number: int, loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """Also version 1, whose PPO process had been killed and resumed on the day."""
+    version = loop.version(first_turn.agent_id, number)
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    outcome = reproduce(loop.pipeline.ledger, settings, version, tmp_path / "work")
+    assert outcome.is_exact, outcome.different
+    assert "model.safetensors" in outcome.same
+
+
+@pytest.mark.slow
+def test_another_seed_is_found_out(loop: Loop, first_turn: FirstTurn, tmp_path: Path) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recipe = {**version.lineage["recipe"], "training": {"seed": 5, "watch_prompts": 8}}
+    recipe["ppo"] = {**recipe["ppo"], "seed": 5}
+    other = replace(version, lineage={**version.lineage, "recipe": recipe})
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    outcome = reproduce(loop.pipeline.ledger, settings, other, tmp_path / "work")
+    assert outcome.different == ("model.safetensors",)
+
+
+def test_erased_rows_are_said_before_anything_is_trained(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    data = {**version.lineage["data"], "preference_pairs.jsonl": "0" * 64}
+    other = replace(version, lineage={**version.lineage, "data": data})
+    with pytest.raises(HashMismatch, match=r"preference_pairs\.jsonl is not the file version 1"):
+        recorded_turn(loop.pipeline.ledger, settings, other, tmp_path)
+    gone = replace(version, lineage={**version.lineage, "data": {"gone.jsonl": "0" * 64}})
+    with pytest.raises(RegistryError, match="restore it from a backup"):
+        recorded_turn(loop.pipeline.ledger, settings, gone, tmp_path)
+
+
+def test_a_version_without_a_turn_says_so(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = replace(loop.version(first_turn.agent_id, 1), lineage={"base": "tiny"})
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    with pytest.raises(RegistryError, match="recipe, fingerprint, watermark"):
+        recorded_turn(loop.pipeline.ledger, settings, version, tmp_path)
+
+
+def test_a_moved_state_folder_still_finds_where_training_began(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    moved = settings.model_copy(update={"state_dir": tmp_path / "moved"})
+    lineage = {**version.lineage, "data": {}}
+    turn = recorded_turn(
+        loop.pipeline.ledger, moved, replace(version, lineage=lineage), tmp_path / "work"
+    )
+    began = loop.version(first_turn.agent_id, 0).path.relative_to(loop.state.resolve())
+    assert turn.champion == turn.baseline == tmp_path / "moved" / began
+    assert turn.settings.state_dir == tmp_path / "moved"
