@@ -144,7 +144,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
-    """Improve the champion with PPO on the proxy; the stopping model chooses the checkpoint."""
+    """Improve the champion on the proxy, or on its pairs; the stopping model chooses the update."""
+    from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
 
@@ -154,20 +155,38 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
     prompts = training_prompts(turn)
     watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
     reward_folder = turn.work / "reward"
-    result = train_ppo(
-        policy_dir=champion,
-        reference_dir=baseline,
-        reward=load_reward_model(reward_folder / "proxy", device=settings.policy.device),
-        stopping=load_reward_model(reward_folder / "stopping", device=settings.policy.device),
-        prompts=prompts[watched:],
-        watch_prompts=prompts[:watched],
-        output_dir=turn.work / "ppo",
-        settings=settings.ppo,
-        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
-        value_init=reward_folder / "proxy" if settings.ppo.critic == "separate" else None,
-        report=report,
-        keep_going=keep_going,
-    )
+    proxy = load_reward_model(reward_folder / "proxy", device=settings.policy.device)
+    stopping = load_reward_model(reward_folder / "stopping", device=settings.policy.device)
+    if settings.ppo.estimator == "dpo":
+        pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+        result = train_dpo(
+            policy_dir=champion,
+            reference_dir=baseline,
+            # The proxy's voters: those of the stopping and the gate model stay unseen.
+            pairs=reward_splits(pairs, settings)[0]["proxy"],
+            reward=proxy,
+            stopping=stopping,
+            watch_prompts=prompts[:watched],
+            output_dir=turn.work / "ppo",
+            settings=settings.ppo,
+            report=report,
+            keep_going=keep_going,
+        )
+    else:
+        result = train_ppo(
+            policy_dir=champion,
+            reference_dir=baseline,
+            reward=proxy,
+            stopping=stopping,
+            prompts=prompts[watched:],
+            watch_prompts=prompts[:watched],
+            output_dir=turn.work / "ppo",
+            settings=settings.ppo,
+            # A critic that shares the policy's trunk begins with that; its own, as the proxy.
+            value_init=reward_folder / "proxy" if settings.ppo.critic == "separate" else None,
+            report=report,
+            keep_going=keep_going,
+        )
     return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
 
 

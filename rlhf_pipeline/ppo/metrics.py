@@ -54,6 +54,10 @@ METRICS: Mapping[str, Metric] = {
     "critic/explained_variance": Metric(
         "share", "<= 1; 0 explains nothing", "over the update's tokens", "values against returns"
     ),
+    "dpo/margin": Metric(
+        "nats * dpo_beta", "any", "over the update's pairs", "implicit reward, chosen - rejected"
+    ),
+    "dpo/accuracy": Metric("share", "0 to 1", "over the update's pairs", "chosen above rejected"),
     "train/loss": Metric("loss", "any", _MINIBATCHES, "policy loss + value_coef * critic loss"),
     "train/kl_coef": Metric("score per nat", ">= 0", "used in this update", "KL penalty weight"),
     "train/learning_rate": Metric("rate", ">= 0", "used in this update", "of the policy"),

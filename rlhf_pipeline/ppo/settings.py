@@ -71,8 +71,11 @@ class PpoSettings:
     """Divide rewards by their deviation over completion tokens; the mean stays (N+: off)."""
 
     # the estimator
-    estimator: Literal["gae", "rloo"] = "gae"
-    """gae needs a critic; rloo compares completions of one prompt instead (arXiv:2402.14740)."""
+    estimator: Literal["gae", "rloo", "dpo"] = "gae"
+    """gae needs a critic; rloo compares completions of one prompt instead (arXiv:2402.14740); dpo
+    learns from the preference pairs alone, samples nothing, and costs least (dpo.py)."""
+    dpo_beta: float = 0.1
+    """dpo's weight of staying near the reference (arXiv:2305.18290); larger stays nearer."""
     gamma: float = 1.0
     """Discount per token (N+: 1)."""
     gae_lambda: float = 0.95
@@ -206,7 +209,7 @@ _AT_LEAST_ONE = (
     "max_completion_tokens kl_horizon evaluate_every patience checkpoint_every completions_at_once"
 ).split()
 _ABOVE_ZERO = (
-    "temperature kl_target score_clip clip_range value_clip_range learning_rate "
+    "temperature kl_target dpo_beta score_clip clip_range value_clip_range learning_rate "
     "critic_learning_rate adam_eps importance_cap max_grad_norm lora_alpha max_kl ratio_tolerance"
 ).split()
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -214,7 +217,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "kl_estimator": ("k1", "k2", "k3"),
     "kl_controller": ("fixed", "adaptive"),
     "score_normalisation": ("none", "running"),
-    "estimator": ("gae", "rloo"),
+    "estimator": ("gae", "rloo", "dpo"),
     "critic": ("separate", "shared"),
     "precision": ("float32", "bfloat16"),
 }

@@ -260,7 +260,7 @@ def train_ppo(
         looks = is_last or now.update % settings.evaluate_every == 0
         if looks:
             look_at_watch_prompts()
-            facts |= _watch_facts(now.evaluations[-1])
+            facts |= watch_facts(now.evaluations[-1])
         now.history.append(checked(facts))
         report({"update": now.update, "updates": settings.updates, **now.history[-1]})
         _raise_alarms(now, settings, report)
@@ -720,7 +720,8 @@ def _raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> N
             report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
 
 
-def _watch_facts(look: Evaluation) -> dict[str, float]:
+def watch_facts(look: Evaluation) -> dict[str, float]:
+    """Return a look at the watch prompts as metrics."""
     facts = {
         "watch/score_mean": look.score_mean,
         "watch/score_std": look.score_std,

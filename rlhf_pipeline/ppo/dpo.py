@@ -1,0 +1,264 @@
+"""The cheap night: DPO on the preference pairs themselves, through TRL, in PPO's clothes.
+
+No completion is sampled to learn from and no reward is maximised, so it takes a fraction of PPO's
+time and stays nearer to what people voted on. Everything around it is PPO's: the same reference,
+the same looks at the watch prompts, the same choice by the stopping reward, the same folder and
+result. Source: Rafailov et al., arXiv:2305.18290. Unlike PPO it does not resume: a killed run
+starts again, since TRL's own checkpoints are pickled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.ppo.learner import Learner, build_learner, is_same_model
+from rlhf_pipeline.ppo.metrics import checked
+from rlhf_pipeline.ppo.plots import draw_plots
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.trainer import (
+    choose_update,
+    encode_checked,
+    evaluate,
+    probe_rewards,
+    run_fingerprint,
+    watch_facts,
+)
+from rlhf_pipeline.records import (
+    PreferencePair,
+    Progress,
+    Prompt,
+    RewardFunction,
+    ignore_progress,
+)
+
+
+def train_dpo(
+    *,
+    policy_dir: str | Path,
+    reference_dir: str | Path,
+    pairs: Sequence[PreferencePair],
+    reward: RewardFunction,
+    stopping: RewardFunction | None,
+    watch_prompts: Sequence[Prompt],
+    output_dir: Path,
+    settings: PpoSettings,
+    report: Progress = ignore_progress,
+    keep_going: Callable[[], None] = lambda: None,
+) -> TrainingResult:
+    """Train the policy at policy_dir on the pairs and return what came out, saved in output_dir.
+
+    An update is rollouts_per_update pairs in `minibatches` optimizer steps; `epochs` passes over
+    the pairs are made, but no more than `updates` updates. `reward` is only watched here;
+    `stopping` chooses the update. Ties teach nothing and are left out. Raises NotEnoughData
+    without pairs, TrainingError for rewards or prompts that PPO would refuse, or a loss that is
+    not finite.
+    """
+    torch.manual_seed(settings.seed)
+    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
+    batch = settings.rollouts_per_update // settings.minibatches
+    if len(decided) < batch:
+        raise NotEnoughData(
+            f"DPO needs {batch} pairs with a preference, one optimizer step's, found "
+            f"{len(decided)}; collect more, or lower ppo.rollouts_per_update"
+        )
+    fingerprint = run_fingerprint(
+        [policy_dir, reference_dir],
+        [reward, stopping],
+        [*watch_prompts],
+        settings,
+    )
+    learner = build_learner(policy_dir, reference_dir, None, settings)
+    watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
+    probe_rewards(learner, watch_encoded, watch_prompts, reward, stopping)
+    rows = dpo_rows(learner.policy, decided, settings)
+    in_all = min(settings.epochs * (len(rows) // settings.rollouts_per_update), settings.updates)
+    watcher = _Watcher(
+        learner,
+        max(in_all, 1),
+        lambda update: evaluate(learner, watch_encoded, watch_prompts, reward, stopping, update),
+        report,
+        keep_going,
+    )
+    watcher.look(0)
+    adapters_off = settings.lora_rank > 0 and is_same_model(policy_dir, reference_dir)
+    reference = None if adapters_off else load_policy(reference_dir, device=settings.device).model
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = _make_trainer(learner, reference, rows, scratch, watcher, settings)
+        trainer.train()
+    learner.policy.model.eval()
+    chosen = choose_update(watcher.looks, max_kl=settings.max_kl)
+    watcher.take_back(chosen)
+    keep_going()
+    save_policy(Policy(learner.saved_model, learner.policy.tokenizer), output_dir / "policy")
+    look = next(e for e in watcher.looks if e.update == chosen)
+    result = TrainingResult(
+        model_path=str(output_dir / "policy"),
+        reward_model_path=None,
+        feedback_count=None,
+        chosen_update=chosen,
+        stopped_because="all updates are made",
+        final_reward_mean=look.score_mean,
+        final_reward_std=look.score_std,
+        training_steps=trainer.state.global_step,
+        reward_history=tuple(m["dpo/margin"] for m in watcher.history),
+        kl_history=tuple(e.kl for e in watcher.looks[1:]),
+        loss_history=tuple(m["train/loss"] for m in watcher.history),
+        history=tuple(watcher.history),
+        evaluations=tuple(watcher.looks),
+        alarms=(),
+        seconds={},
+        resumed_from=None,
+        fingerprint=fingerprint,
+        settings=asdict(settings),
+    )
+    drawn = draw_plots(result, output_dir / "plots")
+    result = replace(result, plots=tuple(f"plots/{name}" for name in drawn))
+    keep_going()
+    result.save(output_dir / "result.json")
+    return result
+
+
+def dpo_rows(
+    policy: Policy, pairs: Sequence[PreferencePair], settings: PpoSettings
+) -> list[dict[str, list[int]]]:
+    """Return {"prompt_ids", "chosen_ids", "rejected_ids"} of each pair, as sampling sees them."""
+    prompts = encode_prompts(
+        policy.tokenizer, [pair.prompt for pair in pairs], max_tokens=settings.max_prompt_tokens
+    )
+    limit = settings.max_completion_tokens
+    chosen = encode_completions(policy.tokenizer, [p.chosen for p in pairs], max_tokens=limit)
+    rejected = encode_completions(policy.tokenizer, [p.rejected for p in pairs], max_tokens=limit)
+    return [
+        {"prompt_ids": prompt, "chosen_ids": better, "rejected_ids": worse}
+        for prompt, better, worse in zip(prompts, chosen, rejected, strict=True)
+    ]
+
+
+def _make_trainer(
+    learner: Learner,
+    reference: Any,
+    rows: list[dict[str, list[int]]],
+    scratch: str,
+    watcher: _Watcher,
+    settings: PpoSettings,
+) -> Any:
+    from datasets import Dataset
+    from transformers import PrinterCallback
+    from trl import DPOConfig, DPOTrainer
+
+    class OnTokens(DPOTrainer):  # type: ignore[misc]  # TRL ships no strict types
+        """TRL's trainer on rows that are tokens already, by the encoding PPO samples with."""
+
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    on_gpu = learner.policy.device.type == "cuda"
+    steps = watcher.updates * settings.minibatches
+    arguments = DPOConfig(
+        output_dir=scratch,
+        max_steps=steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear" if settings.anneal else "constant",
+        per_device_train_batch_size=settings.rollouts_per_update // settings.minibatches,
+        max_grad_norm=settings.max_grad_norm,
+        beta=settings.dpo_beta,
+        max_length=None,
+        gradient_checkpointing=False,
+        use_cpu=not on_gpu,
+        bf16=settings.precision == "bfloat16",
+        dataloader_num_workers=0,
+        dataloader_pin_memory=on_gpu,
+        save_strategy="no",
+        logging_nan_inf_filter=False,
+        logging_steps=settings.minibatches,
+        report_to="none",
+        push_to_hub=False,
+        disable_tqdm=True,
+        seed=settings.seed,
+    )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs: one process each, not DataParallel
+    trainer = OnTokens(
+        model=learner.saved_model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=learner.policy.tokenizer,
+        callbacks=[watcher],
+        optimizers=(learner.optimizer, None),
+    )
+    trainer.remove_callback(PrinterCallback)  # progress goes to `report`, not to standard output
+    return trainer
+
+
+class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no strict types
+    """Keeps metrics per update, looks at the watch prompts, and remembers each look's weights."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        updates: int,
+        evaluate_at: Callable[[int], Evaluation],
+        report: Progress,
+        keep_going: Callable[[], None],
+    ) -> None:
+        self.learner, self.updates = learner, updates
+        self.evaluate_at, self.report, self.keep_going = evaluate_at, report, keep_going
+        self.history: list[dict[str, float]] = []
+        self.looks: list[Evaluation] = []
+        self.best: tuple[int, dict[str, torch.Tensor]] = (0, {})
+
+    def look(self, update: int) -> Evaluation:
+        """Evaluate the policy as it is; keep its weights if no look was better."""
+        model = self.learner.policy.model
+        was_training = model.training
+        model.eval()
+        self.looks.append(self.evaluate_at(update))
+        model.train(was_training)
+        if choose_update(self.looks, max_kl=self.learner.settings.max_kl) == update:
+            kept = {n: p.detach().cpu().clone() for n, p in self.learner.trainable().items()}
+            self.best = (update, kept)
+        return self.looks[-1]
+
+    def take_back(self, update: int) -> None:
+        """Put the weights of the best look into the policy."""
+        kept_update, kept = self.best
+        if kept_update != update:
+            raise TrainingError(f"kept the weights of update {kept_update}, asked for {update}")
+        with torch.no_grad():
+            for name, parameter in self.learner.trainable().items():
+                parameter.copy_(kept[name])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Hear of an update's metrics."""
+        if "loss" not in logs:
+            return
+        self.keep_going()
+        update = state.global_step // self.learner.settings.minibatches
+        facts = {
+            "train/loss": logs["loss"],
+            "train/learning_rate": logs["learning_rate"],
+            "train/optimizer_steps": float(state.global_step),
+            "policy/grad_norm": logs["grad_norm"],
+            "dpo/margin": logs["rewards/margins"],
+            "dpo/accuracy": logs["rewards/accuracies"],
+        }
+        if not all(abs(number) < float("inf") for number in facts.values()):
+            raise TrainingError(
+                f"the loss and its gradient must stay finite, found {logs['loss']} and "
+                f"{logs['grad_norm']} at update {update}; lower ppo.learning_rate"
+            )
+        if update % self.learner.settings.evaluate_every == 0 or update == self.updates:
+            facts |= watch_facts(self.look(update))
+        self.history.append(checked(facts))
+        self.report({"update": update, "updates": self.updates, **self.history[-1]})

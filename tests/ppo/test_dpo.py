@@ -1,0 +1,121 @@
+"""DPO in PPO's clothes: it learns the pairs, its first loss is log 2, the same result comes out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.ppo.dpo import dpo_rows, train_dpo
+from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.records import PreferencePair
+from tests.ppo.world import PROMPTS, changed, lower_share, weights_of
+
+LOUD, QUIET = "YES YES", "yes yes"
+
+
+def pairs(count: int, **changes: Any) -> list[PreferencePair]:
+    """Return pairs by people who like it quiet."""
+    given: dict[str, Any] = {
+        "chosen": QUIET,
+        "rejected": LOUD,
+        "voter": "ann",
+        "origin": "test",
+        "split": "train",
+        **changes,
+    }
+    return [
+        PreferencePair(pair_id=f"pair {n}", prompt=PROMPTS[n % len(PROMPTS)], **given)
+        for n in range(count)
+    ]
+
+
+def train(base: Path, folder: Path, rows: list[PreferencePair], **changes: Any) -> TrainingResult:
+    given = {"learning_rate": 3e-3, "epochs": 4, "updates": 50, **changes}
+    settings = changed(estimator="dpo", **given)
+    return train_dpo(
+        policy_dir=base,
+        reference_dir=base,
+        pairs=rows,
+        reward=lower_share,
+        stopping=lower_share,
+        watch_prompts=PROMPTS[:4],
+        output_dir=folder,
+        settings=settings,
+    )
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_alpha": 16.0}], ids=["all", "lora"])
+def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str, Any]) -> None:
+    result = train(base, tmp_path, pairs(64), **lora)
+    assert result.loss_history[-1] < 0.1 < result.loss_history[0] < math.log(2)
+    assert result.history[-1]["dpo/accuracy"] == 1.0
+    assert result.history[-1]["dpo/margin"] > result.history[0]["dpo/margin"] + 0.1
+    assert TrainingResult.load(tmp_path / "result.json") == result
+    assert (tmp_path / "plots" / "training.png").exists()
+    load_policy(tmp_path / "policy")
+
+
+def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) -> None:
+    """One step at rate 0 moves nothing: margin 0, loss log 2."""
+    result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
+    assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_pairs_are_encoded_as_sampling_encodes_them(base: Path) -> None:
+    policy, settings = load_policy(base), changed(estimator="dpo")
+    (row,) = dpo_rows(policy, pairs(1), settings)
+    prompt = encode_prompts(policy.tokenizer, [PROMPTS[0]], max_tokens=settings.max_prompt_tokens)
+    chosen = encode_completions(
+        policy.tokenizer, [QUIET], max_tokens=settings.max_completion_tokens
+    )
+    assert row["prompt_ids"] == prompt[0]
+    assert row["chosen_ids"] == chosen[0]
+
+
+def test_the_best_look_comes_out_and_not_the_last(base: Path, tmp_path: Path) -> None:
+    """A stopping reward that likes the start best takes everything back."""
+    looks = 0
+
+    def tires(items: Any) -> list[float]:
+        nonlocal looks
+        looks += 1
+        return [-float(looks)] * len(items)
+
+    settings = changed(estimator="dpo", learning_rate=3e-3, updates=3, evaluate_every=1)
+    result = train_dpo(
+        policy_dir=base,
+        reference_dir=base,
+        pairs=pairs(64),
+        reward=lower_share,
+        stopping=tires,
+        watch_prompts=PROMPTS[:4],
+        output_dir=tmp_path,
+        settings=settings,
+    )
+    assert result.chosen_update == 0
+    assert [e.update for e in result.evaluations] == [0, 1, 2, 3]
+    before, after = weights_of(base), weights_of(tmp_path / "policy")
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_what_cannot_be_learnt_from_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughData, match="found 0"):
+        train(base, tmp_path, pairs(64, tie=True))
+    with pytest.raises(TrainingError, match="watch_prompts"):
+        train_dpo(
+            policy_dir=base,
+            reference_dir=base,
+            pairs=pairs(64),
+            reward=lower_share,
+            stopping=None,
+            watch_prompts=[],
+            output_dir=tmp_path,
+            settings=changed(estimator="dpo"),
+        )

@@ -1,0 +1,36 @@
+"""Stages beyond what the first turn runs: other estimators, the same output, the same gate."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rlhf_pipeline import stages
+from rlhf_pipeline.evaluation.gate import GateDecision
+from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.records import ignore_progress
+from rlhf_pipeline.registry.reproduce import recorded_turn
+from tests.assets.world import FirstTurn, Loop
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "dpo"])
+def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
+    estimator: Literal["rloo", "dpo"], loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    shutil.copytree(first_turn.work / "reward", turn.work / "reward")
+    ppo = replace(turn.settings.ppo, estimator=estimator, completions_per_prompt=2)
+    turn = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo}))
+    outcome = stages.train_policy(turn, ignore_progress, lambda: None)
+    result = TrainingResult.load(outcome["result"])
+    assert result.settings["estimator"] == estimator
+    assert result.updates >= 1
+    judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
+    decision = GateDecision.from_json(judged["gate"])
+    assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
