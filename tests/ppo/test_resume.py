@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -104,6 +105,37 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert (whole.resumed_from, resumed.resumed_from) == (None, 2)
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "killed"))
     assert all(math.isfinite(x) for x in resumed.loss_history)
+
+
+def kill_at_random(base: Path, folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """Kill runs at random instants, five times each; every one must end as the whole one did."""
+    root = Path(__file__).parents[2]
+    words = [sys.executable, "-m", "tests.ppo.kills", str(base), str(folder), str(kills), str(seed)]
+    told = subprocess.run(
+        words,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    whole = TrainingResult.load(folder / "whole/result.json"), folder / "whole"
+    counts: dict[str, int] = json.loads(told.stdout.splitlines()[-1])
+    for run in range(counts["runs"]):
+        killed = folder / f"killed-{run}"
+        assert_same_run(whole, (TrainingResult.load(killed / "result.json"), killed))
+    assert counts["between"] + counts["in_a_save"] == kills
+    return counts
+
+
+def test_kills_at_random_instants_change_nothing(base: Path, tmp_path: Path) -> None:
+    kill_at_random(base, tmp_path, 5, seed=0)
+
+
+@pytest.mark.slow
+def test_fifty_kills_change_nothing_and_some_hit_a_save(base: Path, tmp_path: Path) -> None:
+    assert kill_at_random(base, tmp_path, 50, seed=1)["in_a_save"] > 0
 
 
 def interrupt_and_compare(base: Path, folder: Path, settings: PpoSettings, calls: int) -> None:
