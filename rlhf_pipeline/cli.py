@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlhf_pipeline.commands import agents, chat, feedback, models, settings, state
+from rlhf_pipeline.commands import agents, chat, feedback, models, settings, state, tokenizer
 from rlhf_pipeline.commands.common import Command, Group
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (feedback.ingest, FEEDBACK, "rlhf ingest votes.jsonl exports/ --agent tea"),
     (feedback.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
     (chat.chat, MODELS, 'rlhf chat --agent demo --once "how much is the lamp?"'),
+    (tokenizer.tokenizer, MODELS, "rlhf tokenizer tiktoken:cl100k_base"),
     (models.versions, MODELS, "rlhf versions --agent demo"),
     (models.promote, MODELS, 'rlhf promote challenger --agent demo --reason "reads better"'),
     (models.rollback, MODELS, 'rlhf rollback --agent demo --reason "rude to customers"'),

@@ -55,6 +55,12 @@ class TinySettings(Section):
     width: Positive = 128
     heads: Positive = 4
     context: Positive = Field(256, description="Tokens a prompt and its completion may take.")
+    encoding: str | None = Field(
+        None,
+        pattern=r"^tiktoken:.|\.tiktoken$",
+        description="Instead of a BPE trained here: `tiktoken:cl100k_base`, or a local file of "
+        "ranks, `path/name.tiktoken`. `vocabulary` then says nothing.",
+    )
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> TinySettings:

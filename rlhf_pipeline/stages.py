@@ -83,6 +83,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
             heads=tiny.heads,
             context=tiny.context,
             seed=settings.training.seed,
+            encoding=tiny.encoding,
         )
     else:
         policy = load_policy(settings.policy.base, device=settings.policy.device)

@@ -475,13 +475,110 @@ def test_a_conversation_knows_its_commands(shop: Path, rlhf: Run) -> None:
     typed = "help\nhow much is the lamp?\nhistory\nclear\nhistory\n\nbye\nnot heard\n"
     told = rlhf("chat", "--seed", "1", "--temperature", "0", typed=typed).stdout
     assert "shop version 0 (v0)" in told
-    assert "clear    forget it" in told
+    assert "clear      forget it" in told
     assert told.count("user: how much is the lamp?") == 1
     assert told.count("assistant: ") == 1
     assert told.index("forgotten") < told.index("nothing said yet")
     assert "not heard" not in told
     for word in ("quit", "EXIT", ""):  # the empty one is the end of what was typed
         rlhf("chat", typed=f"{word}\n" if word else "")
+
+
+def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.json"
+    first = rlhf("chat", "--seed", "1", typed=f"hello\nsave {talk}\nquit\n").stdout
+    assert f"2 messages saved in {talk}" in first
+    kept = json.loads(talk.read_text())
+    assert [m["role"] for m in kept["messages"]] == ["user", "assistant"]
+    assert kept["model_version"] == 0
+    told = rlhf("chat", "--seed", "1", typed=f"load {talk}\nhistory\nsave\nload nowhere\n").stdout
+    assert "user: hello" in told
+    assert "save needs a file" in told
+    assert "error: a JSON file is needed at nowhere" in told
+    talk.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
+    assert "ends with the assistant's words" in rlhf("chat", typed=f"load {talk}\n").stdout
+
+
+def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> None:
+    told = rlhf("chat", "--seed", "1", typed="clear the table\nsave the whales\nhistory\n").stdout
+    assert "user: clear the table" in told
+    assert "user: save the whales" in told
+
+
+def test_what_is_rated_is_stored_with_what_was_said(shop: Path, rlhf: Run) -> None:
+    typed = "rate\nhello\nrate up\nrate 4\nrate\n2\nrate\nsplendid\nrate 7\n"
+    told = rlhf("chat", "--seed", "1", typed=typed).stdout
+    assert "nothing to rate yet" in told
+    assert "rated up" in told
+    assert "not rated: needed up, down or 1 to 5, found 'splendid'" in told
+    database = open_database(f"sqlite:///{shop}/feedback.db")
+    with database.read() as connection:
+        votes = connection.exec_driver_sql(
+            "SELECT kind, number, origin, rater_id FROM effective_feedback ORDER BY kind"
+        ).all()
+        said = connection.exec_driver_sql("SELECT model_version, prompt FROM interactions").all()
+    assert [tuple(vote)[:3] for vote in votes] == [
+        ("rating", 2.0, "terminal"),
+        ("thumbs", 1.0, "terminal"),
+    ]
+    assert len({vote[3] for vote in votes}) == 1
+    assert [tuple(row) for row in said] == [(0, '[["user", "hello"]]')]
+
+
+def test_a_conversation_can_look_at_its_own_model(shop: Path, rlhf: Run) -> None:
+    told = rlhf("chat", typed="test\n").stdout
+    assert "7 of 7 samples come back as they were" in told
+    assert "all finite" in told
+
+
+def test_a_file_of_prompts_is_answered_and_gone_on_with(
+    shop: Path, rlhf: Run, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "prompts.txt", "".join(f"question {i}\n\n" for i in range(70)))
+    words = ("chat", "--batch", str(prompts), "--out")
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert rlhf(*words, str(whole)).stdout == f"70 replies of version 0 in {whole}\n"
+    lines = whole.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["number"] for line in lines] == list(range(1, 71))
+    assert json.loads(lines[3])["prompt"] == [{"role": "user", "content": "question 3"}]
+    for kept in (0, 10, 66):  # killed in the middle of a line
+        broken.write_text("".join(lines[:kept]) + lines[kept][:30])
+        told = rlhf(*words, str(broken)).stdout
+        assert (f", {kept} of them were there before" in told) == bool(kept)
+        assert broken.read_text() == whole.read_text()
+    assert "same version, seed" in rlhf(*words, str(whole), "--seed", "3", code=1).stderr
+    other = write(tmp_path / "other.jsonl", '{"prompt": "another"}\n')
+    assert "same prompts" in rlhf("chat", "--batch", str(other), "--out", str(whole), code=1).stderr
+    assert "a new file" in rlhf(*words, str(prompts), code=1).stderr
+
+
+def test_a_batch_says_what_it_needs(shop: Path, rlhf: Run, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.jsonl")
+    empty = str(write(tmp_path / "empty.txt", "\n"))
+    odd = str(write(tmp_path / "odd.jsonl", '{"prompt": "fine"}\n{"say": 1}\n'))
+    answered = write(
+        tmp_path / "a.jsonl", '{"messages": [{"role": "assistant", "content": "hi"}]}\n'
+    )
+    for words, wrong in (
+        (["--batch", empty], "found no --out"),
+        (["--out", out], "found no --batch"),
+        (["--batch", empty, "--out", out, "--once", "x"], "found both"),
+        (["--batch", empty, "--out", out], "one a line, found none"),
+        (["--batch", "nowhere.txt", "--out", out], "file of prompts is needed at nowhere.txt"),
+        (["--batch", odd, "--out", out], "odd.jsonl:2 needs"),
+        (["--batch", str(answered), "--out", out], "ends with the user's message"),
+    ):
+        assert wrong in rlhf("chat", *words, code=1).stderr
+    assert not Path(out).exists()
+
+
+def test_a_tokenizer_is_looked_at(shop: Path, rlhf: Run, tmp_path: Path) -> None:
+    folder = str(shop / "agents/shop/v0")
+    told = rlhf("tokenizer", folder, "--text", "the lamp").stdout
+    assert "samples come back as they were" in told
+    assert "pieces       " in told
+    assert json.loads(rlhf("tokenizer", folder, "--json").stdout)["is_sound"]
+    assert "tiktoken ranks" in rlhf("tokenizer", str(tmp_path / "no.tiktoken"), code=1).stderr
 
 
 def test_simulated_people_send_what_was_asked_for(shop: Path, rlhf: Run) -> None:

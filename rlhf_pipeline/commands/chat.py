@@ -1,26 +1,25 @@
-"""`rlhf chat`: a conversation with any version, at the terminal."""
+"""`rlhf chat`: a conversation with any version at the terminal, or a file of prompts answered."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Agent, workspace
+from rlhf_pipeline.commands.common import Agent, Workspace, actor, progress, workspace
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.records import Message
+from rlhf_pipeline.records import user_prompt
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.commands.conversation import Rate
     from rlhf_pipeline.config import PolicySettings
     from rlhf_pipeline.policy.loading import Policy
-
-HELP = """\
-history  show the conversation so far
-clear    forget it and begin anew
-help     show these words
-quit     leave (exit and bye do as well)"""
-LEAVE = ("quit", "exit", "bye")
+    from rlhf_pipeline.records import Interaction
+    from rlhf_pipeline.registry.ledger import ModelVersion
 
 
 def chat(
@@ -28,6 +27,18 @@ def chat(
     once: Annotated[
         str | None,
         typer.Option("--once", metavar="TEXT", help="Print the completion to TEXT and leave."),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch",
+            metavar="FILE",
+            help="Answer a file of prompts: a text a line, or .jsonl with `prompt` or `messages`.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where --batch writes, a JSON object a line."),
     ] = None,
     version: Annotated[
         str,
@@ -42,67 +53,112 @@ def chat(
         typer.Option("--temperature", min=0, max=2, help="0 takes the likeliest words."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="The same seed, the same completions.")
+        int | None,
+        typer.Option(
+            "--seed", min=0, help="The same seed, the same completions. --batch: 0 if not said."
+        ),
     ] = None,
 ) -> None:
     """Chat with a version; its files are checked against the registered hashes first.
 
-    Words that are commands in the conversation: history, clear, help, quit. Nothing is stored.
+    Words that are commands in the conversation: history, clear, save FILE, load FILE, rate, test,
+    help, quit. Only what is rated is stored. --batch goes on where an interrupted one stopped.
     """
     if once is not None and not once.strip():
         raise ConfigError("--once needs a text to answer, found an empty one; type a question")
+    if (batch is None) != (out is None):
+        missing = "--out" if out is None else "--batch"
+        raise ConfigError(f"--batch and --out belong together, found no {missing}; name both files")
+    if batch is not None and once is not None:
+        raise ConfigError("needed one of --once and --batch, found both; leave one out")
     here = workspace()
     found = here.version(agent, version)
     folder, limits = here.registry.folder_of(found), here.settings_of(agent).policy
-    from rlhf_pipeline.policy.loading import load_policy  # seconds: after what can go wrong at once
-
-    policy = load_policy(folder, device=limits.device, dtype=limits.dtype)
     warmth = limits.temperature if temperature is None else temperature
+    if batch is not None and out is not None:
+        _answer_file(batch, out, folder, limits, found, warmth, seed or 0)
+        return
+    policy = _load(folder, limits)
     begin = secrets.randbelow(2**31) if seed is None else seed
     if once is not None:
-        typer.echo(_complete(policy, [Message("user", once)], limits, warmth, begin))
+        from rlhf_pipeline.commands.conversation import answer
+
+        for piece in answer(policy, user_prompt(once), limits, warmth, begin + 1):
+            if isinstance(piece, str):
+                typer.echo(piece, nl=False)
+        typer.echo("")
         return
+    from rlhf_pipeline.commands.conversation import Conversation
+
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # not on every platform
+            import readline  # noqa: F401 - importing it gives input() its arrow keys and history
     typer.echo(f"{agent} version {found.version} ({found.label}). `help` shows the commands.")
-    _converse(policy, limits, warmth, begin)
+    rate = _rating(here, agent)
+    Conversation(agent, found.version, policy, limits, warmth, begin, rate).hold()
 
 
-def _converse(policy: Policy, limits: PolicySettings, temperature: float, seed: int) -> None:
-    messages: list[Message] = []
-    while True:
-        try:
-            said = input("you> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            typer.echo("")
-            return
-        word = said.lower()
-        if word in LEAVE:
-            return
-        if word == "help":
-            typer.echo(HELP)
-        elif word == "clear":
-            messages = []
-            typer.echo("forgotten")
-        elif word == "history":
-            lines = [f"{m.role}: {m.content}" for m in messages]
-            typer.echo("\n".join(lines) or "nothing said yet")
-        elif said:
-            messages.append(Message("user", said))
-            completion = _complete(policy, messages, limits, temperature, seed + len(messages))
-            messages.append(Message("assistant", completion))
-            typer.echo(completion)
+def _load(folder: Path, limits: PolicySettings) -> Policy:
+    from rlhf_pipeline.policy.loading import load_policy  # seconds: after what can go wrong at once
+
+    return load_policy(folder, device=limits.device, dtype=limits.dtype)
 
 
-def _complete(
-    policy: Policy, messages: list[Message], limits: PolicySettings, temperature: float, seed: int
-) -> str:
-    from rlhf_pipeline.policy.sampling import complete
+def _answer_file(
+    batch: Path,
+    out: Path,
+    folder: Path,
+    limits: PolicySettings,
+    found: ModelVersion,
+    temperature: float,
+    seed: int,
+) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    completions = complete(
-        policy,
-        [tuple(messages)],
-        max_completion_tokens=limits.max_completion_tokens,
-        max_prompt_tokens=limits.max_prompt_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    return completions[0].text
+    from rlhf_pipeline.commands.batch import answer_all, read_prompts
+
+    prompts = read_prompts(batch)
+    policy = _load(folder, limits)
+    columns = (TextColumn("replies"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress(*columns) as bar:
+        task = bar.add_task("replies", total=len(prompts))
+        before, written = answer_all(
+            policy,
+            prompts,
+            out,
+            limits,
+            model={"agent_id": found.agent_id, "model_version": found.version},
+            temperature=temperature,
+            seed=seed,
+            report=lambda facts: bar.update(task, completed=int(facts["replies"])),
+        )
+    again = f", {before} of them were there before" if before else ""
+    typer.echo(f"{written} replies of version {found.version} in {out}{again}")
+
+
+def _rating(here: Workspace, agent_id: str) -> Rate:
+    """Return what stores a rating: the interaction first, then the vote about it."""
+
+    def rate(interaction: Interaction, worth: str) -> str:
+        from rlhf_pipeline.feedback.rules import check_event
+        from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, uuid7
+
+        if not here.settings_of(agent_id).feedback.enabled:
+            return "not rated: feedback.enabled is off in this recipe"
+        thumbs = worth in ("up", "down")
+        event = Feedback(
+            agent_id=agent_id,
+            kind=FeedbackKind.thumbs if thumbs else FeedbackKind.rating,
+            idempotency_key=f"terminal:{uuid7()}",
+            interaction_id=interaction.interaction_id,
+            number=float(worth == "up") if thumbs else float(worth),
+            rater_id=hash_rater(agent_id, actor()),
+            origin="terminal",
+        )
+        check_event(event)
+        here.store.ensure_agent(agent_id)
+        here.store.add_interactions([interaction])
+        here.store.append([event])
+        return f"rated {worth}"
+
+    return rate

@@ -1,4 +1,4 @@
-"""A policy built from nothing: a byte-level BPE tokenizer trained here and a small Llama.
+"""A policy built from nothing: a byte-level BPE trained here, or tiktoken's, and a small Llama.
 
 It exists so that a fresh machine runs the whole loop offline and without a GPU. It knows nothing
 until `train_sft` teaches it.
@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.tokenizers import tiktoken_tokenizer
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -37,14 +38,17 @@ def build_tiny(
     heads: int,
     context: int,
     seed: int,
+    encoding: str | None = None,
 ) -> Policy:
     """Return an untrained policy on the CPU whose tokenizer is fitted to `texts`.
 
-    `vocabulary` is the most tokens there may be; few texts give fewer. The same arguments give the
-    same tokenizer and the same weights. Raises ModelError where the sizes do not fit together.
+    `vocabulary` is the most tokens there may be; few texts give fewer. With `encoding`, a tiktoken
+    name or ranks file, the tokenizer is that one and `texts` and `vocabulary` are not looked at.
+    The same arguments give the same tokenizer and the same weights. Raises ModelError where the
+    sizes do not fit together.
     """
     smallest = BYTES + len(ROLES) + 2
-    if vocabulary < smallest:
+    if encoding is None and vocabulary < smallest:
         raise ModelError(
             f"a byte-level vocabulary needs at least {smallest} tokens, found {vocabulary}; "
             "raise `vocabulary`"
@@ -54,7 +58,10 @@ def build_tiny(
             f"width / heads must be a whole even number (rotary positions), found {width} / "
             f"{heads}; choose e.g. width 128 and heads 4"
         )
-    tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
+    if encoding is None:
+        tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
+    else:
+        tokenizer = _with_roles(tiktoken_tokenizer(encoding), context)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -98,10 +105,15 @@ def train_tokenizer(
         tokenizer_object=bpe,
         pad_token=PAD,
         eos_token=EOS,
-        additional_special_tokens=list(ROLES),
         padding_side="left",
-        model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
+    return _with_roles(tokenizer, context)
+
+
+def _with_roles(tokenizer: PreTrainedTokenizerFast, context: int) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with a token for each role, the chat template and its longest text."""
+    tokenizer.add_special_tokens({"additional_special_tokens": list(ROLES)})
+    tokenizer.model_max_length = context
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,0 +1,140 @@
+"""`rlhf chat --batch`: many prompts answered into a file, and gone on with after an interruption.
+
+Prompts are answered in blocks whose random numbers follow from the seed and the block's place, so
+a run that was killed and asked for again writes the same file as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.records import Progress, Prompt, prompt_to_json, user_prompt
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import PolicySettings
+    from rlhf_pipeline.policy.loading import Policy
+
+BLOCK = 64  # prompts answered together, and lost at most when the process dies
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Return the file's prompts: a text a line, or in .jsonl `prompt` or `messages` a line.
+
+    Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a UTF-8 file of prompts is needed at {path}, found none ({error}); check the path"
+        ) from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            is_json = path.suffix == ".jsonl"
+            prompts.append(_prompt_of(line, path, number) if is_json else user_prompt(line.strip()))
+    if not prompts:
+        raise ConfigError(f"needed prompts in {path}, one a line, found none; write some")
+    return prompts
+
+
+def _prompt_of(line: str, path: Path, number: int) -> Prompt:
+    from rlhf_pipeline.errors import FeedbackRefused
+    from rlhf_pipeline.feedback.formats import messages_of
+
+    try:
+        values = json.loads(line)
+        name = "prompt" if "prompt" in values else "messages"
+        prompt = messages_of(values[name], name)
+    except (ValueError, KeyError, TypeError, FeedbackRefused) as error:
+        raise ConfigError(
+            f'{path}:{number} needs {{"prompt": text or messages}}, found {line[:60]!r}; mend it'
+        ) from error
+    if prompt[-1].role != "user":
+        raise ConfigError(f"{path}:{number} needs a prompt that ends with the user's message")
+    return prompt
+
+
+def answer_all(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    out: Path,
+    limits: PolicySettings,
+    *,
+    model: dict[str, Any],
+    temperature: float,
+    seed: int,
+    report: Progress,
+) -> tuple[int, int]:
+    """Append a line per prompt that has none in `out` yet; return how many there were, and are.
+
+    `model` stands in every line: which agent, version, settings answered. Raises ConfigError where
+    `out` holds answers to other prompts or of another model.
+    """
+    from rlhf_pipeline.policy.sampling import complete
+
+    there = _answered(out, prompts, {**model, "temperature": temperature, "seed": seed})
+    report({"replies": there})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        for start in range(there - there % BLOCK, len(prompts), BLOCK):
+            block = prompts[start : start + BLOCK]
+            completions = complete(
+                policy,
+                block,
+                max_completion_tokens=limits.max_completion_tokens,
+                max_prompt_tokens=limits.max_prompt_tokens,
+                temperature=temperature,
+                seed=seed + start,
+            )
+            for i, (prompt, completion) in enumerate(zip(block, completions, strict=True), start):
+                if i < there:
+                    continue
+                told = {
+                    "number": i + 1,
+                    "prompt": [{"role": m.role, "content": m.content} for m in prompt],
+                    "completion": completion.text,
+                    "tokens": completion.tokens,
+                    "finished": completion.finished,
+                    **model,
+                    "temperature": temperature,
+                    "seed": seed,
+                }
+                file.write(json.dumps(told, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            report({"replies": min(start + BLOCK, len(prompts))})
+    return there, len(prompts)
+
+
+def _answered(out: Path, prompts: Sequence[Prompt], expected: dict[str, Any]) -> int:
+    """Return how many whole lines `out` holds; a last line that broke off is cut away."""
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.decode("utf-8", "replace").splitlines()
+    for i, line in enumerate(lines):
+        try:
+            told = json.loads(line)
+            said = [[m["role"], m["content"]] for m in told["prompt"]]
+            found = {name: told[name] for name in expected}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--out must be a new file or one this command began, found {line[:60]!r} in line "
+                f"{i + 1} of {out}; name another file"
+            ) from error
+        same = i < len(prompts) and said == json.loads(prompt_to_json(prompts[i]))
+        if not same or found != expected:
+            raise ConfigError(
+                f"{out} must hold answers to the same prompts by the same version, seed and "
+                f"temperature, found another in line {i + 1}; name another file"
+            )
+    if len(whole) < len(content):
+        os.truncate(out, len(whole))
+    return len(lines)

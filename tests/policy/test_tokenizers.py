@@ -1,0 +1,186 @@
+"""tiktoken encodings as fast tokenizers: the same tokens as tiktoken's own, and a sound policy."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import normalizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.policy import tokenizers
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.policy.sampling import complete
+from rlhf_pipeline.policy.sft import train_sft
+from rlhf_pipeline.policy.tiny import build_tiny, train_tokenizer
+from rlhf_pipeline.policy.tokenizers import (
+    PATTERNS,
+    SAMPLES,
+    diagnose,
+    diagnose_model,
+    find_tokenizer,
+    from_ranks,
+    pieces,
+    read_ranks,
+    tiktoken_tokenizer,
+)
+from rlhf_pipeline.records import SftExample, user_prompt
+
+TEXTS = [*SAMPLES.values(), "the kettle, the lamp and the teapot are in the shop " * 3]
+
+
+def made_ranks() -> dict[bytes, int]:
+    """Ranks as an encoding has them: the bytes, then what a small BPE learnt to merge."""
+    trained = train_tokenizer(TEXTS, vocabulary=420, context=64)
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
+    learnt = (bytes(byte_of[letter] for letter in left + right) for left, right in merges)
+    tokens = dict.fromkeys([*(bytes([b]) for b in range(256)), *learnt])
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+RANKS = made_ranks()
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int] = RANKS) -> Path:
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+@given(
+    text=st.one_of(
+        st.text(max_size=40),
+        st.text("ab cdé'sTLl 0123456789\n\r\t\u00a0\u2028\u3000.,!/日👍🏽", max_size=30),
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_a_converted_encoding_gives_the_tokens_that_tiktoken_gives(name: str, text: str) -> None:
+    theirs = tiktoken.Encoding(
+        name, pat_str=PATTERNS[name], mergeable_ranks=RANKS, special_tokens={}
+    )
+    ours = _converted(name)
+    ids = ours.encode(text).ids
+    assert ids == theirs.encode(text, disallowed_special=())
+    assert ours.decode(ids) == text
+
+
+_MADE: dict[str, tokenizers.Tokenizer] = {}
+
+
+def _converted(name: str) -> tokenizers.Tokenizer:
+    if name not in _MADE:
+        _MADE[name] = from_ranks(RANKS, PATTERNS[name])
+    return _MADE[name]
+
+
+def test_our_patterns_are_tiktokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiktoken_ext import openai_public
+
+    nothing = {"data_gym_to_mergeable_bpe_ranks", "load_tiktoken_bpe"}
+    for loader in nothing:  # what would reach for the network
+        monkeypatch.setattr(openai_public, loader, lambda *_, **__: {})
+    for name, pattern in PATTERNS.items():
+        assert openai_public.ENCODING_CONSTRUCTORS[name]()["pat_str"] == pattern, name
+
+
+def test_a_named_encoding_comes_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiktoken.Encoding(
+        "shop", pat_str=PATTERNS["gpt2"], mergeable_ranks=RANKS, special_tokens={}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"shop": made}.__getitem__)
+    found = find_tokenizer("tiktoken:shop")
+    assert found("the lamp")["input_ids"] == made.encode("the lamp")
+    with pytest.raises(ModelError, match=r"known: gpt2, .*name a local \.tiktoken file"):
+        tiktoken_tokenizer("tiktoken:nowhere")
+
+
+def test_ranks_with_a_gap_keep_their_order(tmp_path: Path) -> None:
+    gapped = {token: rank + 10 * (rank > 300) for token, rank in RANKS.items()}
+    path = write_ranks(tmp_path / "gapped.tiktoken", gapped)
+    assert read_ranks(path) == gapped
+    whole = tiktoken_tokenizer(str(write_ranks(tmp_path / "whole.tiktoken")))
+    assert whole(TEXTS)["input_ids"] == tiktoken_tokenizer(str(path))(TEXTS)["input_ids"]
+
+
+@pytest.mark.parametrize("content", [b"no ranks\n", b"YQ== 0\n", b"YQ==\n", b"YQ== x\n"], ids=str)
+def test_what_holds_no_ranks_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.tiktoken"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"needed (at|in) .*bad\.tiktoken, found"):
+        tiktoken_tokenizer(str(path))
+    with pytest.raises(ModelError, match=r"gone\.tiktoken, found"):
+        tiktoken_tokenizer(str(tmp_path / "gone.tiktoken"))
+
+
+def test_a_tiny_policy_learns_and_answers_on_an_encoding(tmp_path: Path) -> None:
+    path = write_ranks(tmp_path / "cl100k_base.tiktoken")
+    policy = build_tiny(
+        [], vocabulary=0, layers=1, width=32, heads=2, context=64, seed=0, encoding=str(path)
+    )
+    example = SftExample(user_prompt("how much is the lamp?"), "the lamp is 9 €", "seed")
+    train_sft(
+        policy,
+        [example] * 32,
+        tmp_path / "sft",
+        epochs=12,
+        learning_rate=1e-2,
+        batch_size=8,
+        max_tokens=64,
+        seed=0,
+    )
+    served = load_policy(next(p.parent for p in tmp_path.rglob("config.json")), device="cpu")
+    (completion,) = complete(
+        served,
+        [example.prompt],
+        max_completion_tokens=24,
+        max_prompt_tokens=40,
+        temperature=0,
+        seed=0,
+    )
+    assert completion.text == example.completion
+    assert completion.finished
+    assert diagnose(served.tokenizer).is_sound
+
+
+def test_a_look_at_a_tokenizer_says_what_it_loses() -> None:
+    sound = tiktoken_like()
+    report = diagnose(sound, ["mine"])
+    assert report.is_sound
+    assert "7 of 7 samples" in "\n".join(report.lines())
+    sound.backend_tokenizer.normalizer = normalizers.Lowercase()
+    report = diagnose(sound)
+    assert not report.is_sound
+    assert report.changed["plain"] == SAMPLES["plain"].lower()
+
+
+def tiktoken_like() -> tokenizers.PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocabulary=300, context=512)
+
+
+def test_pieces_say_how_a_text_is_cut() -> None:
+    cut = pieces(tiktoken_like(), "the kettle")
+    assert "".join(text for _, text in cut) == "the kettle"
+
+
+def test_a_look_at_a_model_finds_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    policy = build_tiny(TEXTS, vocabulary=300, layers=1, width=32, heads=2, context=64, seed=0)
+    report = diagnose_model(policy, tokens=4)
+    assert report.is_sound
+    assert report.parameters == sum(p.numel() for p in policy.model.parameters())
+    assert "all finite" in "\n".join(report.lines())
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[-1, 0] = float("nan")
+    assert not diagnose_model(policy, tokens=4).is_sound
+    save_policy(policy, tmp_path / "kept")
+    more: Policy = load_policy(tmp_path / "kept", device="cpu")
+    more.tokenizer.add_tokens(["one", "too", "many"])
+    assert not diagnose_model(more, tokens=4).tokens_fit
