@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
 FEEDBACK, MODELS, AUTOMATION, STATE = "Feedback", "Models", "Automation", "State"
@@ -56,6 +57,12 @@ CONFIG_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )
 for function, example in CONFIG_COMMANDS:
     config.command(cls=Command, epilog=f"Example: {example}")(function)
+feedback_out.command(
+    cls=Command,
+    name="export",
+    epilog="Example: rlhf feedback export votes.jsonl --agent demo",
+)(feedback.export)
+app.add_typer(feedback_out, name="feedback", rich_help_panel=FEEDBACK)
 app.add_typer(config, name="config", rich_help_panel=SETTINGS)
 
 

@@ -61,7 +61,6 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     """Train version 0 from the seed conversations and what the snapshot holds worth imitating."""
     from rlhf_pipeline.policy.loading import load_policy
     from rlhf_pipeline.policy.sft import train_sft
-    from rlhf_pipeline.policy.tiny import build_tiny
 
     settings = turn.settings
     imitable = _imitable(turn)
@@ -74,17 +73,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
             "sft.seed_conversations, or send corrections, ratings or preferences first"
         )
     if settings.policy.base == "tiny":
-        tiny = settings.policy.tiny
-        policy = build_tiny(
-            _texts(examples),
-            vocabulary=tiny.vocabulary,
-            layers=tiny.layers,
-            width=tiny.width,
-            heads=tiny.heads,
-            context=tiny.context,
-            seed=settings.training.seed,
-            encoding=tiny.encoding,
-        )
+        policy = _untrained(settings, examples)
     else:
         policy = load_policy(settings.policy.base, device=settings.policy.device)
     keep_going()
@@ -107,6 +96,23 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         "loss_curve": [list(point) for point in result.loss_curve],
         "seconds": result.seconds,
     }
+
+
+def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:
+    """Return the tiny policy, on the recipe's tiktoken encoding or a tokenizer fitted here."""
+    from rlhf_pipeline.policy.tiny import build_tiny, build_tiny_on
+
+    tiny = settings.policy.tiny
+    sizes = {
+        "layers": tiny.layers,
+        "width": tiny.width,
+        "heads": tiny.heads,
+        "context": tiny.context,
+        "seed": settings.training.seed,
+    }
+    if tiny.encoding is not None:
+        return build_tiny_on(tiny.encoding, **sizes)
+    return build_tiny(_texts(examples), vocabulary=tiny.vocabulary, **sizes)
 
 
 def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:

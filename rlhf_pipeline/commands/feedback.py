@@ -1,4 +1,4 @@
-"""`rlhf ingest` and `rlhf simulate`: feedback from files, and from simulated people."""
+"""`rlhf ingest · simulate · feedback export`: feedback from files and simulated people, and out."""
 
 from __future__ import annotations
 
@@ -193,3 +193,43 @@ def simulate(
         f"{day.events} events about {day.interactions} completions of version "
         f"{champion.version}: {kinds}"
     )
+
+
+def export(
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="name.jsonl, name.csv, or a folder for a Hugging Face data set."
+        ),
+    ],
+    agent: Agent,
+    pairs: Annotated[
+        bool,
+        typer.Option("--pairs", help="Preference pairs in TRL's format instead of every event."),
+    ] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="Also the votes that later ones replaced.")
+    ] = False,
+    by_interaction: Annotated[
+        bool,
+        typer.Option(
+            "--by-interaction",
+            help="Keep interaction ids instead of their texts: for the store that has them.",
+        ),
+    ] = False,
+) -> None:
+    """Write an agent's feedback to a file or a data set folder; `rlhf ingest` takes it back."""
+    from rlhf_pipeline.feedback.export import export as write
+
+    if pairs and (history or by_interaction):
+        raise ConfigError(
+            "--pairs holds the votes that count, with their texts, found another option beside it; "
+            "leave --history and --by-interaction out"
+        )
+    here = workspace()
+    here.need_agent(agent)
+    what: Literal["events", "pairs"] = "pairs" if pairs else "events"
+    rows = write(
+        here.database, agent, out, what=what, history=history, by_interaction=by_interaction
+    )
+    typer.echo(f"{rows:,} {what} of agent {agent} in {out}")

@@ -189,6 +189,11 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
             value = float(value)
     if value is not None and VALUE_FIELD[kind] == "number":
         return _number(value, f"{kind} value")
+    if kind is FeedbackKind.criteria and isinstance(value, str):
+        try:  # as our own data sets write it: names that differ fit no column type
+            value = json.loads(value)
+        except ValueError:
+            refuse(Rule.wrong_type, "criteria as an object of numbers", value)
     if kind is FeedbackKind.criteria and isinstance(value, dict):
         return {name: _number(v, f"criterion {name!r}") for name, v in value.items()}
     return value

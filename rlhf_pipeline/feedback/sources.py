@@ -6,6 +6,7 @@ on after a bad row. What it does not protect against: a file that lies about who
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from typing import Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
+from rlhf_pipeline.feedback.flat import csv_rows
 from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+TABLES = (".csv", ".csv.gz")
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz", *TABLES)
 HUB = "hf://"
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
@@ -38,9 +41,9 @@ def read(
 ) -> Iterator[Feedback | QuarantinedRow]:
     """Yield the file's events, in order, and in their places the rows that break a rule.
 
-    `path` is a file (`SUFFIXES`, gzip or not) or `hf://NAME` for a Hugging Face data set's `split`.
-    `source` says whose judgement the file holds where its rows do not. `position`, where given,
-    tells line and bytes of what was yielded last.
+    `path` is a file (`SUFFIXES`, gzip or not; a table's columns are the fields) or `hf://NAME` for
+    a Hugging Face data set's `split`. `source` says whose judgement the file holds where its rows
+    do not. `position`, where given, tells line and bytes of what was yielded last.
 
     Raises SourceError where the file or data set cannot be read at all, or where the first row that
     is an object fits no format.
@@ -82,12 +85,15 @@ _Parsed = tuple[int, str, "Values | FeedbackRefused"]
 
 def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Parsed]:
     try:
+        if path.name.lower().endswith(TABLES):
+            yield from csv_rows(path, position)
+            return
         for row in raw_rows(path, position, longest_row):
             try:
                 yield row.line, _shown(row), parse(row)
             except FeedbackRefused as refusal:
                 yield row.line, _shown(row), refusal
-    except OSError as error:
+    except (OSError, csv.Error) as error:
         raise SourceError(
             f"a readable file is needed at {path}, found none ({error}); check the path"
         ) from error

@@ -38,30 +38,49 @@ def build_tiny(
     heads: int,
     context: int,
     seed: int,
-    encoding: str | None = None,
 ) -> Policy:
     """Return an untrained policy on the CPU whose tokenizer is fitted to `texts`.
 
-    `vocabulary` is the most tokens there may be; few texts give fewer. With `encoding`, a tiktoken
-    name or ranks file, the tokenizer is that one and `texts` and `vocabulary` are not looked at.
-    The same arguments give the same tokenizer and the same weights. Raises ModelError where the
-    sizes do not fit together.
+    `vocabulary` is the most tokens there may be; few texts give fewer. The same arguments give the
+    same tokenizer and the same weights. Raises ModelError where the sizes do not fit together.
     """
     smallest = BYTES + len(ROLES) + 2
-    if encoding is None and vocabulary < smallest:
+    if vocabulary < smallest:
         raise ModelError(
             f"a byte-level vocabulary needs at least {smallest} tokens, found {vocabulary}; "
             "raise `vocabulary`"
         )
+    _check_width(width, heads)
+    tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
+    return _on(tokenizer, layers=layers, width=width, heads=heads, context=context, seed=seed)
+
+
+def build_tiny_on(
+    encoding: str, *, layers: int, width: int, heads: int, context: int, seed: int
+) -> Policy:
+    """Return an untrained policy as `build_tiny` does, on a tiktoken name or ranks file."""
+    _check_width(width, heads)
+    tokenizer = _with_roles(tiktoken_tokenizer(encoding), context)
+    return _on(tokenizer, layers=layers, width=width, heads=heads, context=context, seed=seed)
+
+
+def _check_width(width: int, heads: int) -> None:
     if width % heads or (width // heads) % 2:
         raise ModelError(
             f"width / heads must be a whole even number (rotary positions), found {width} / "
             f"{heads}; choose e.g. width 128 and heads 4"
         )
-    if encoding is None:
-        tokenizer = train_tokenizer(texts, vocabulary=vocabulary, context=context)
-    else:
-        tokenizer = _with_roles(tiktoken_tokenizer(encoding), context)
+
+
+def _on(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    context: int,
+    seed: int,
+) -> Policy:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

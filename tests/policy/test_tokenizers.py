@@ -11,15 +11,15 @@ import tiktoken
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.policy import tokenizers
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.policy.sft import train_sft
-from rlhf_pipeline.policy.tiny import build_tiny, train_tokenizer
+from rlhf_pipeline.policy.tiny import build_tiny, build_tiny_on, train_tokenizer
 from rlhf_pipeline.policy.tokenizers import (
     PATTERNS,
     SAMPLES,
@@ -73,10 +73,10 @@ def test_a_converted_encoding_gives_the_tokens_that_tiktoken_gives(name: str, te
     assert ours.decode(ids) == text
 
 
-_MADE: dict[str, tokenizers.Tokenizer] = {}
+_MADE: dict[str, Tokenizer] = {}
 
 
-def _converted(name: str) -> tokenizers.Tokenizer:
+def _converted(name: str) -> Tokenizer:
     if name not in _MADE:
         _MADE[name] = from_ranks(RANKS, PATTERNS[name])
     return _MADE[name]
@@ -123,9 +123,7 @@ def test_what_holds_no_ranks_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_a_tiny_policy_learns_and_answers_on_an_encoding(tmp_path: Path) -> None:
     path = write_ranks(tmp_path / "cl100k_base.tiktoken")
-    policy = build_tiny(
-        [], vocabulary=0, layers=1, width=32, heads=2, context=64, seed=0, encoding=str(path)
-    )
+    policy = build_tiny_on(str(path), layers=1, width=32, heads=2, context=64, seed=0)
     example = SftExample(user_prompt("how much is the lamp?"), "the lamp is 9 €", "seed")
     train_sft(
         policy,
@@ -162,7 +160,7 @@ def test_a_look_at_a_tokenizer_says_what_it_loses() -> None:
     assert report.changed["plain"] == SAMPLES["plain"].lower()
 
 
-def tiktoken_like() -> tokenizers.PreTrainedTokenizerFast:
+def tiktoken_like() -> PreTrainedTokenizerFast:
     return train_tokenizer(TEXTS, vocabulary=300, context=512)
 
 

@@ -1,0 +1,273 @@
+"""Feedback out of the store: events that `rlhf ingest` takes back, or preference pairs for TRL.
+
+| written to | what it is |
+|---|---|
+| `name.jsonl` | a JSON object a line |
+| `name.csv` | a line each, cells that a spreadsheet would run made inert; events only |
+| a folder | a Hugging Face data set: `datasets.load_dataset(folder)` |
+
+Rows stream from the database, so memory stays bounded. Events about an interaction are written with
+its prompt and completion, so another store can take them; with `by_interaction` they keep its id,
+for the store that has it, where the same events come back as known.
+
+Source of the pairs' format: TRL's documentation, "Dataset formats", preference with an explicit
+prompt, conversational.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.feedback import flat
+from rlhf_pipeline.files import new_folder
+
+What = Literal["events", "pairs"]
+CHUNK_ROWS = 5_000
+CARD = """---
+configs:
+- config_name: default
+  data_files: data/train.parquet
+---
+Feedback of the agent `{agent_id}`: {what}, {rows} rows, written by `rlhf feedback export`.
+"""
+
+
+def export(
+    database: db.Database,
+    agent_id: str,
+    out: Path,
+    *,
+    what: What = "events",
+    history: bool = False,
+    by_interaction: bool = False,
+) -> int:
+    """Write the agent's feedback, whole or not at all, and return how many rows there are.
+
+    The votes that count; with `history` also those that later ones replaced (events only). Raises
+    FeedbackError where there is nothing to write or the file's kind is not known.
+    """
+    if what == "events":
+        rows = events(database, agent_id, history=history, by_interaction=by_interaction)
+    else:
+        rows = pairs(database, agent_id)
+    first = next(rows, None)
+    if first is None:
+        raise FeedbackError(
+            f"needed {what} of agent {agent_id!r} to write, found none; send feedback first"
+        )
+    rows = _with_first(first, rows)
+    if out.suffix == ".jsonl":
+        with _new_file(out) as file:
+            return _write_lines(file, rows)
+    if out.suffix == ".csv" and what == "events":
+        with _new_file(out) as file:
+            return flat.write_csv(file, rows)
+    if out.suffix:
+        kinds = ".jsonl, .csv or a folder" if what == "events" else ".jsonl or a folder"
+        raise FeedbackError(f"{what} go to {kinds}, found {out.name!r}; choose another name")
+    with new_folder(out) as folder:
+        (folder / "data").mkdir()
+        count = _write_parquet(folder / "data" / "train.parquet", rows, what)
+        card = CARD.format(agent_id=agent_id, what=what, rows=count)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    return count
+
+
+def events(
+    database: db.Database, agent_id: str, *, history: bool = False, by_interaction: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield each event as the row of our own format that reads back as it."""
+    for row in _rows(database, agent_id, history=history):
+        told: dict[str, Any] = {
+            "agent_id": agent_id,
+            "kind": row.kind,
+            "value": _value(row),
+            "shown_first": row.shown_first,
+            "rater_id": row.rater_id,
+            "source": row.source,
+            "occurred_at": row.occurred_at.isoformat(),
+            "tags": json.loads(row.tags) or None,
+            "comment": row.comment,
+            "topic": row.topic,
+            "idempotency_key": row.idempotency_key,
+        }
+        if by_interaction and row.interaction_id is not None:
+            told["interaction_id"] = row.interaction_id
+        else:
+            told |= {"prompt": _messages(row.prompt or row.this_prompt)}
+            told["completion"] = row.completion if row.prompt else row.this_completion
+        if by_interaction and row.other_interaction_id is not None:
+            told["other_interaction_id"] = row.other_interaction_id
+        elif row.kind == "preference":
+            told["other_completion"] = row.other_completion or row.other_one_completion
+            context = row.other_prompt or row.other_one_prompt
+            if context is not None and context != (row.prompt or row.this_prompt):
+                told["other_prompt"] = _messages(context)
+        yield {name: value for name, value in told.items() if value is not None}
+
+
+def pairs(database: db.Database, agent_id: str) -> Iterator[dict[str, Any]]:
+    """Yield each preference and correction as TRL reads it.
+
+    Left out is what a pair cannot say: ties, equal or empty sides, sides that answer other prompts.
+    """
+    for row in _rows(database, agent_id, kinds=("preference", "correction")):
+        prompt, completion = row.prompt or row.this_prompt, row.completion
+        completion = completion if row.prompt else row.this_completion
+        if row.kind == "correction":
+            chosen, rejected = row.text, completion
+        else:
+            if row.choice not in ("left", "right"):
+                continue
+            other = row.other_completion or row.other_one_completion
+            context = row.other_prompt or row.other_one_prompt
+            if context not in (None, prompt):
+                continue
+            this_won = (row.choice == "left") == (row.shown_first == "this")
+            chosen, rejected = (completion, other) if this_won else (other, completion)
+        if not chosen or not rejected or chosen.strip() == rejected.strip():
+            continue
+        yield {
+            "prompt": _messages(prompt),
+            "chosen": [{"role": "assistant", "content": chosen}],
+            "rejected": [{"role": "assistant", "content": rejected}],
+            "rater_id": row.rater_id,
+        }
+
+
+def _rows(
+    database: db.Database,
+    agent_id: str,
+    *,
+    history: bool = False,
+    kinds: tuple[str, ...] | None = None,
+) -> Iterator[sa.Row[Any]]:
+    f = db.feedback if history else db.effective_feedback
+    this, other = db.interactions.alias("this"), db.interactions.alias("other_one")
+    query = (
+        sa.select(
+            *f.c,
+            this.c.prompt.label("this_prompt"),
+            this.c.completion.label("this_completion"),
+            other.c.prompt.label("other_one_prompt"),
+            other.c.completion.label("other_one_completion"),
+        )
+        .select_from(
+            f.outerjoin(this, this.c.interaction_id == f.c.interaction_id).outerjoin(
+                other, other.c.interaction_id == f.c.other_interaction_id
+            )
+        )
+        .where(f.c.agent_id == agent_id)
+        .order_by(f.c.seq)
+    )
+    if kinds is not None:
+        query = query.where(f.c.kind.in_(kinds))
+    with database.read() as connection:
+        result: sa.Result[Any] = connection.execution_options(yield_per=CHUNK_ROWS).execute(query)
+        yield from result
+
+
+def _value(row: sa.Row[Any]) -> Any:
+    if row.kind == "criteria":
+        return json.loads(row.criteria)
+    if row.kind == "preference":
+        return row.choice
+    if row.kind in ("correction", "comment"):
+        return row.text
+    return row.number
+
+
+def _messages(prompt_json: str | None) -> list[dict[str, str]] | None:
+    if prompt_json is None:
+        return None
+    return [{"role": role, "content": content} for role, content in json.loads(prompt_json)]
+
+
+def _with_first(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield first
+    yield from rest
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Any]:
+    """Yield a text file that takes the path's place, synced, when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new-{uuid.uuid4().hex[:12]}")
+    try:
+        with aside.open("w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _write_lines(file: Any, rows: Iterator[Mapping[str, Any]]) -> int:
+    count = 0
+    for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        count += 1
+    return count
+
+
+def _write_parquet(path: Path, rows: Iterator[dict[str, Any]], what: What) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema(pa, what)
+    count = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        while some := list(islice(rows, CHUNK_ROWS)):
+            if what == "events":
+                some = [_typed(row) for row in some]
+            writer.write_table(pa.Table.from_pylist(some, schema))
+            count += len(some)
+    return count
+
+
+def _typed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return an event's row with its value in the column of its type."""
+    value = row.pop("value", None)
+    if isinstance(value, str):
+        row["choice" if row["kind"] == "preference" else "text"] = value
+    elif isinstance(value, dict):
+        row["criteria"] = json.dumps(value)  # names differ from row to row, so no struct fits
+    else:
+        row["number"] = value
+    return row
+
+
+def _schema(pa: Any, what: What) -> Any:
+    text = pa.string()
+    messages = pa.list_(pa.struct([("role", text), ("content", text)]))
+    if what == "pairs":
+        return pa.schema(
+            [
+                ("prompt", messages),
+                ("chosen", messages),
+                ("rejected", messages),
+                ("rater_id", text),
+            ]
+        )
+    own = {
+        "value": None,
+        "prompt": messages,
+        "other_prompt": messages,
+        "tags": pa.list_(text),
+    }
+    columns = [(name, own.get(name, text)) for name in flat.COLUMNS if name != "value"]
+    return pa.schema(
+        [*columns, ("number", pa.float64()), ("text", text), ("choice", text), ("criteria", text)]
+    )
