@@ -265,6 +265,17 @@ class ExperimentSettings(Section):
         return self
 
 
+class PagesSettings(Section):
+    """What the chat page asks of people."""
+
+    collection_rate: Share = Field(
+        0.3, description="Part of the answers people are asked about; thumbs are always there."
+    )
+    active_learning: bool = Field(
+        True, description="Sample two answers more, and ask, or show a pair, where they differ."
+    )
+
+
 class NotificationSettings(Section):
     """Who hears of failures."""
 
@@ -292,6 +303,7 @@ class Settings(Section):
     promotion: PromotionSettings = PromotionSettings()
     continuous_learning: ContinuousLearningSettings = ContinuousLearningSettings()
     experiments: ExperimentSettings = ExperimentSettings()
+    pages: PagesSettings = PagesSettings()
     notifications: NotificationSettings = NotificationSettings()
 
     @property

@@ -1,0 +1,1 @@
+"""The service: what people and other programs talk to."""

@@ -1,0 +1,1 @@
+"""The pages: where people chat and vote, and where annotators review."""

@@ -1,0 +1,293 @@
+"""The chat page: conversation, votes, and two answers side by side.
+
+Whatever models or people write is shown as plain text, never as markdown or HTML.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.records import FeedbackKind, uuid7
+from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
+
+CRITERIA = ("relevance", "helpfulness", "safety")
+WANTS = ("shorter", "kinder", "safer", "more precise")
+STARS = [("★" * n, n) for n in range(1, 6)]
+THANKS = "Thank you, that is stored."
+WHICH = "Which answer is better?"
+Choice = Literal["left", "right", "tie", "both_bad"]
+CHOICES: tuple[tuple[Choice, str], ...] = (
+    ("left", "Left is better"),
+    ("right", "Right is better"),
+    ("tie", "Both are as good"),
+    ("both_bad", "Both are bad"),
+)
+
+
+def chat_page(desk: Desk) -> Any:
+    """Return the page as Gradio Blocks."""
+    import gradio as gr
+
+    agents = desk.agents()
+    with gr.Blocks(title="Chat", analytics_enabled=False, fill_height=True) as page:
+        person = gr.BrowserState(None, storage_key="rlhf-person")
+        wants = gr.BrowserState([], storage_key="rlhf-wants")
+        history = gr.State([])  # (question, answer) turns
+        answer = gr.State(None)  # the Answer that votes are about
+        first = gr.State("this")  # which of the pair stands on the left
+        session = gr.State(uuid7)
+        with gr.Row():
+            agent = gr.Dropdown(
+                agents, value=agents[0] if agents else None, label="Assistant", elem_id="agent"
+            )
+            pair_mode = gr.Checkbox(False, label="Show two answers", elem_id="pair-mode")
+            renew = gr.Button("New conversation", elem_id="renew")
+        talk = gr.Chatbot(
+            label="Conversation",
+            render_markdown=False,
+            sanitize_html=True,
+            allow_tags=True,  # tags are text here, so they may be seen
+            latex_delimiters=[],
+            feedback_options=None,
+            buttons=["copy"],
+            height="50vh",
+            elem_id="talk",
+        )
+        notice = gr.Textbox(
+            "", show_label=False, container=False, interactive=False, max_lines=2, elem_id="notice"
+        )
+        with gr.Row():
+            question = gr.Textbox(
+                show_label=False,
+                placeholder="Write a message",
+                scale=8,
+                max_length=20_000,
+                elem_id="question",
+            )
+            send = gr.Button("Send", variant="primary", min_width=80, elem_id="send")
+        with gr.Group(visible=False, elem_id="pair") as pair:
+            gr.Markdown(WHICH)
+            with gr.Row():
+                left = gr.Textbox(label="Left", interactive=False, lines=3, elem_id="left")
+                right = gr.Textbox(label="Right", interactive=False, lines=3, elem_id="right")
+            with gr.Row():
+                choose = [
+                    gr.Button(words, min_width=120, elem_id=f"choose-{name}")
+                    for name, words in CHOICES
+                ]
+        with gr.Row(visible=False) as thumbs:
+            up = gr.Button("👍 Good", min_width=80, elem_id="up")
+            down = gr.Button("👎 Bad", min_width=80, elem_id="down")
+        with gr.Accordion("Say more about this answer", open=False, visible=False) as more:
+            stars = gr.Radio(STARS, label="Stars", elem_id="stars")
+            better = gr.Textbox(
+                label="Write the better answer", lines=2, max_length=50_000, elem_id="better"
+            )
+            send_better = gr.Button("Send the better answer", elem_id="send-better")
+            sliders = [
+                gr.Slider(0, 1, value=0.5, step=0.05, label=name.capitalize(), elem_id=name)
+                for name in CRITERIA
+            ]
+            send_criteria = gr.Button("Send these scores", elem_id="send-criteria")
+        with gr.Accordion("What should it learn?", open=False):
+            wishes = gr.CheckboxGroup(
+                WANTS, label="What matters to you goes along with your votes", elem_id="wants"
+            )
+
+        shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
+        asked = [question, history, agent, person, session, pair_mode]
+        say = _say(gr, desk)
+        for trigger in (send.click, question.submit):
+            trigger(say, asked, [*shown, stars, better], api_visibility="private")
+        renew.click(
+            lambda: ([], [], None, uuid7(), _hidden(gr), _hidden(gr), _hidden(gr), ""),
+            None,
+            [talk, history, answer, session, thumbs, more, pair, notice],
+            api_visibility="private",
+        )
+        vote = _vote(desk)
+        judged = [answer, person, wants]
+        for button, number in ((up, 1.0), (down, 0.0)):
+            button.click(
+                lambda a, p, w, number=number: vote(a, p, w, FeedbackKind.thumbs, number=number),
+                judged,
+                notice,
+                api_visibility="private",
+            )
+        stars.input(
+            lambda a, p, w, n: vote(a, p, w, FeedbackKind.rating, number=float(n)),
+            [*judged, stars],
+            notice,
+            api_visibility="private",
+        )
+        send_better.click(
+            lambda a, p, w, text: vote(a, p, w, FeedbackKind.correction, text=text),
+            [*judged, better],
+            notice,
+            api_visibility="private",
+        )
+        send_criteria.click(
+            lambda a, p, w, *values: vote(
+                a,
+                p,
+                w,
+                FeedbackKind.criteria,
+                criteria=dict(zip(CRITERIA, map(float, values), strict=True)),
+            ),
+            [*judged, *sliders],
+            notice,
+            api_visibility="private",
+        )
+        for button, (name, _) in zip(choose, CHOICES, strict=True):
+            button.click(
+                _choose(gr, vote, name),
+                [*judged, first, history],
+                [notice, pair, talk, history],
+                api_visibility="private",
+            )
+        wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
+        page.load(
+            lambda who, chosen: (who or uuid7(), chosen),
+            [person, wants],
+            [person, wishes],
+            api_visibility="private",
+        )
+    return page
+
+
+def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:
+    def say(
+        question: str,
+        history: list[tuple[str, str]],
+        agent: str | None,
+        person: str | None,
+        session: str,
+        pair_mode: bool,
+    ) -> Iterator[tuple[Any, ...]]:
+        """Show the answer as it is written; a pair only once both are there, in random order."""
+        same = gr.skip()
+        try:
+            prompt = said_so_far(history, question)
+            if agent is None:
+                raise PipelineError("no assistant has a model yet; its first turn trains one")
+            before = _messages(history)
+            text = ""
+            waiting = [*before, _said("user", question), _said("assistant", "…")]
+            hidden = _hidden(gr)
+            rest = (history, None, same, hidden, hidden, hidden, same, same, same, same)
+            yield (waiting, "", "", *rest)
+            who = person or session
+            for piece in desk.answer(agent, prompt, session_id=session, person=who, pair=pair_mode):
+                if isinstance(piece, Answer):
+                    yield _finished(gr, piece, history, question, pair_mode)
+                elif not pair_mode:
+                    text += piece
+                    waiting[-1] = _said("assistant", text)
+                    yield (waiting, *[same] * 12)
+        except PipelineError as error:
+            yield (same, question, str(error)[:300], *[same] * 10)
+
+    return say
+
+
+def _finished(
+    gr: Any, answer: Answer, history: list[tuple[str, str]], question: str, pair_mode: bool
+) -> tuple[Any, ...]:
+    this, other = answer.interaction, answer.other
+    turns = [*history, (question, this.completion)]
+    first = random.SystemRandom().choice(("this", "other"))
+    texts = [this.completion, other.completion if other else ""]
+    left, right = texts if first == "this" else reversed(texts)
+    hides = pair_mode and other is not None  # until a choice is made, neither comes first
+    messages = _messages(turns)
+    if hides:
+        messages[-1] = _said("assistant", "(two answers below)")
+    ask = "" if other is None else WHICH
+    if not ask and answer.asks:
+        ask = "Was this a good answer? Your vote teaches the assistant."
+    return (
+        messages,
+        "",
+        ask,
+        turns,
+        answer,
+        first,
+        gr.update(visible=not hides),
+        gr.update(visible=not hides, open=answer.asks and other is None),
+        gr.update(visible=other is not None),
+        left,
+        right,
+        None,
+        "",
+    )
+
+
+def _vote(desk: Desk) -> Callable[..., str]:
+    def vote(
+        answer: Answer | None,
+        person: str | None,
+        wants: list[str] | None,
+        kind: FeedbackKind,
+        **value: Any,
+    ) -> str:
+        """Store the vote and return what to tell the person."""
+        if answer is None:
+            return "There is nothing to vote on yet."
+        try:
+            who = person or answer.interaction.session_id or answer.interaction.interaction_id
+            chosen = [want for want in wants or () if want in WANTS]
+            desk.vote(answer.interaction, kind, person=who, wants=chosen, **value)
+        except PipelineError as error:
+            return f"Not stored: {error}"[:300]
+        return THANKS
+
+    return vote
+
+
+def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., tuple[Any, ...]]:
+    def choose(
+        answer: Answer | None,
+        person: str | None,
+        wants: list[str],
+        first: Literal["this", "other"],
+        history: list[tuple[str, str]],
+    ) -> tuple[Any, ...]:
+        """Store the choice; the conversation goes on with the answer that was chosen."""
+        if answer is None or answer.other is None:
+            return "There is nothing to compare.", _hidden(gr), gr.skip(), gr.skip()
+        words = vote(
+            answer,
+            person,
+            wants,
+            FeedbackKind.preference,
+            other_interaction_id=answer.other.interaction_id,
+            choice=choice,
+            shown_first=first,
+        )
+        if words != THANKS:
+            return words, gr.skip(), gr.skip(), gr.skip()
+        other_won = choice == ("right" if first == "this" else "left")
+        kept = answer.other if other_won else answer.interaction
+        turns = [*history[:-1], (history[-1][0], kept.completion)] if history else []
+        return words, _hidden(gr), _messages(turns), turns
+
+    return choose
+
+
+def _messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [
+        _said(role, text)
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _hidden(gr: Any) -> Any:
+    return gr.update(visible=False)

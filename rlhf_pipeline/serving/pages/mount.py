@@ -1,0 +1,103 @@
+"""Puts the pages into a FastAPI application: chat at /ui, review at /ui/review, `/` leads to chat.
+
+Nothing comes from another host: fonts are the system's, analytics, sharing and run history are off,
+and a content security policy says so to the browser. Gradio's page begins with inline scripts, so
+inline ones must be allowed there; scripts, images and connections of other hosts are not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rlhf_pipeline.serving.pages.chat_page import chat_page
+from rlhf_pipeline.serving.pages.desk import Desk
+from rlhf_pipeline.serving.pages.review_page import review_page
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+Who = Callable[[Request], str | None]
+"""Says who a request comes from; None refuses it with 401."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "script-src 'self' 'unsafe-inline'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "connect-src 'self'",
+        "object-src 'none'",
+        "base-uri 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+)
+STYLE = "footer { display: none !important } .gradio-container { max-width: 60rem !important }"
+
+
+class PageHeaders:
+    """Sets the pages' headers on every answer below /ui, streams included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, with the headers."""
+        if scope["type"] != "http" or not scope["path"].startswith("/ui"):
+            await self.app(scope, receive, send)
+            return
+        names = {name for name, _ in HEADERS}
+
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                kept = [(n, v) for n, v in message.get("headers", []) if n.lower() not in names]
+                message["headers"] = [*kept, *HEADERS]
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+def mount_pages(
+    app: FastAPI, desk: Desk, *, may_chat: Who | None = None, may_review: Who | None = None
+) -> None:
+    """Mount both pages. Without `may_chat` and `may_review` everybody who reaches them may."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    import gradio as gr
+
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    for path, page, may in (
+        ("/ui/review", review_page(desk), may_review),
+        ("/ui", chat_page(desk), may_chat),  # after what lies below it
+    ):
+        page.queue(max_size=64, default_concurrency_limit=4)
+        gr.mount_gradio_app(
+            app,
+            page,
+            path,
+            auth_dependency=may,
+            theme=theme,
+            css=STYLE,
+            footer_links=[],
+            run_history=False,
+            show_error=False,
+            max_file_size=1,  # nothing is uploaded here
+            ssr_mode=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            pwa=False,
+        )
+    app.add_middleware(PageHeaders)
+    app.add_api_route("/", lambda: RedirectResponse("/ui/"), include_in_schema=False)

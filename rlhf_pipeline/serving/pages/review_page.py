@@ -1,0 +1,144 @@
+"""The review page: annotators judge the most uncertain and some random answers, by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
+from rlhf_pipeline.serving.pages import review
+from rlhf_pipeline.serving.pages.desk import Desk
+
+KEYS = (
+    "Keys: **g** good · **b** bad · **1** to **5** stars "
+    "· **w** write the better answer · **s** skip"
+)
+BY_KEY = {"g": "good", "b": "bad", "s": "skip", **{str(n): f"star-{n}" for n in range(1, 6)}}
+SHORTCUTS = (
+    "() => { const ids = "
+    + str(BY_KEY)
+    + """;
+  document.addEventListener('keydown', (event) => {
+    const typing = event.target.closest('input, textarea, select');
+    if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === 'w') {
+      event.preventDefault();
+      document.querySelector('#better textarea').focus();
+    } else if (ids[event.key]) {
+      document.getElementById(ids[event.key]).click();
+    }
+  });
+}"""
+)
+
+
+def review_page(desk: Desk) -> Any:
+    """Return the page as Gradio Blocks."""
+    import gradio as gr
+
+    agents = desk.agents()
+    with gr.Blocks(title="Review", analytics_enabled=False) as page:
+        name = gr.BrowserState("", storage_key="rlhf-annotator")
+        waiting = gr.State([])  # Interactions, the shown one first
+        with gr.Row():
+            agent = gr.Dropdown(agents, value=agents[0] if agents else None, label="Assistant")
+            who = gr.Textbox(label="Your name", max_length=64, elem_id="who")
+            start = gr.Button("Fetch answers", variant="primary", elem_id="start")
+        notice = gr.Textbox(
+            "", show_label=False, container=False, interactive=False, elem_id="notice"
+        )
+        prompt = gr.Textbox(label="Conversation", interactive=False, lines=4, elem_id="prompt")
+        completion = gr.Textbox(label="Answer", interactive=False, lines=4, elem_id="completion")
+        with gr.Row():
+            good = gr.Button("👍 Good", min_width=80, elem_id="good")
+            bad = gr.Button("👎 Bad", min_width=80, elem_id="bad")
+            stars = [gr.Button(f"{n} ★", min_width=50, elem_id=f"star-{n}") for n in range(1, 6)]
+            skip = gr.Button("Skip", min_width=80, elem_id="skip")
+        better = gr.Textbox(label="The better answer", lines=2, max_length=50_000, elem_id="better")
+        send = gr.Button("Send the better answer", elem_id="send-better")
+        agreement = gr.Textbox(show_label=False, interactive=False, elem_id="agreement")
+        gr.Markdown(KEYS)
+
+        shown = [waiting, prompt, completion, notice, agreement, better]
+        here = [waiting, agent, who]
+        judge = _judge(desk)
+        start.click(_fetch(desk), [agent, who], shown, api_visibility="private").then(
+            lambda given: given, who, name, api_visibility="private"
+        )
+        judgements: list[tuple[Any, FeedbackKind | None, float]] = [
+            (good, FeedbackKind.thumbs, 1.0),
+            (bad, FeedbackKind.thumbs, 0.0),
+            *((star, FeedbackKind.rating, float(n)) for n, star in enumerate(stars, 1)),
+            (skip, None, 0.0),
+        ]
+        for button, kind, number in judgements:
+            button.click(
+                lambda w, a, n, kind=kind, number=number: judge(w, a, n, kind, number=number),
+                here,
+                shown,
+                api_visibility="private",
+            )
+        send.click(
+            lambda w, a, n, text: judge(w, a, n, FeedbackKind.correction, text=text),
+            [*here, better],
+            shown,
+            api_visibility="private",
+        )
+        page.load(lambda kept: kept, name, who, js=SHORTCUTS_THEN_SAME, api_visibility="private")
+    return page
+
+
+SHORTCUTS_THEN_SAME = f"(kept) => {{ ({SHORTCUTS})(); return [kept]; }}"
+
+
+def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
+    def fetch(agent: str | None, who: str | None) -> tuple[Any, ...]:
+        """Return a queue and its first answer."""
+        if not agent or not (who or "").strip():
+            return _shown([], "A name is needed, so that your votes count once.", "")
+        rater = hash_rater(agent, _person(who))
+        waiting = review.queue(desk.store.database, agent, rater)
+        words = review.agreement(desk.store.database, agent).words()
+        notice = f"{len(waiting)} answers to judge" if waiting else "Nothing left to judge for now."
+        return _shown(waiting, notice, words)
+
+    return fetch
+
+
+def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
+    def judge(
+        waiting: list[Interaction],
+        agent: str | None,
+        who: str | None,
+        kind: FeedbackKind | None,
+        **value: Any,
+    ) -> tuple[Any, ...]:
+        """Store the judgement of the shown answer and show the next one."""
+        if not waiting or agent is None:
+            return _fetch(desk)(agent, who)
+        try:
+            if kind is not None:
+                desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
+        except PipelineError as error:
+            words = review.agreement(desk.store.database, agent).words()
+            return _shown(waiting, f"Not stored: {error}"[:300], words)
+        rest = waiting[1:]
+        if not rest:
+            return _fetch(desk)(agent, who)
+        words = review.agreement(desk.store.database, agent).words()
+        done = "Skipped" if kind is None else "Stored"
+        return _shown(rest, f"{done}; {len(rest)} left", words)
+
+    return judge
+
+
+def _person(who: str | None) -> str:
+    return f"annotator:{(who or '').strip().lower()}"
+
+
+def _shown(waiting: list[Interaction], notice: str, agreement: str) -> tuple[Any, ...]:
+    if not waiting:
+        return [], "", "", notice, agreement, ""
+    turns = "\n".join(f"{m.role}: {m.content}" for m in waiting[0].prompt)
+    return waiting, turns, waiting[0].completion, notice, agreement, ""

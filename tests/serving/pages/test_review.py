@@ -1,0 +1,112 @@
+"""What annotators are shown, and how their agreement is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, user_prompt
+from rlhf_pipeline.serving.pages import review
+from rlhf_pipeline.serving.pages.desk import disagreement_of, said_so_far
+from rlhf_pipeline.serving.pages.review import agreement_of, queue
+
+START = datetime(2026, 3, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    yield FeedbackStore(database)
+    database.close()
+
+
+def interaction(n: int, disagreement: float | None) -> Interaction:
+    sampling = {} if disagreement is None else {"disagreement": disagreement}
+    return Interaction(
+        interaction_id=f"i{n}",
+        agent_id="tea",
+        prompt=user_prompt("hi"),
+        completion=f"answer {n}",
+        model_version=0,
+        created_at=START + timedelta(minutes=n),
+        sampling=sampling,
+    )
+
+
+def vote(store: FeedbackStore, n: int, rater: str, number: float, kind: str = "thumbs") -> None:
+    store.append(
+        [
+            Feedback(
+                agent_id="tea",
+                kind=FeedbackKind(kind),
+                idempotency_key=f"{n}{rater}{kind}",
+                interaction_id=f"i{n}",
+                number=number,
+                rater_id=rater,
+            )
+        ]
+    )
+
+
+def test_the_queue_holds_uncertain_and_random_answers_not_judged_yet(store: FeedbackStore) -> None:
+    store.ensure_agent("tea")
+    store.add_interactions([interaction(n, n / 100 if n % 2 else None) for n in range(60)])
+    ids = [one.interaction_id for one in queue(store.database, "tea", "ann", size=10)]
+    assert len(ids) == len(set(ids)) == 10
+    assert {"i59", "i57", "i55"} <= set(ids)  # the least sure of the newest
+    assert set(ids) - {f"i{n}" for n in range(41, 60, 2)}  # and some from anywhere
+    vote(store, 59, "ann", 1.0)
+    assert "i59" not in [one.interaction_id for one in queue(store.database, "tea", "ann")]
+    assert "i59" in [one.interaction_id for one in queue(store.database, "tea", "bob")]
+    assert queue(store.database, "nobody", "ann") == []
+
+
+def test_agreement_reads_the_votes_of_the_newest_answers(store: FeedbackStore) -> None:
+    store.ensure_agent("tea")
+    store.add_interactions([interaction(n, None) for n in range(3)])
+    assert "no answer was judged by two" in review.agreement(store.database, "tea").words()
+    vote(store, 0, "ann", 1.0)
+    vote(store, 0, "bob", 5.0, "rating")
+    vote(store, 1, "ann", 0.0)
+    vote(store, 1, "bob", 3.0, "rating")  # the middle says neither
+    vote(store, 2, "ann", 0.0)
+    vote(store, 2, "bob", 1.0)
+    found = review.agreement(store.database, "tea")
+    assert (found.answers, found.alike) == (2, 0.5)
+    assert "50% on 2 answers" in found.words()
+
+
+def test_alpha_is_the_worked_example() -> None:
+    """Krippendorff (2011), section A: two observers, ten binary units, alpha 0.095."""
+    first = [0, 1, 0, 0, 0, 0, 0, 0, 1, 0]
+    second = [1, 1, 1, 0, 0, 1, 0, 0, 0, 0]
+    units = [[bool(a), bool(b)] for a, b in zip(first, second, strict=True)]
+    found = agreement_of(units)
+    assert found.alpha == pytest.approx(0.095, abs=5e-4)
+    assert found.alike == 0.6
+    assert agreement_of([[True, True], [False, False]]).alpha == 1.0
+    assert agreement_of([[True]]).answers == 0
+
+
+def test_disagreement_is_the_distance_of_the_words() -> None:
+    assert disagreement_of(["a b", "B a"]) == 0
+    assert disagreement_of(["a b", "c d", "e"]) == 1
+    assert disagreement_of(["a b", "b c"]) == pytest.approx(2 / 3)
+    assert disagreement_of(["", ""]) == 0
+    assert disagreement_of(["only one"]) == 0
+
+
+def test_a_prompt_holds_the_conversation_and_a_question() -> None:
+    prompt = said_so_far([("a", "b")], "c")
+    assert [(m.role, m.content) for m in prompt] == [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+    ]
+    with pytest.raises(Exception, match="found an empty one"):
+        said_so_far([], " ")
