@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 import typer
 
-from rlhf_pipeline.commands import agents, chat, feedback, models, settings, state, tokenizer
+from rlhf_pipeline.commands import (
+    agents,
+    chat,
+    feedback,
+    models,
+    settings,
+    state,
+    tokenizer,
+    training,
+)
 from rlhf_pipeline.commands.common import Command, Group
 
 app = typer.Typer(
@@ -27,7 +36,8 @@ app = typer.Typer(
 feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
-FEEDBACK, MODELS, AUTOMATION, STATE = "Feedback", "Models", "Automation", "State"
+FEEDBACK, MODELS, TRAINING, AUTOMATION = "Feedback", "Models", "Training", "Automation"
+STATE = "State"
 SETTINGS = "Settings and recipes"
 
 COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
@@ -41,6 +51,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.explain, MODELS, "rlhf explain champion --agent demo --json"),
     (models.reproduce, MODELS, "rlhf reproduce champion --agent demo"),
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
+    (training.tune, TRAINING, "rlhf tune demo --trials 8 --updates 20"),
     (agents.status, AUTOMATION, "rlhf status"),
     (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),
     (agents.resume, AUTOMATION, "rlhf resume demo"),

@@ -30,6 +30,8 @@ from rlhf_pipeline.records import (
 
 if TYPE_CHECKING:
     from rlhf_pipeline.policy.loading import Policy
+    from rlhf_pipeline.ppo.result import TrainingResult
+    from rlhf_pipeline.ppo.settings import PpoSettings
 
 KeepGoing = Callable[[], None]
 """Raises ClaimLost when this run must stop; called before anything is written."""
@@ -152,6 +154,18 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Improve the champion on the proxy, or on its pairs; the stopping model chooses the update."""
+    result = improve(turn, turn.work / "ppo", turn.settings.ppo, report, keep_going)
+    return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
+
+
+def improve(
+    turn: Turn,
+    output_dir: Path,
+    ppo: PpoSettings,
+    report: Progress,
+    keep_going: KeepGoing = lambda: None,
+) -> TrainingResult:
+    """Train the turn's champion under `ppo` into output_dir: what train_policy and tuning share."""
     from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
@@ -164,9 +178,9 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
     reward_folder = turn.work / "reward"
     proxy = load_reward_model(reward_folder / "proxy", device=settings.policy.device)
     stopping = load_reward_model(reward_folder / "stopping", device=settings.policy.device)
-    if settings.ppo.estimator == "dpo":
+    if ppo.estimator == "dpo":
         pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
-        result = train_dpo(
+        return train_dpo(
             policy_dir=champion,
             reference_dir=baseline,
             # The proxy's voters: those of the stopping and the gate model stay unseen.
@@ -174,27 +188,25 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
             reward=proxy,
             stopping=stopping,
             watch_prompts=prompts[:watched],
-            output_dir=turn.work / "ppo",
-            settings=settings.ppo,
+            output_dir=output_dir,
+            settings=ppo,
             report=report,
             keep_going=keep_going,
         )
-    else:
-        result = train_ppo(
-            policy_dir=champion,
-            reference_dir=baseline,
-            reward=proxy,
-            stopping=stopping,
-            prompts=prompts[watched:],
-            watch_prompts=prompts[:watched],
-            output_dir=turn.work / "ppo",
-            settings=settings.ppo,
-            # A critic that shares the policy's trunk begins with that; its own, as the proxy.
-            value_init=reward_folder / "proxy" if settings.ppo.critic == "separate" else None,
-            report=report,
-            keep_going=keep_going,
-        )
-    return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
+    return train_ppo(
+        policy_dir=champion,
+        reference_dir=baseline,
+        reward=proxy,
+        stopping=stopping,
+        prompts=prompts[watched:],
+        watch_prompts=prompts[:watched],
+        output_dir=output_dir,
+        settings=ppo,
+        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
+        value_init=reward_folder / "proxy" if ppo.critic == "separate" else None,
+        report=report,
+        keep_going=keep_going,
+    )
 
 
 def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,24 @@ def recorded_turn(
         champion=champion,
         settings=recipe,
     )
+
+
+def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> stages.Turn:
+    """Return the newest turn that came to a version, under today's settings and champion.
+
+    Raises RegistryError where no turn has.
+    """
+    versions = [v for v in ledger.versions(agent_id) if v.lineage.get("reward_models")]
+    champion = ledger.champion(agent_id)
+    if not versions or champion is None:
+        raise RegistryError(
+            f"needed a turn of agent {agent_id} with reward models, found none; its first turn "
+            "trains them: `make train AGENT=…`"
+        )
+    fingerprint = str(versions[-1].lineage["fingerprint"])
+    work = settings.agent_folder(agent_id) / "turns" / fingerprint[:16]
+    turn = recorded_turn(ledger, settings, versions[-1], work)
+    return replace(turn, settings=settings, champion=champion.path)
 
 
 def _recorded_settings(recipe: Mapping[str, Any], today: Settings) -> Settings:

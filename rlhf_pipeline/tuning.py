@@ -1,0 +1,207 @@
+"""A small search over PPO's most telling settings, judged by the stopping reward.
+
+Each trial trains a policy from one turn's champion, with that turn's reward models and prompts, in
+a folder named by its settings. What is known is kept in a journal beside them, so a search that was
+killed goes on: finished trials count, the one that ran resumes from its checkpoint. The gate model
+is never asked: whoever chooses settings by it could not be judged by it any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.files import write_json, write_text
+from rlhf_pipeline.records import Progress, hashed, ignore_progress
+
+if TYPE_CHECKING:
+    import optuna
+
+    from rlhf_pipeline.ppo.settings import PpoSettings
+    from rlhf_pipeline.stages import Turn
+
+SEARCHED = ("learning_rate", "kl_coef", "clip_range", "epochs")
+FACTOR = 10.0  # how far rates and weights may lie from the recipe's, either way
+CLIP_RANGE = (0.05, 0.4)
+EPOCHS = (1, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One set of settings and what became of it."""
+
+    number: int
+    settings: Mapping[str, float]  # SEARCHED
+    score: float | None  # stopping reward of the chosen update; None where training failed
+    kl: float | None  # nats per completion to the reference
+    chosen_update: int | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search found; trial 0 is the recipe as it stands."""
+
+    trials: tuple[Trial, ...]
+    folder: Path
+
+    @property
+    def best(self) -> Trial:
+        """Return the trial with the highest score. Raises TrainingError if none ended well."""
+        scored = [trial for trial in self.trials if trial.score is not None]
+        if not scored:
+            reasons = {trial.failure for trial in self.trials}
+            raise TrainingError(f"no trial ended well, found only: {'; '.join(map(str, reasons))}")
+        return max(scored, key=_score)
+
+
+def search(
+    turn: Turn,
+    folder: Path,
+    *,
+    trials: int,
+    updates: int | None = None,
+    report: Progress = ignore_progress,
+) -> Search:
+    """Run the search until it has `trials` finished trials; write table, plot and best settings.
+
+    `updates` shortens each trial. Raises TrainingError for an estimator that has nothing to
+    search here, or where no trial ends well.
+    """
+    import optuna
+
+    settings = turn.settings.ppo
+    if settings.estimator == "dpo":
+        raise TrainingError(
+            "rlhf tune searches PPO's settings, found ppo.estimator dpo; set gae or rloo"
+        )
+    if updates is not None:
+        settings = replace(settings, updates=updates)
+    folder.mkdir(parents=True, exist_ok=True)
+    study = _study(folder, turn, settings)
+    while (done := len(_trials(study))) < trials:
+        report({"trial": done + 1, "of": trials})
+        asked = study.ask(_space(settings))
+        chosen = replace(settings, **asked.params)
+        try:
+            told = _train(turn, folder, chosen, _naming(done + 1, report))
+        except TrainingError as error:
+            asked.set_user_attr("failure", str(error))
+            study.tell(asked, state=optuna.trial.TrialState.FAIL)
+            continue
+        for name, value in told.items():
+            asked.set_user_attr(name, value)
+        study.tell(asked, told["score"])
+    found = Search(tuple(_trials(study)), folder)
+    best = found.best
+    write_json(folder / "trials.json", [asdict(trial) for trial in found.trials])
+    lines = [f"  {name}: {best.settings[name]:.3g}" for name in SEARCHED]
+    write_text(folder / "best.yaml", "\n".join(["ppo:", *lines, ""]))
+    draw(found.trials, folder / "tuning.png")
+    return found
+
+
+def _train(turn: Turn, folder: Path, settings: PpoSettings, report: Progress) -> dict[str, Any]:
+    """Train with these settings and return what the trial is judged by."""
+    from rlhf_pipeline.stages import improve
+
+    name = hashed(*(f"{key}={value!r}" for key, value in sorted(asdict(settings).items())))[:16]
+    result = improve(turn, folder / name, settings, report)
+    look = next(e for e in result.evaluations if e.update == result.chosen_update)
+    if look.stopping_mean is None or not math.isfinite(look.stopping_mean):
+        raise TrainingError("a trial is judged by the stopping reward, found none")
+    return {"score": look.stopping_mean, "kl": look.kl, "chosen_update": result.chosen_update}
+
+
+def _naming(number: int, report: Progress) -> Progress:
+    """Return a Progress that says which trial its facts are about."""
+    return lambda facts: report({"trial": number, **facts})
+
+
+def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
+    """Return the search kept in the folder, going on from what a killed one left."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Another snapshot, champion or length is another search: scores would not compare.
+    name = hashed(turn.fingerprint, str(turn.champion), str(sorted(asdict(settings).items())))[:16]
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+    study = optuna.create_study(
+        storage=storage, study_name=name, direction="maximize", load_if_exists=True
+    )
+    if not study.trials:
+        study.enqueue_trial({key: getattr(settings, key) for key in SEARCHED})
+    for trial in study.trials:
+        if trial.state == optuna.trial.TrialState.RUNNING:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            study.enqueue_trial(trial.params)
+    seed = settings.seed + len(study.trials)
+    study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
+    return study
+
+
+def _space(settings: PpoSettings) -> dict[str, Any]:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    def around(middle: float) -> FloatDistribution:
+        return FloatDistribution(middle / FACTOR, middle * FACTOR, log=True)
+
+    return {
+        "learning_rate": around(settings.learning_rate),
+        "kl_coef": around(settings.kl_coef or 0.05),
+        "clip_range": FloatDistribution(*CLIP_RANGE, log=True),
+        "epochs": IntDistribution(*EPOCHS),
+    }
+
+
+def _trials(study: optuna.Study) -> list[Trial]:
+    """Return the trials that came to an end; one that was killed is not among them."""
+    found: list[Trial] = []
+    for trial in study.trials:
+        if trial.values is None and "failure" not in trial.user_attrs:
+            continue
+        about = trial.user_attrs
+        found.append(
+            Trial(
+                number=len(found),
+                settings={key: trial.params[key] for key in SEARCHED},
+                score=trial.values[0] if trial.values else None,
+                kl=about.get("kl"),
+                chosen_update=about.get("chosen_update"),
+                failure=about.get("failure"),
+            )
+        )
+    return found
+
+
+def draw(trials: Sequence[Trial], path: Path) -> None:
+    """Write score against each searched setting; the recipe as it stands is the square."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(10, 3.2), layout="constrained")
+    scored = [trial for trial in trials if trial.score is not None]
+    best = max(scored, key=_score)
+    for axis, name in zip(figure.subplots(1, len(SEARCHED), sharey=True), SEARCHED, strict=True):
+        axis.scatter([t.settings[name] for t in scored], [t.score for t in scored], alpha=0.7)
+        axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best")
+        if scored[0].number == 0:
+            axis.plot(scored[0].settings[name], scored[0].score, "s", color="k", label="recipe")
+        if name != "epochs":
+            axis.set_xscale("log")
+        axis.set_xlabel(name)
+        axis.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("stopping reward")
+    figure.axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _score(trial: Trial) -> float:
+    return -math.inf if trial.score is None else trial.score

@@ -1,0 +1,120 @@
+"""The search: the recipe first, judged by the stopping reward, and a killed one goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_pipeline import tuning
+from rlhf_pipeline.errors import RegistryError, TrainingError
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.registry.reproduce import newest_turn
+from rlhf_pipeline.stages import Turn
+from rlhf_pipeline.tuning import SEARCHED, search
+from tests.assets.world import FirstTurn, Loop
+
+
+@pytest.fixture
+def turn(loop: Loop, first_turn: FirstTurn) -> Turn:
+    """Return the shop's turn, whose reward models are real."""
+    agent = first_turn.agent_id
+    return newest_turn(loop.pipeline.ledger, loop.pipeline.settings(agent), agent)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
+    """Stand in for training, best at a KL coefficient of 0.02; return the settings that ran."""
+    ran: list[Mapping[str, Any]] = []
+
+    def train(_turn: Turn, _folder: Path, settings: PpoSettings, _report: Any) -> dict[str, Any]:
+        ran.append({key: getattr(settings, key) for key in SEARCHED})
+        return {"score": -abs(settings.kl_coef - 0.02), "kl": 1.0, "chosen_update": 1}
+
+    monkeypatch.setattr(tuning, "_train", train)
+    return ran
+
+
+def test_real_trials_are_real_trainings(turn: Turn, tmp_path: Path) -> None:
+    found = search(turn, tmp_path, trials=2, updates=2)
+    assert [trial.number for trial in found.trials] == [0, 1]
+    recipe = {key: getattr(turn.settings.ppo, key) for key in SEARCHED}
+    assert found.trials[0].settings == pytest.approx(recipe)
+    looks = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    kept = [
+        next(e["stopping_mean"] for e in r["evaluations"] if e["update"] == r["chosen_update"])
+        for r in looks
+    ]
+    assert len(kept) == 2
+    assert sorted(t.score or 0.0 for t in found.trials) == pytest.approx(sorted(kept))
+    assert (tmp_path / "tuning.png").stat().st_size > 5000
+
+
+def test_it_finds_better_settings_and_says_them_as_a_recipe(
+    turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]]
+) -> None:
+    found = search(turn, tmp_path, trials=25)
+    assert len(trained) == 25
+    recipe, best = found.trials[0].score, found.best.score
+    assert recipe is not None
+    assert best is not None
+    assert best > recipe
+    fragment = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    replace(turn.settings.ppo, **fragment["ppo"])  # raises where a setting is out of range
+    assert fragment["ppo"]["kl_coef"] == pytest.approx(found.best.settings["kl_coef"], rel=0.01)
+    table = json.loads((tmp_path / "trials.json").read_text())
+    assert table[0] == asdict(found.trials[0])
+
+
+def test_a_killed_search_goes_on_where_it_was(
+    turn: Turn,
+    tmp_path: Path,
+    trained: list[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search(turn, tmp_path, trials=3)
+    stand_in = tuning._train
+    asked: list[Mapping[str, Any]] = []
+
+    def killed(_turn: Turn, _folder: Path, settings: PpoSettings, _report: Any) -> dict[str, Any]:
+        asked.append({key: getattr(settings, key) for key in SEARCHED})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "_train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search(turn, tmp_path, trials=5)
+    monkeypatch.setattr(tuning, "_train", stand_in)
+    found = search(turn, tmp_path, trials=5)
+    assert len(trained) == len(found.trials) == 5  # three were not trained again
+    assert trained[3] == pytest.approx(asked[0])  # and the one that ran begins again, as it was
+
+
+def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
+    turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tuning._train
+
+    def fails(given: Turn, folder: Path, settings: PpoSettings, report: Any) -> dict[str, Any]:
+        if len(trained) == 1:
+            trained.append({})
+            raise TrainingError("the loss is not finite")
+        return stand_in(given, folder, settings, report)
+
+    monkeypatch.setattr(tuning, "_train", fails)
+    found = search(turn, tmp_path, trials=4)
+    assert [trial.failure for trial in found.trials].count("the loss is not finite") == 1
+    assert found.best.score is not None
+
+
+def test_what_cannot_be_searched_is_refused(turn: Turn, tmp_path: Path, loop: Loop) -> None:
+    ppo = replace(turn.settings.ppo, estimator="dpo")
+    other = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo}))
+    with pytest.raises(TrainingError, match="set gae or rloo"):
+        search(other, tmp_path, trials=1)
+    with pytest.raises(RegistryError, match="needed a turn of agent nobody"):
+        newest_turn(loop.pipeline.ledger, loop.pipeline.settings(), "nobody")
