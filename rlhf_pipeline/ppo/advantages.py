@@ -39,6 +39,48 @@ def estimate_advantages(
     return advantages, advantages + values
 
 
+def estimate_turn_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    completion_mask: Tensor,
+    turn: Tensor,
+    next_turn: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    turn_gamma: float,
+    turn_gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of conversations: credit flows from each turn to those before.
+
+    A row is one turn's completion. turn (B,) counts from 0; next_turn (B,) is the row with the same
+    conversation's next turn, -1 after the last. Between a turn's last token and the next turn's
+    first, turn_gamma and turn_gae_lambda stand where gamma and gae_lambda stand between tokens:
+    what the user says in between is the environment's step. Shapes, masks and errors are those of
+    `estimate_advantages`, which this is where no turn follows another.
+
+    Source: arXiv:1506.02438 eq. 16, with a discount and a decay that depend on the step.
+    """
+    same_shape(rewards, values, completion_mask)
+    values = counted(values, completion_mask)
+    last = completion_mask & (completion_mask.cumsum(1) == completion_mask.sum(1, keepdim=True))
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for k in reversed(range(int(turn.max()) + 1)):
+        rows = (turn == k).nonzero()[:, 0]
+        follows = next_turn[rows]
+        ahead = values[follows, 0] + turn_gae_lambda * advantages[follows, 0]
+        ahead = turn_gamma * counted(ahead, follows >= 0)
+        # What lies beyond the last token is, to the tokens of this turn, part of its reward.
+        advantages[rows], returns[rows] = estimate_advantages(
+            rewards[rows] + counted(ahead[:, None], last[rows]),
+            values[rows],
+            completion_mask[rows],
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+        )
+    return advantages, returns
+
+
 def leave_one_out_advantages(
     rewards: Tensor, completion_mask: Tensor, *, completions_per_prompt: int
 ) -> Tensor:

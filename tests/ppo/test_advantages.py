@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ShapeMismatch
 from rlhf_pipeline.ppo.advantages import (
     estimate_advantages,
+    estimate_turn_advantages,
     explained_variance,
     leave_one_out_advantages,
     masked_mean,
@@ -49,6 +50,49 @@ def test_advantages_of_two_rollouts_worked_by_hand() -> None:
     by_hand = torch.tensor([[0.9375, -0.25, 1.0], [-0.5, 2.0, 0.0]])
     assert torch.equal(advantages, by_hand)
     assert torch.equal(returns, torch.tensor([[1.4375, 0.75, 2.0], [1.5, 4.0, 0.0]]))
+
+
+def test_credit_flows_from_a_turn_to_the_one_before_as_worked_by_hand() -> None:
+    """Rows 0 and 2 are one conversation, row 1 is one of a single turn."""
+    rewards = torch.tensor([[1.0, 0.0], [2.0, math.nan], [0.0, 4.0]])
+    values = torch.tensor([[0.5, 1.0], [1.0, math.nan], [2.0, 2.0]])
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    advantages, returns = estimate_turn_advantages(
+        rewards,
+        values,
+        mask,
+        torch.tensor([0, 0, 1]),
+        torch.tensor([2, -1, -1]),
+        gamma=0.5,
+        gae_lambda=0.5,
+        turn_gamma=0.8,
+        turn_gae_lambda=0.5,
+    )
+    # row 2: surprises 0 + .5 * 2 - 2 = -1 and 4 - 2 = 2, decay .25: advantages -.5 and 2
+    # row 0: its last surprise is 0 + .8 * 2 - 1 = .6, its advantage .6 + .8 * .5 * -.5 = .4;
+    #        the first 1 + .5 * 1 - .5 = 1, so 1 + .25 * .4 = 1.1
+    by_hand = torch.tensor([[1.1, 0.4], [1.0, 0.0], [-0.5, 2.0]])
+    assert torch.allclose(advantages, by_hand)
+    assert torch.allclose(returns, torch.tensor([[1.6, 1.4], [2.0, 0.0], [1.5, 4.0]]))
+
+
+def test_turns_with_the_tokens_discount_are_one_long_completion() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 1, 6, generator=generator)
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    whole, _ = estimate_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.8)
+    parts, _ = estimate_turn_advantages(
+        rewards.view(3, 2),
+        values.view(3, 2),
+        mask.view(3, 2),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([1, 2, -1]),
+        gamma=0.9,
+        gae_lambda=0.8,
+        turn_gamma=0.9,
+        turn_gae_lambda=0.8,
+    )
+    assert torch.allclose(parts.view(1, 6), whole, atol=1e-6)
 
 
 def test_gamma_discounts_and_lambda_decays_and_they_are_not_the_same() -> None:
