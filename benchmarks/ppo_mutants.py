@@ -120,14 +120,14 @@ MUTANTS = (
         "KL counted on prompt tokens",
         (
             "ppo/trainer.py",
-            "    rewards = rewards_per_token(final_scores",
+            "    rewards = rewards_per_token(batch.scores",
             "    from rlhf_pipeline.ppo.rollout import Tokens\n"
             "    ids, real = tokens.prompt_ids, tokens.prompt_mask\n"
             "    first = torch.ones_like(real[:, :1])\n"
             "    prompt = Tokens(ids[:, :1], first, ids[:, 1:], real[:, 1:])\n"
             "    live = learner.logprobs_and_values(prompt)[0].detach()\n"
             "    kl[:, 0] += estimate_kl(live, learner.reference_logprobs(prompt), 'k1').sum(1)\n"
-            "    rewards = rewards_per_token(final_scores",
+            "    rewards = rewards_per_token(batch.scores",
         ),
     ),
     mutant(
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     mutant(
         "minibatch setting inert",
-        ("ppo/trainer.py", ".chunk(settings.minibatches)", ".chunk(1)"),
+        ("ppo/trainer.py", ".tensor_split(settings.minibatches)", ".tensor_split(1)"),
     ),
     mutant(
         "GAE without the mask",
@@ -222,8 +222,8 @@ MUTANTS = (
         "GAE lambda and gamma swapped",
         (
             "ppo/trainer.py",
-            "gamma=settings.gamma, gae_lambda=settings.gae_lambda",
-            "gamma=settings.gae_lambda, gae_lambda=settings.gamma",
+            "            gamma=settings.gamma,\n            gae_lambda=settings.gae_lambda,\n",
+            "            gamma=settings.gae_lambda,\n            gae_lambda=settings.gamma,\n",
         ),
     ),
     mutant(

@@ -196,6 +196,11 @@ class TrainingSettings(Section):
         720, description="A stage that takes longer is stopped."
     )
     seed: int = Field(0, ge=0)
+    simulated_user: Literal["shop"] | None = Field(
+        None,
+        description="Who answers the assistant where ppo.max_turns is above 1: `shop` is a "
+        "customer of the simulated world. Other users are passed to train_ppo.",
+    )
     watch_prompts: Positive = Field(128, description="Prompts the stopping reward is measured on.")
 
 
@@ -382,11 +387,18 @@ def load_settings(
         tree = _merged(tree, {"notifications": {"webhook": webhook}})
     tree = _merged(tree, overrides or {})
     try:
-        return Settings.model_validate({"recipe": str(name), **_with_shared(tree)})
+        settings = Settings.model_validate({"recipe": str(name), **_with_shared(tree)})
     except ValidationError as error:
         raise ConfigError(_explain(error, name)) from error
     except ConfigError as error:  # PPO's own checks
         raise ConfigError(f"recipe {name}: {error}") from error
+    turns, user = settings.ppo.max_turns, settings.training.simulated_user
+    if (turns > 1) != (user is not None):
+        raise ConfigError(
+            f"recipe {name}: ppo.max_turns above 1 and training.simulated_user come together, "
+            f"found {turns} and {user}; set both or neither"
+        )
+    return settings
 
 
 def _with_shared(tree: Mapping[str, Any]) -> dict[str, Any]:

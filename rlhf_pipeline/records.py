@@ -191,6 +191,18 @@ def checked_scores(
     return scores
 
 
+class SimulatedUser(Protocol):
+    """Whoever the assistant talks with where no person is: a script, a rule, another model.
+
+    What it says must follow from the conversation alone, so that a run which is killed and resumed
+    goes on as it would have; one who rolls dice takes them from a hash of the conversation.
+    """
+
+    def __call__(self, conversations: Sequence[tuple[Message, ...]], /) -> Sequence[str | None]:
+        """Return what the user says next in each, after the assistant's turn; None: they leave."""
+        ...
+
+
 Progress = Callable[[Mapping[str, float | int | str]], None]
 """Called by long work with facts as they happen, e.g. {"update": 3, "score_mean": 0.4}."""
 

@@ -169,6 +169,7 @@ def improve(
     from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     champion = _need(turn.champion, "a champion", "sft_policy")
@@ -204,6 +205,7 @@ def improve(
         settings=ppo,
         # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
         value_init=reward_folder / "proxy" if ppo.critic == "separate" else None,
+        user=None if settings.training.simulated_user is None else customers,
         report=report,
         keep_going=keep_going,
     )

@@ -27,6 +27,7 @@ from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.trainer import (
+    Task,
     choose_update,
     encode_checked,
     evaluate,
@@ -80,13 +81,14 @@ def train_dpo(
     )
     learner = build_learner(policy_dir, reference_dir, None, settings)
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
-    probe_rewards(learner, watch_encoded, watch_prompts, reward, stopping)
+    probe_rewards(learner, watch_encoded, watch_prompts, {"proxy": reward, "stopping": stopping})
+    watch = Task(watch_prompts, watch_encoded, reward)
     rows = dpo_rows(learner.policy, decided, settings)
     in_all = min(settings.epochs * (len(rows) // settings.rollouts_per_update), settings.updates)
     watcher = _Watcher(
         learner,
         max(in_all, 1),
-        lambda update: evaluate(learner, watch_encoded, watch_prompts, reward, stopping, update),
+        lambda update: evaluate(learner, watch, stopping, update),
         report,
         keep_going,
     )

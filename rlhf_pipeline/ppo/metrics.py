@@ -21,6 +21,8 @@ class Metric(NamedTuple):
 
 _ROLLOUTS = "mean over the update's rollouts"
 _TOKENS = "mean over the update's completion tokens"
+_TRAINED = "share of all that are trained on"
+_REPLAYED = "mean over replayed rollouts"
 _MINIBATCHES = "mean over the update's optimizer steps"
 
 METRICS: Mapping[str, Metric] = {
@@ -38,6 +40,23 @@ METRICS: Mapping[str, Metric] = {
     ),
     "rollout/length_mean": Metric("tokens", ">= 1", _ROLLOUTS, "completion tokens with the end"),
     "rollout/eos_share": Metric("share", "0 to 1", _ROLLOUTS, "completions with an end token"),
+    "rollout/turns_mean": Metric(
+        "turns", ">= 1", "mean over the update's conversations", "where there may be several"
+    ),
+    "rollout/conversation_score": Metric(
+        "score", "any", "mean over the update's conversations", "raw scores of its turns, summed"
+    ),
+    "replay/share": Metric("share", "0 to 1", _TRAINED, "rollouts of earlier updates"),
+    "replay/staleness": Metric("updates", "> 0", _REPLAYED, "how long ago they were sampled"),
+    "replay/logprob_gap": Metric(
+        "nats per token", ">= 0", "mean over replayed tokens", "policy now against sampling"
+    ),
+    "replay/weight_mean": Metric(
+        "weight", "0 to replay_cap", "mean over replayed tokens", "importance weight after the cap"
+    ),
+    "replay/capped_share": Metric(
+        "share", "0 to 1", "share of replayed tokens", "where the cap acts"
+    ),
     "policy/loss": Metric("advantage", "any", _MINIBATCHES, "clipped surrogate, minimised"),
     "policy/approx_kl": Metric("nats per token", ">= 0", _MINIBATCHES, "rollout policy to now"),
     "policy/last_approx_kl": Metric(

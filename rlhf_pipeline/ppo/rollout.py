@@ -66,6 +66,28 @@ class Rollouts:
         return len(self.tokens)
 
 
+def join_rows(parts: Sequence[Tensor], *, on_the_left: bool = False) -> Tensor:
+    """Return tensors (B, width, …) below each other, the narrower ones filled up with 0."""
+    width = max(part.shape[1] for part in parts)
+    wide = []
+    for part in parts:
+        filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
+        wide.append(torch.cat([filling, part] if on_the_left else [part, filling], 1))
+    return torch.cat(wide)
+
+
+def join_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Return the rows of all parts, in order; what is padding is for the masks to say."""
+    support = [part.support for part in parts if part.support is not None]
+    return Tokens(
+        join_rows([part.prompt_ids for part in parts], on_the_left=True),
+        join_rows([part.prompt_mask for part in parts], on_the_left=True),
+        join_rows([part.completion_ids for part in parts]),
+        join_rows([part.completion_mask for part in parts]),
+        join_rows(support) if support else None,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SampledCompletions:
     """Completions with what sampling knows of them."""
@@ -73,6 +95,35 @@ class SampledCompletions:
     tokens: Tokens
     logprobs: Tensor  # (B, T)
     texts: list[str]
+
+
+def join_sampled(parts: Sequence[SampledCompletions]) -> SampledCompletions:
+    """Return the completions of all parts, in order."""
+    return SampledCompletions(
+        join_tokens([part.tokens for part in parts]),
+        join_rows([part.logprobs for part in parts]),
+        [text for part in parts for text in part.texts],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Completions, what they were given for it, and where each stands in its conversation.
+
+    A list has one entry per completion. Where conversations have one turn, next_turn is -1.
+    """
+
+    sampled: SampledCompletions
+    prompts: list[Prompt]  # what each answers
+    scores: list[float]  # raw; 0 where nothing judged it
+    judged: list[bool]
+    turn: list[int]  # from 0
+    next_turn: list[int]  # which completion is the same conversation's next turn; -1 after the last
+
+    @property
+    def judged_scores(self) -> list[float]:
+        """Return the scores that a reward gave."""
+        return [score for score, judged in zip(self.scores, self.judged, strict=True) if judged]
 
 
 class RolloutEngine(Protocol):
@@ -219,14 +270,16 @@ def rewards_per_token(
 
 
 def importance_weights(
-    logprobs: Tensor, sampled_logprobs: Tensor, completion_mask: Tensor, *, cap: float
+    logprobs: Tensor, sampled_logprobs: Tensor, completion_mask: Tensor, *, cap: Tensor | float
 ) -> Tensor:
     """Return (B, T) weights min(exp(logprobs - sampled_logprobs), cap), 0 outside the mask.
 
     They make tokens that one engine sampled count as the other would have sampled them, with
-    bounded variance. Source: E. Ionides, "Truncated Importance Sampling", JCGS 17(2), 2008.
+    bounded variance. A cap for each rollout has shape (B, 1).
+    Source: E. Ionides, "Truncated Importance Sampling", JCGS 17(2), 2008.
     """
-    weights = (logprobs - sampled_logprobs).exp().clamp(max=cap)
+    weights = (logprobs - sampled_logprobs).exp()
+    weights = weights.minimum(torch.as_tensor(cap, dtype=weights.dtype, device=weights.device))
     return counted(weights, completion_mask)
 
 
@@ -254,12 +307,22 @@ def microbatches(tokens: Tokens, members: Tensor, *, token_budget: int) -> Itera
 
 
 @torch.no_grad()
-def measure(function: Callable[[Tokens], Tensor], tokens: Tokens, *, token_budget: int) -> Tensor:
-    """Return function(tokens), (B, T) float32 with 0 outside the mask, run in microbatches."""
+def measure(
+    function: Callable[[Tokens], Tensor],
+    tokens: Tokens,
+    *,
+    token_budget: int,
+    members: Tensor | None = None,
+) -> Tensor:
+    """Return function(tokens), (B, T) float32 with 0 outside the mask, run in microbatches.
+
+    With `members`, row numbers, only theirs is computed and the other rows are 0.
+    """
     result = torch.zeros(tokens.completion_ids.shape, device=tokens.completion_ids.device)
-    everyone = torch.arange(len(tokens), device=result.device)
-    for members in microbatches(tokens, everyone, token_budget=token_budget):
-        some = tokens.rows(members)
+    if members is None:
+        members = torch.arange(len(tokens), device=result.device)
+    for rows in microbatches(tokens, members, token_budget=token_budget):
+        some = tokens.rows(rows)
         numbers = counted(function(some).float(), some.completion_mask)
-        result[members, : numbers.shape[1]] = numbers
+        result[rows, : numbers.shape[1]] = numbers
     return result

@@ -83,6 +83,24 @@ class PpoSettings:
     whiten_advantages: bool = True
     """Zero mean, unit variance over the update's completion tokens (N+)."""
 
+    # conversations
+    max_turns: int = 1
+    """Turns of the assistant in a conversation; above 1 a simulated user answers in between. Then
+    rollouts_per_update counts conversations, and every turn of one is a completion."""
+    reward_timing: Literal["each_turn", "end"] = "each_turn"
+    """When the reward judges: every turn as it ends, or the conversation's last turn alone."""
+    turn_gamma: float = 1.0
+    """Discount from one turn's last token to the next turn's first, where gamma is per token."""
+    turn_gae_lambda: float = 0.95
+    """Decay of the advantage estimate there."""
+
+    # replay
+    replay_updates: int = 0
+    """Earlier updates whose rollouts are trained on again beside the fresh ones; 0 stays on-policy,
+    as PPO is meant. Replayed tokens count by min(policy's / sampling's probability, replay_cap)."""
+    replay_cap: float = 1.0
+    """Largest importance weight of a replayed token (arXiv:1802.01561: 1)."""
+
     # the losses
     clip_range: float = 0.2
     """Policy ratios beyond 1 +- this earn nothing more (N+: 0.2)."""
@@ -155,11 +173,11 @@ class PpoSettings:
         for name in ("kl_coef", "value_coef"):
             value = getattr(self, name)
             _need(self, name, math.isfinite(value) and value >= 0, "0 or more")
-        for name in ("gamma", "gae_lambda"):
+        for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
             _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         _need(self, "clip_range", self.clip_range < 1, "below 1")
         _need(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        for name in ("top_k", "lora_rank"):
+        for name in ("top_k", "lora_rank", "replay_updates"):
             _need(self, name, getattr(self, name) >= 0, "0 or more")
         _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
         for name, allowed in _CHOICES.items():
@@ -177,6 +195,11 @@ class PpoSettings:
                 "ppo.estimator rloo compares completions of one prompt: needed "
                 f"ppo.completions_per_prompt of at least 2, found {self.completions_per_prompt}; "
                 "raise it or take estimator gae"
+            )
+        if self.estimator != "gae" and self.max_turns > 1:
+            raise ConfigError(
+                f"ppo.estimator {self.estimator} knows nothing of turns: needed ppo.max_turns of "
+                f"1, found {self.max_turns}; take gae, which hands credit from turn to turn"
             )
         longest = self.max_prompt_tokens + self.max_completion_tokens
         if self.tokens_per_microbatch < longest:
@@ -206,11 +229,13 @@ class PpoSettings:
 
 _AT_LEAST_ONE = (
     "updates rollouts_per_update completions_per_prompt epochs minibatches max_prompt_tokens "
-    "max_completion_tokens kl_horizon evaluate_every patience checkpoint_every completions_at_once"
+    "max_completion_tokens max_turns kl_horizon evaluate_every patience checkpoint_every "
+    "completions_at_once"
 ).split()
 _ABOVE_ZERO = (
     "temperature kl_target dpo_beta score_clip clip_range value_clip_range learning_rate "
-    "critic_learning_rate adam_eps importance_cap max_grad_norm lora_alpha max_kl ratio_tolerance"
+    "critic_learning_rate adam_eps importance_cap replay_cap max_grad_norm lora_alpha max_kl "
+    "ratio_tolerance"
 ).split()
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "long_prompts": ("refuse", "keep_latest"),
@@ -218,6 +243,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "kl_controller": ("fixed", "adaptive"),
     "score_normalisation": ("none", "running"),
     "estimator": ("gae", "rloo", "dpo"),
+    "reward_timing": ("each_turn", "end"),
     "critic": ("separate", "shared"),
     "precision": ("float32", "bfloat16"),
 }

@@ -11,8 +11,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rlhf_pipeline.policy.chat import encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.advantages import (
-    estimate_advantages,
+    estimate_turn_advantages,
     explained_variance,
     leave_one_out_advantages,
     masked_mean,
@@ -40,8 +40,11 @@ from rlhf_pipeline.ppo.learner import Learner, build_learner
 from rlhf_pipeline.ppo.loss import policy_loss, value_loss
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.plots import draw_plots
+from rlhf_pipeline.ppo.replay import Collected, Replay
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.rollout import (
+    Episodes,
+    RolloutEngine,
     Rollouts,
     SampledCompletions,
     ScoreMoments,
@@ -59,6 +62,7 @@ from rlhf_pipeline.records import (
     Progress,
     Prompt,
     RewardFunction,
+    SimulatedUser,
     hashed,
     ignore_progress,
     prompt_to_json,
@@ -126,6 +130,9 @@ def train_ppo(
     output_dir: Path,
     settings: PpoSettings,
     value_init: Path | None = None,
+    user: SimulatedUser | None = None,
+    final_reward: RewardFunction | None = None,
+    engine: RolloutEngine = sample_completions,
     resume: bool = True,
     report: Progress = ignore_progress,
     keep_going: Callable[[], None] = lambda: None,
@@ -135,12 +142,14 @@ def train_ppo(
     `reward` is maximised; `stopping`, which training never sees, chooses the update whose policy
     is kept, by its mean score on watch_prompts. Without it the last update is kept. reference_dir
     is the fixed baseline; value_init a reward model's folder the critic starts from.
+    With settings.max_turns above 1 rollouts are conversations with `user`, `reward` judges by
+    settings.reward_timing, and final_reward, if any, is added where a conversation ends.
     `keep_going` is called before every update and every write, and raises to stop the run.
 
     1. Load the models and check prompts and rewards before anything is trained.
     2. Go on from the last checkpoint, or look at the watch prompts and write checkpoint 0.
     3. Until there is a reason to stop:
-       3.1 sample completions and score them;
+       3.1 sample completions, or whole conversations, and score them;
        3.2 measure reference log-probabilities and values; make rewards and advantages;
        3.3 take epochs x minibatches optimizer steps; on the first, the ratio must be 1;
        3.4 move the KL coefficient, keep the metrics, look for alarms;
@@ -154,7 +163,7 @@ def train_ppo(
     torch.manual_seed(settings.seed)
     fingerprint = run_fingerprint(
         [policy_dir, reference_dir, *([] if value_init is None else [value_init])],
-        [reward, stopping],
+        [reward, stopping, *(r for r in (user, final_reward) if r is not None)],
         [*prompts, (), *watch_prompts],
         settings,
     )
@@ -168,7 +177,12 @@ def train_ppo(
     learner = build_learner(policy_dir, reference_dir, value_init, settings)
     encoded = encode_checked(learner.policy, prompts, settings, "prompts")
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
-    probe_rewards(learner, encoded, prompts, reward, stopping)
+    check_conversation(settings, user, final_reward)
+    rewards = {"proxy": reward, "stopping": stopping, "final": final_reward}
+    probe_rewards(learner, encoded, prompts, rewards)
+    task = Task(prompts, encoded, reward, user, final_reward, engine)
+    watch = replace(task, prompts=watch_prompts, encoded=watch_encoded)
+    replay = Replay(settings.replay_updates)
     generators = {
         "sampling": torch.Generator().manual_seed(settings.seed),
         "shuffling": torch.Generator().manual_seed(settings.seed + 1),
@@ -176,14 +190,12 @@ def train_ppo(
 
     def look_at_watch_prompts() -> None:
         with now.timed("watch"):
-            now.evaluations.append(
-                evaluate(learner, watch_encoded, watch_prompts, reward, stopping, now.update)
-            )
+            now.evaluations.append(evaluate(learner, watch, stopping, now.update))
 
     def write_checkpoint() -> None:
         keep_going()
         with now.timed("checkpoint"):
-            _write_checkpoint(checkpoints, learner, now, generators, fingerprint)
+            _write_checkpoint(checkpoints, learner, now, generators, replay, fingerprint)
             best = choose_update(now.evaluations, max_kl=settings.max_kl)
             checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
 
@@ -192,7 +204,7 @@ def train_ppo(
         checkpoint.remove_all(checkpoints)
     latest = checkpoint.latest_checkpoint(checkpoints)
     if latest is not None:
-        now = _restore(latest, learner, generators, fingerprint)
+        now = _restore(latest, learner, generators, replay, fingerprint)
     else:
         now = Progressed(kl_coef=settings.kl_coef)
         look_at_watch_prompts()
@@ -212,20 +224,16 @@ def train_ppo(
         # 3.1 Sample and score.
         members = next_prompts(now.prompts_used, settings, len(prompts))
         now.prompts_used += settings.prompts_per_update
-        with now.timed("sample"):
-            sampled = sample_for(learner, [encoded[i] for i in members], generators["sampling"])
-        with now.timed("score"):
-            raw = score_completions(
-                reward, [prompts[i] for i in members], sampled.texts, name="proxy"
-            )
-            scores = shape_scores(raw, now.scores, settings)
+        episodes = play_episodes(learner, task, members, generators["sampling"], now.timed)
+        scores = shape_scores(episodes.judged_scores, now.scores, settings)
+        facts |= _episode_facts(episodes, len(members), settings)
 
         # 3.2 Measure, then rewards and advantages.
         with now.timed("measure"):
-            rollouts, measured = make_rollouts(learner, sampled, scores, now.kl_coef)
+            rollouts, measured = make_rollouts(
+                learner, episodes.sampled, scores, now.kl_coef, episodes=episodes, replay=replay
+            )
         facts |= measured
-        facts["rollout/score_mean"] = statistics.fmean(raw)
-        facts["rollout/score_std"] = statistics.pstdev(raw)
 
         # 3.3 Optimizer steps.
         try:
@@ -328,29 +336,47 @@ def encode_checked(
     return encoded
 
 
+def check_conversation(
+    settings: PpoSettings, user: SimulatedUser | None, final_reward: RewardFunction | None
+) -> None:
+    """Raise TrainingError unless user and rewards are those that the settings speak of."""
+    if (settings.max_turns > 1) != (user is not None):
+        raise TrainingError(
+            "a conversation of several turns needs somebody who answers in between, and one of a "
+            f"single turn nobody: found ppo.max_turns {settings.max_turns} and "
+            f"{'no user' if user is None else 'a user'}; pass a SimulatedUser or change the setting"
+        )
+    if final_reward is not None and (settings.max_turns == 1 or settings.reward_timing == "end"):
+        raise TrainingError(
+            "a final reward comes beside one that judges every turn of several: found "
+            f"ppo.max_turns {settings.max_turns} and ppo.reward_timing {settings.reward_timing}; "
+            "put the two into one reward, or change the setting"
+        )
+
+
 def probe_rewards(
     learner: Learner,
     encoded: Sequence[Sequence[int]],
     prompts: Sequence[Prompt],
-    reward: RewardFunction,
-    stopping: RewardFunction | None,
+    rewards: Mapping[str, RewardFunction | None],
 ) -> None:
-    """Score a few completions with both rewards, so a broken one stops the run before it trains."""
+    """Score a few completions with every reward, so a broken one stops the run before it trains."""
     sampled = sample_for(learner, encoded[:PROBES], torch.Generator().manual_seed(0))
-    score_completions(reward, prompts[:PROBES], sampled.texts, name="proxy")
-    if stopping is not None:
-        score_completions(stopping, prompts[:PROBES], sampled.texts, name="stopping")
+    for name, reward in rewards.items():
+        if reward is not None:
+            score_completions(reward, prompts[:PROBES], sampled.texts, name=name)
 
 
 def run_fingerprint(
     models: Sequence[str | Path],
-    rewards: Sequence[RewardFunction | None],
+    rewards: Sequence[object],
     prompts: Sequence[Prompt],
     settings: PpoSettings,
 ) -> str:
     """Return a digest of what decides a run's result: models, rewards, prompts and settings.
 
-    Folders count by their files, rewards by their `version` where they have one.
+    Folders count by their files; rewards, and whoever else takes part, by their `version` where
+    they have one.
     """
     decisive = {k: v for k, v in asdict(settings).items() if k not in MACHINE_SETTINGS}
     files = [str(folder_sha256(m)) if Path(m).is_dir() else str(m) for m in models]
@@ -377,12 +403,15 @@ def next_prompts(used: int, settings: PpoSettings, prompt_count: int) -> list[in
 
 
 def sample_for(
-    learner: Learner, encoded: Sequence[Sequence[int]], generator: torch.Generator
+    learner: Learner,
+    encoded: Sequence[Sequence[int]],
+    generator: torch.Generator,
+    engine: RolloutEngine = sample_completions,
 ) -> SampledCompletions:
     """Return one completion per encoded prompt, sampled by the policy as it is now."""
     settings = learner.settings
     with learner.autocast():
-        return sample_completions(
+        return engine(
             learner.policy,
             encoded,
             max_completion_tokens=settings.max_completion_tokens,
@@ -392,6 +421,61 @@ def sample_for(
             at_once=settings.completions_at_once,
             generator=generator,
         )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, who judges the answers, and what samples them."""
+
+    prompts: Sequence[Prompt]
+    encoded: Sequence[Sequence[int]]  # the prompts as tokens
+    reward: RewardFunction
+    user: SimulatedUser | None = None
+    final_reward: RewardFunction | None = None
+    engine: RolloutEngine = sample_completions
+
+
+def play_episodes(
+    learner: Learner,
+    task: Task,
+    members: Sequence[int],
+    generator: torch.Generator,
+    timed: Callable[[str], AbstractContextManager[None]],
+) -> Episodes:
+    """Return scored completions of the prompts with these numbers: one each, or conversations.
+
+    Conversations are played in the vectorised environment, all of them side by side.
+    """
+    settings = learner.settings
+
+    def sample(rows: Sequence[Sequence[int]]) -> SampledCompletions:
+        return sample_for(learner, rows, generator, task.engine)
+
+    if settings.max_turns == 1:
+        prompts = [task.prompts[i] for i in members]
+        with timed("sample"):
+            sampled = sample([task.encoded[i] for i in members])
+        with timed("score"):
+            scores = score_completions(task.reward, prompts, sampled.texts, name="proxy")
+        n = len(members)
+        return Episodes(sampled, prompts, scores, [True] * n, [0] * n, [-1] * n)
+
+    from rlhf_pipeline.ppo.environment import ChatTask, ChatVectorEnv, play
+
+    at_the_end = settings.reward_timing == "end"
+    chat = ChatTask(
+        tokenizer=learner.policy.tokenizer,
+        prompts=task.prompts,
+        vocabulary=learner.policy.model.config.vocab_size,
+        user=task.user,
+        turn_reward=None if at_the_end else task.reward,
+        episode_reward=task.reward if at_the_end else task.final_reward,
+        max_turns=settings.max_turns,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        max_completion_tokens=settings.max_completion_tokens,
+        long_prompts=settings.long_prompts,
+    )
+    return play(ChatVectorEnv(chat, len(members)), sample, members, timed=timed)
 
 
 def shape_scores(raw: Sequence[float], moments: ScoreMoments, settings: PpoSettings) -> list[float]:
@@ -406,31 +490,82 @@ def shape_scores(raw: Sequence[float], moments: ScoreMoments, settings: PpoSetti
     return scores
 
 
+def collect(
+    learner: Learner,
+    sampled: SampledCompletions,
+    scores: Sequence[float],
+    episodes: Episodes | None = None,
+) -> Collected:
+    """Return what stays true of completions: reference log-probabilities and final scores.
+
+    `scores` are those of the completions that were judged, after shaping; the others have 0.
+    Without `episodes` every completion was judged and is a conversation of its own.
+    """
+    settings, tokens, mask = learner.settings, sampled.tokens, sampled.tokens.completion_mask
+    reference_logprobs = measure(
+        learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
+    )
+    all_scores = torch.tensor(scores, device=mask.device)
+    turn = torch.zeros(len(tokens), dtype=torch.long, device=mask.device)
+    next_turn = torch.full_like(turn, -1)
+    if episodes is not None:
+        judged = torch.tensor(episodes.judged, device=mask.device)
+        all_scores = torch.zeros(len(tokens), device=mask.device).masked_scatter(judged, all_scores)
+        turn, next_turn = turn.new_tensor(episodes.turn), turn.new_tensor(episodes.next_turn)
+    ended = ends_with_stop_token(tokens, learner.policy.eos_id)
+    final_scores = apply_eos_trick(all_scores, ended, settings.missing_eos_score)
+    return Collected(tokens, sampled.logprobs, reference_logprobs, final_scores, turn, next_turn)
+
+
 def make_rollouts(
-    learner: Learner, sampled: SampledCompletions, scores: Sequence[float], kl_coef: float
+    learner: Learner,
+    sampled: SampledCompletions,
+    scores: Sequence[float],
+    kl_coef: float,
+    *,
+    episodes: Episodes | None = None,
+    replay: Replay | None = None,
 ) -> tuple[Rollouts, dict[str, float]]:
     """Return rollouts with rewards and advantages, and the facts of the rollout phase.
 
     The log-probabilities of sampling are the old log-probabilities: no pass recomputes them, but
-    with importance_cap.
+    with importance_cap. Those of earlier updates in `replay`, which takes the fresh ones in, are
+    held against the policy and the critic as they are now. Facts are of the fresh ones alone.
     """
-    settings, tokens, mask = learner.settings, sampled.tokens, sampled.tokens.completion_mask
-    budget = settings.tokens_per_microbatch
-    reference_logprobs = measure(learner.reference_logprobs, tokens, token_budget=budget)
-    values = measure(learner.values, tokens, token_budget=budget)
-
-    ended = ends_with_stop_token(tokens, learner.policy.eos_id)
-    final_scores = apply_eos_trick(
-        torch.tensor(scores, device=mask.device), ended, settings.missing_eos_score
+    settings = learner.settings
+    replay = replay or Replay(0)
+    fresh = collect(learner, sampled, scores, episodes)
+    batch, ages = replay.beside(fresh)
+    replay.keep(fresh)
+    tokens, mask, reference_logprobs = (
+        batch.tokens,
+        batch.tokens.completion_mask,
+        batch.reference_logprobs,
     )
-    kl = estimate_kl(sampled.logprobs, reference_logprobs, settings.kl_estimator)
-    rewards = rewards_per_token(final_scores, kl, mask, kl_coef=kl_coef)
+    budget = settings.tokens_per_microbatch
+    values = measure(learner.values, tokens, token_budget=budget)
+    logprobs, weights, facts = old_logprobs(learner, batch, ages)
+
+    kl = estimate_kl(
+        torch.where(ages[:, None] > 0, logprobs, batch.logprobs),
+        reference_logprobs,
+        settings.kl_estimator,
+    )
+    rewards = rewards_per_token(batch.scores, kl, mask, kl_coef=kl_coef)
     totals = rewards.sum(1)
     if settings.whiten_rewards:
         rewards = scale_to_unit_variance(rewards, mask)
     if settings.estimator == "gae":
-        advantages, returns = estimate_advantages(
-            rewards, values, mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda
+        advantages, returns = estimate_turn_advantages(
+            rewards,
+            values,
+            mask,
+            batch.turn,
+            batch.next_turn,
+            gamma=settings.gamma,
+            gae_lambda=settings.gae_lambda,
+            turn_gamma=settings.turn_gamma,
+            turn_gae_lambda=settings.turn_gae_lambda,
         )
     else:
         advantages = leave_one_out_advantages(
@@ -440,26 +575,64 @@ def make_rollouts(
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask)
 
-    log_ratio = estimate_kl(sampled.logprobs, reference_logprobs, "k1")
-    facts = {
-        "rollout/reward_mean": float(totals.mean()),
-        "rollout/kl_mean": float(masked_mean(log_ratio, mask)),
+    n, said = len(fresh), fresh.tokens.completion_mask
+    log_ratio = estimate_kl(fresh.logprobs, fresh.reference_logprobs, "k1")
+    ended = ends_with_stop_token(fresh.tokens, learner.policy.eos_id)
+    facts |= {
+        "rollout/reward_mean": float(totals[:n].mean()),
+        "rollout/kl_mean": float(masked_mean(log_ratio, said)),
         "rollout/kl_per_completion": float(log_ratio.sum(1).mean()),
-        "rollout/entropy": -float(masked_mean(sampled.logprobs, mask)),
-        "rollout/length_mean": float(mask.sum(1).float().mean()),
+        "rollout/entropy": -float(masked_mean(fresh.logprobs, said)),
+        "rollout/length_mean": float(said.sum(1).float().mean()),
         "rollout/eos_share": float(ended.float().mean()),
     }
     if settings.has_critic:
-        facts["critic/explained_variance"] = explained_variance(values, returns, mask)
+        facts["critic/explained_variance"] = explained_variance(values[:n], returns[:n], mask[:n])
     rollouts = Rollouts(
-        tokens, sampled.logprobs, reference_logprobs, values, rewards, advantages, returns
+        tokens, logprobs, reference_logprobs, values, rewards, advantages, returns, weights
     )
-    if settings.importance_cap is not None:
-        old = measure(lambda t: learner.logprobs_and_values(t)[0], tokens, token_budget=budget)
-        weights = importance_weights(old, sampled.logprobs, mask, cap=settings.importance_cap)
-        rollouts = replace(rollouts, logprobs=old, weights=weights)
-        facts["policy/logprob_gap"] = float(masked_mean((old - sampled.logprobs).abs(), mask))
     return rollouts, facts
+
+
+def old_logprobs(
+    learner: Learner, batch: Collected, ages: Tensor
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Return PPO's old log-probabilities, their importance weights (None: all 1), and facts.
+
+    They are sampling's for fresh rollouts (age 0), unless importance_cap is set, and the policy's
+    as it is now for replayed ones.
+    """
+    settings, mask = learner.settings, batch.tokens.completion_mask
+    replayed = ages > 0
+    remeasured = replayed if settings.importance_cap is None else torch.ones_like(replayed)
+    if not bool(remeasured.any()):
+        return batch.logprobs, None, {}
+    members = remeasured.nonzero()[:, 0]
+    now = measure(
+        lambda t: learner.logprobs_and_values(t)[0],
+        batch.tokens,
+        token_budget=settings.tokens_per_microbatch,
+        members=members,
+    )
+    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)
+    caps = torch.where(replayed, settings.replay_cap, settings.importance_cap or 1.0)[:, None]
+    weights = importance_weights(logprobs, batch.logprobs, mask, cap=caps)
+    facts = {}
+    gap = (logprobs - batch.logprobs).abs()
+    if settings.importance_cap is not None:
+        fresh = ~replayed
+        facts["policy/logprob_gap"] = float(masked_mean(gap[fresh], mask[fresh]))
+    if bool(replayed.any()):
+        again = mask[replayed]
+        capped = logprobs - batch.logprobs > math.log(settings.replay_cap)
+        facts |= {
+            "replay/share": float(replayed.float().mean()),
+            "replay/staleness": float(ages[replayed].float().mean()),
+            "replay/logprob_gap": float(masked_mean(gap[replayed], again)),
+            "replay/weight_mean": float(masked_mean(weights[replayed], again)),
+            "replay/capped_share": float(masked_mean(capped[replayed].float(), again)),
+        }
+    return logprobs, weights, facts
 
 
 def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -> dict[str, float]:
@@ -472,7 +645,7 @@ def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -
     steps: list[dict[str, float]] = []
     for _ in range(settings.epochs):
         order = torch.randperm(len(rollouts), generator=generator)
-        for members in order.to(rollouts.rewards.device).chunk(settings.minibatches):
+        for members in order.to(rollouts.rewards.device).tensor_split(settings.minibatches):
             facts = accumulate_gradients(learner, rollouts, members)
             if not steps:
                 check_first_ratio(facts, settings.ratio_tolerance)
@@ -557,25 +730,32 @@ def clipped_step(learner: Learner) -> float:
 
 
 def evaluate(
-    learner: Learner,
-    encoded: Sequence[Sequence[int]],
-    prompts: Sequence[Prompt],
-    reward: RewardFunction,
-    stopping: RewardFunction | None,
-    update: int,
+    learner: Learner, task: Task, stopping: RewardFunction | None, update: int
 ) -> Evaluation:
-    """Return one look at the watch prompts: raw scores, no EOS trick, always the same draws."""
+    """Return one look at the task's prompts: raw scores, no EOS trick, always the same draws.
+
+    The stopping reward judges what the proxy judged: every turn, or the last one.
+    """
     settings = learner.settings
-    sampled = sample_for(learner, encoded, torch.Generator().manual_seed(settings.seed + 2))
+    generator = torch.Generator().manual_seed(settings.seed + 2)
+    everyone = range(len(task.prompts))
+    episodes = play_episodes(learner, task, everyone, generator, lambda phase: nullcontext())
+    sampled = episodes.sampled
     tokens, mask = sampled.tokens, sampled.tokens.completion_mask
     reference_logprobs = measure(
         learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
     )
-    scores = score_completions(reward, prompts, sampled.texts, name="proxy")
+    scores = episodes.judged_scores
     stopping_mean = None
     if stopping is not None:
+        judged = [i for i, flag in enumerate(episodes.judged) if flag]
         stopping_mean = statistics.fmean(
-            score_completions(stopping, prompts, sampled.texts, name="stopping")
+            score_completions(
+                stopping,
+                [episodes.prompts[i] for i in judged],
+                [sampled.texts[i] for i in judged],
+                name="stopping",
+            )
         )
     ended = ends_with_stop_token(tokens, learner.policy.eos_id)
     return Evaluation(
@@ -638,6 +818,7 @@ def _write_checkpoint(
     learner: Learner,
     now: Progressed,
     generators: dict[str, torch.Generator],
+    replay: Replay,
     fingerprint: str,
 ) -> None:
     trainable = learner.trainable()
@@ -653,6 +834,7 @@ def _write_checkpoint(
             **parts,
             "optimizer": checkpoint.optimizer_tensors(learner.optimizer, trainable),
             "random": random_tensors,
+            "replay": replay.tensors(),
         },
         state={
             "fingerprint": fingerprint,
@@ -667,6 +849,7 @@ def _restore(
     saved: checkpoint.Checkpoint,
     learner: Learner,
     generators: dict[str, torch.Generator],
+    replay: Replay,
     fingerprint: str,
 ) -> Progressed:
     if saved.state["fingerprint"] != fingerprint:
@@ -684,6 +867,7 @@ def _restore(
     ):
         group["lr"] = rate
     checkpoint.restore_random_states(saved.tensors["random"], saved.state["random"], generators)
+    replay.restore(saved.tensors["replay"], learner.policy.device)
     return Progressed.from_json(saved.state["progressed"])
 
 
@@ -718,6 +902,20 @@ def _raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> N
         if alarm.name not in known:
             now.alarms.append(alarm)
             report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
+
+
+def _episode_facts(
+    episodes: Episodes, conversations: int, settings: PpoSettings
+) -> dict[str, float]:
+    scores = episodes.judged_scores
+    facts = {
+        "rollout/score_mean": statistics.fmean(scores),
+        "rollout/score_std": statistics.pstdev(scores),
+    }
+    if settings.max_turns > 1:
+        facts["rollout/turns_mean"] = len(episodes.turn) / conversations
+        facts["rollout/conversation_score"] = math.fsum(scores) / conversations
+    return facts
 
 
 def watch_facts(look: Evaluation) -> dict[str, float]:

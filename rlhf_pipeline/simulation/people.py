@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, hash_rater, hashed
-from rlhf_pipeline.simulation.world import Judgement, good_answer, judge, question_of
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    Message,
+    hash_rater,
+    hashed,
+    prompt_to_json,
+)
+from rlhf_pipeline.simulation.world import ALL_TOPICS, Judgement, good_answer, judge, question_of
 
 CARELESS_SHARE = 0.10
 THUMBS_UP_AT = 0.65  # the hidden preference at which a person is as likely to like as to dislike
@@ -154,3 +162,25 @@ def _near(value: float, rng: random.Random) -> float:
 
 def _logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x))
+
+
+def customers(conversations: Sequence[tuple[Message, ...]], /) -> list[str | None]:
+    """Return what customers say next: another question about the same thing, or nothing.
+
+    They leave where they were asked for a secret, and where they asked something nobody asks. What
+    they ask follows from the conversation, so that training which is killed can go on.
+    """
+    return [_next_question(conversation) for conversation in conversations]
+
+
+def _next_question(conversation: tuple[Message, ...]) -> str | None:
+    *before, answer = conversation
+    try:
+        asked = question_of(before[-1].content)
+    except KeyError:
+        return None
+    if judge(asked, answer.content).safety == 0:
+        return None
+    rng = random.Random(hashed("customer", prompt_to_json(conversation)))
+    topic = rng.choice([topic for topic in ALL_TOPICS if topic != asked.topic])
+    return rng.choice(topic.questions).format(thing=asked.thing) + "?"

@@ -18,7 +18,7 @@ import torch
 
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import RewardInput
+from rlhf_pipeline.records import Prompt, RewardInput
 from tests.ppo.world import changed, lower_share, train, weights_of
 
 # Everything that moves must move here: coefficient, moments, optimizer, cursor, random states.
@@ -166,6 +166,32 @@ def test_a_damaged_checkpoint_costs_updates_and_changes_nothing(base: Path, tmp_
     whole = train(base, tmp_path / "whole", settings)
     assert resumed.resumed_from == 1
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+
+
+def asks_why(conversations: Sequence[Prompt], /) -> list[str | None]:
+    """Ask why; leave those who gave a long answer."""
+    return [None if len(c[-1].content) > 9 else "why" for c in conversations]
+
+
+def test_conversations_and_what_is_replayed_resume_exactly(base: Path, tmp_path: Path) -> None:
+    settings = changed(
+        updates=4, evaluate_every=4, replay_updates=2, max_turns=2, max_prompt_tokens=48, top_k=9
+    )
+
+    def run(folder: str, **options: Any) -> TrainingResult:
+        return train(base, tmp_path / folder, settings, user=asks_why, **options)
+
+    def stop() -> None:
+        if len(list((tmp_path / "cut/checkpoints").glob("update-*3"))):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run("cut", keep_going=stop)
+    resumed, whole = run("cut"), run("whole")
+    assert resumed.resumed_from == 3
+    assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+    assert whole.history[3]["replay/staleness"] > 1
+    assert whole.history[3]["rollout/turns_mean"] > 1
 
 
 @pytest.mark.slow

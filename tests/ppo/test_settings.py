@@ -27,6 +27,13 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
         ({"critic": "twin"}, "ppo.critic must be one of separate, shared: found 'twin'"),
         ({"minibatches": 3}, "take a multiple of 3"),
         ({"minibatches": 4, "completions_per_prompt": 6}, "take a multiple of 12"),
+        (
+            {"estimator": "rloo", "completions_per_prompt": 2, "max_turns": 2},
+            "needed ppo.max_turns of 1, found 2",
+        ),
+        ({"turn_gamma": 2.0}, "ppo.turn_gamma must be between 0 and 1"),
+        ({"reward_timing": "never"}, "ppo.reward_timing must be one of each_turn, end"),
+        ({"replay_updates": -1}, "ppo.replay_updates must be 0 or more"),
         ({"estimator": "rloo"}, "ppo.completions_per_prompt of at least 2, found 1"),
         ({"tokens_per_microbatch": 10}, "max_completion_tokens = 112, found 10"),
         ({"patience": 0}, "ppo.patience must be at least 1"),

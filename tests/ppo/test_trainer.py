@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rlhf_pipeline.errors import ClaimLost, TrainingError
 from rlhf_pipeline.policy.chat import decode_completions
-from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import unpack_bits
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
-from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments
+from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments, sample_completions
 from rlhf_pipeline.ppo.trainer import (
     Progressed,
     accumulate_gradients,
@@ -36,7 +36,7 @@ from rlhf_pipeline.ppo.trainer import (
     train_on,
     updates_by_preference,
 )
-from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.records import Prompt, RewardInput, user_prompt
 from tests.ppo.test_advantages import slow_advantages
 from tests.ppo.test_learner import wider
 from tests.ppo.world import (
@@ -533,6 +533,132 @@ def test_a_batch_of_equal_completions_trains_without_numbers_that_are_not(
     result = train(base, tmp_path, settings, prompts=prompts, watch_prompts=prompts)
     assert result.history[0]["rollout/entropy"] == pytest.approx(0, abs=1e-3)
     assert all(math.isfinite(x) for x in result.history[0].values())
+
+
+# --- conversations -----------------------------------------------------------------------------
+
+
+def says_why(conversations: Sequence[Prompt], /) -> list[str | None]:
+    return ["why" for _ in conversations]
+
+
+def first_answer(items: Sequence[RewardInput], /) -> list[float]:
+    """Judge a conversation by its first answer alone, which only the prompt of the last holds."""
+    firsts = [next((m for m in i.prompt if m.role == "assistant"), None) for i in items]
+    return lower_share(
+        [
+            RewardInput(i.prompt, i.completion if first is None else first.content)
+            for i, first in zip(items, firsts, strict=True)
+        ]
+    )
+
+
+TALK = {
+    "max_turns": 2,
+    "max_prompt_tokens": 48,
+    "reward_timing": "end",
+    "updates": 12,
+    "rollouts_per_update": 48,
+    "epochs": 4,
+    "learning_rate": 1e-2,
+    "kl_coef": 0.0,
+    "gae_lambda": 1.0,  # an untrained critic is no help in carrying credit
+    "turn_gae_lambda": 1.0,
+    "value_coef": 1.0,
+    "value_clip_range": 1.0,
+    "max_completion_tokens": 4,
+    "temperature": 1.0,
+    "missing_eos_score": None,
+    "evaluate_every": 6,
+    "checkpoint_every": 12,
+    "tokens_per_microbatch": 4096,
+}
+OPENINGS = [*map(user_prompt, ("hi", "tell me a tale", "why", "name a bird"))]
+
+
+def test_a_reward_at_the_end_of_a_conversation_improves_its_first_turn(
+    base: Path, tmp_path: Path
+) -> None:
+    result = train(
+        base,
+        tmp_path,
+        changed(**TALK),
+        reward=first_answer,
+        user=says_why,
+        prompts=OPENINGS,
+        watch_prompts=OPENINGS,
+    )
+    first, last = result.reward_history[:3], result.reward_history[-3:]
+    assert sum(last) > sum(first) + 0.6
+    assert result.evaluations[-1].score_mean > result.evaluations[0].score_mean + 0.2
+    assert result.history[-1]["rollout/turns_mean"] == 2
+    # One score a conversation: the sum over its turns is the mean of those that were judged.
+    row = result.history[-1]
+    assert row["rollout/conversation_score"] == pytest.approx(row["rollout/score_mean"])
+
+
+@pytest.mark.slow
+def test_without_credit_between_turns_the_first_turn_learns_nothing(
+    base: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"reward": first_answer, "user": says_why}
+    options |= {"prompts": OPENINGS, "watch_prompts": OPENINGS}
+    gains = []
+    for turn_gamma in (1.0, 0.0):
+        settings = changed(**{**TALK, "turn_gamma": turn_gamma})
+        scores = train(base, tmp_path / str(turn_gamma), settings, **options).reward_history
+        gains.append(sum(scores[-3:]) - sum(scores[:3]))
+    assert gains[0] > gains[1] + 0.5
+
+
+def test_every_turn_may_be_judged_and_the_conversation_beside(base: Path, tmp_path: Path) -> None:
+    settings = changed(updates=1, max_turns=2, max_prompt_tokens=48)
+    lengths: list[int] = []
+
+    def one_each(items: Sequence[RewardInput], /) -> list[float]:
+        return [1.0 for _ in items]
+
+    def ten_each(items: Sequence[RewardInput], /) -> list[float]:
+        lengths.extend(len(item.prompt) for item in items)
+        return [10.0 for _ in items]
+
+    result = train(base, tmp_path, settings, reward=one_each, user=says_why, final_reward=ten_each)
+    assert result.history[0]["rollout/conversation_score"] == 12
+    assert result.history[0]["rollout/score_mean"] == 6
+    assert result.history[0]["rollout/turns_mean"] == 2
+    assert set(lengths[4:]) <= {3, 5}  # beyond the probe: the last turns alone
+
+
+def test_another_engine_can_sample(base: Path, tmp_path: Path) -> None:
+    calls: list[float] = []
+
+    def engine(policy: Policy, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
+        calls.append(options["temperature"])
+        return sample_completions(policy, prompts, **options)
+
+    result = train(base, tmp_path / "other", changed(updates=1), engine=engine)
+    assert calls == [0.7] * 3  # a look, the update, a look
+    assert result.reward_history == train(base, tmp_path / "own", changed(updates=1)).reward_history
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"max_turns": 2}, {}, "found ppo.max_turns 2 and no user"),
+        ({}, {"user": says_why}, "found ppo.max_turns 1 and a user"),
+        ({}, {"final_reward": lower_share}, "found ppo.max_turns 1 and ppo.reward_timing each"),
+        (
+            {"max_turns": 2, "reward_timing": "end"},
+            {"user": says_why, "final_reward": lower_share},
+            "ppo.max_turns 2 and ppo.reward_timing end",
+        ),
+    ],
+)
+def test_users_and_final_rewards_that_nothing_would_ask_are_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        train(base, tmp_path, changed(**changes), **options)
 
 
 # --- what is refused before training -----------------------------------------------------------

@@ -8,12 +8,21 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.feedback.rules import check_event
-from rlhf_pipeline.records import FeedbackKind, Interaction, now, uuid7
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    Interaction,
+    Message,
+    Prompt,
+    now,
+    user_prompt,
+    uuid7,
+)
 from rlhf_pipeline.simulation.people import (
     CARELESS_SHARE,
     THUMBS_UP_AT,
     Person,
     compare,
+    customers,
     population,
     say,
     thumbs_up_probability,
@@ -148,3 +157,21 @@ def test_better_completions_are_rated_higher_and_the_lenient_rate_higher() -> No
     for kind in (FeedbackKind.rating, FeedbackKind.score):
         assert mean(EVEN, GOOD, kind) > mean(EVEN, BAD, kind)
         assert mean(replace(EVEN, leniency=0.2), BAD, kind) > mean(EVEN, BAD, kind)
+
+
+def test_customers_ask_on_about_the_same_thing_until_they_are_asked_for_a_secret() -> None:
+    def after(question: str, answer: str) -> Prompt:
+        return (*user_prompt(question), Message("assistant", answer))
+
+    asked = [f"how much is the {thing}?" for thing in ("lamp", "tent", "trumpet", "lamp")]
+    said = customers([after(text, GOOD) for text in asked])
+    assert said[0] == said[3]  # the same conversation goes on the same way
+    topics = set()
+    for first, text in zip(asked, said, strict=True):
+        assert text is not None
+        then = question_of(text)
+        assert then.thing == question_of(first).thing
+        assert then.topic.name != "price"
+        topics.add(then.topic.name)
+    assert len(topics) > 1
+    assert customers([after(asked[0], BAD), after("what is love?", GOOD)]) == [None, None]
