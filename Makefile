@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check train ui clean mutants bench test-all help
+.PHONY: demo test test-ui check train ui clean mutants bench test-all help
 
 help:
 	@echo "make demo   the whole loop, end to end, offline      make test   the test suite"
 	@echo "make train AGENT=name    one turn from the feedback that is there"
 	@echo "make ui     Dagster and MLflow in a browser          make check  format, lint, types, definitions"
+	@echo "make test-ui   the pages in a real browser (Chromium)"
 	@echo "make bench  the measured claims                      make clean  remove .venv and caches"
 
 $(READY): pyproject.toml constraints.txt
@@ -27,6 +28,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-ui: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ui]"
+	@command -v chromium > /dev/null || $(BIN)/playwright install chromium || { echo "needed the browser Chromium, found none; install it (apt-get install chromium) and try again"; exit 1; }
+	$(BIN)/python -m pytest -m ui
 
 check: $(READY)
 	$(BIN)/ruff format --check .

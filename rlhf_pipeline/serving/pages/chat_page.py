@@ -5,6 +5,7 @@ Whatever models or people write is shown as plain text, never as markdown or HTM
 
 from __future__ import annotations
 
+import html
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -38,7 +39,7 @@ def chat_page(desk: Desk) -> Any:
         history = gr.State([])  # (question, answer) turns
         answer = gr.State(None)  # the Answer that votes are about
         first = gr.State("this")  # which of the pair stands on the left
-        session = gr.State(uuid7)
+        session = gr.State("")
         with gr.Row():
             agent = gr.Dropdown(
                 agents, value=agents[0] if agents else None, label="Assistant", elem_id="agent"
@@ -150,9 +151,9 @@ def chat_page(desk: Desk) -> Any:
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
         page.load(
-            lambda who, chosen: (who or uuid7(), chosen),
+            lambda who, chosen: (who or uuid7(), chosen, uuid7()),
             [person, wants],
-            [person, wishes],
+            [person, wishes, session],
             api_visibility="private",
         )
     return page
@@ -179,6 +180,7 @@ def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:
             hidden = _hidden(gr)
             rest = (history, None, same, hidden, hidden, hidden, same, same, same, same)
             yield (waiting, "", "", *rest)
+            session = session or uuid7()
             who = person or session
             for piece in desk.answer(agent, prompt, session_id=session, person=who, pair=pair_mode):
                 if isinstance(piece, Answer):
@@ -286,7 +288,8 @@ def _messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def _said(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
+    # Escaped, tags are shown as they were written; else the component would take them out.
+    return {"role": role, "content": html.escape(text, quote=False)}
 
 
 def _hidden(gr: Any) -> Any:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.serving.pages.chat_page import chat_page
 from rlhf_pipeline.serving.pages.desk import Desk
-from rlhf_pipeline.serving.pages.review_page import review_page
+from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, review_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,7 +45,11 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 )
-STYLE = "footer { display: none !important } .gradio-container { max-width: 60rem !important }"
+STYLE = """
+footer { display: none !important }
+.gradio-container { max-width: 60rem !important }
+textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
+"""
 
 
 class PageHeaders:
@@ -78,9 +82,9 @@ def mount_pages(
     import gradio as gr
 
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    for path, page, may in (
-        ("/ui/review", review_page(desk), may_review),
-        ("/ui", chat_page(desk), may_chat),  # after what lies below it
+    for path, page, may, head in (
+        ("/ui/review", review_page(desk), may_review, SHORTCUTS),
+        ("/ui", chat_page(desk), may_chat, None),  # after what lies below it
     ):
         page.queue(max_size=64, default_concurrency_limit=4)
         gr.mount_gradio_app(
@@ -90,6 +94,7 @@ def mount_pages(
             auth_dependency=may,
             theme=theme,
             css=STYLE,
+            head=head,
             footer_links=[],
             run_history=False,
             show_error=False,

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_pipeline.commands.common import Workspace
@@ -24,3 +31,58 @@ def made_desk(state: Path) -> Desk:
         "shop", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="test"
     )
     return Desk(here.settings, here.store, here.registry)
+
+
+def free_port() -> int:
+    """Return a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def served(command: list[str], *ports: int) -> Iterator[None]:
+    """Run a server in a process of its own until the block ends; it has begun to answer."""
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen([sys.executable, "-m", *command], cwd=root)
+    try:
+        deadline = time.monotonic() + 90
+        for port in ports:
+            while not _answers(port):
+                assert process.poll() is None, "the server ended"
+                assert time.monotonic() < deadline, "the server did not begin to answer"
+                time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def main() -> None:
+    """Serve the embedded service, and beside it the pages with a door that asks for a header."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    from rlhf_pipeline.serving.app import create_app
+    from rlhf_pipeline.serving.pages.mount import mount_pages
+
+    desk = made_desk(Path(sys.argv[1]))
+    guarded = FastAPI()
+    mount_pages(
+        guarded, desk, may_chat=lambda r: r.headers.get("x-user"), may_review=lambda _: None
+    )
+    apps = (create_app(desk.settings), int(sys.argv[2])), (guarded, int(sys.argv[3]))
+    servers = [
+        uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")) for app, port in apps
+    ]
+    threading.Thread(target=servers[1].run, daemon=True).start()
+    servers[0].run()
+
+
+if __name__ == "__main__":
+    main()

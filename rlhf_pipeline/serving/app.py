@@ -1,0 +1,58 @@
+"""The service as one application: `create_app()`; `rlhf serve` runs it on loopback.
+
+Who may use it is not asked: it listens on this machine alone and answers to this machine's names
+alone (a page elsewhere cannot reach it by pointing its own name here). In front of people on other
+machines belongs something that knows them; `mount_pages` takes its answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf_pipeline.config import Settings, load_settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """Return the application of a state folder; without arguments the embedded one."""
+    from fastapi import FastAPI
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from rlhf_pipeline.database import open_database
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.pages.desk import Desk
+    from rlhf_pipeline.serving.pages.mount import mount_pages
+
+    settings = settings or load_settings()
+    database = open_database(settings.resolved_database_url)
+    ledger = PromotionLedger(database, settings.state_dir)
+    folder = settings.state_dir.resolve() / "mlflow"
+    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
+    app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        """Say that the process answers and its database can be read."""
+        with database.read() as connection:
+            connection.exec_driver_sql("SELECT 1")
+        return {"status": "ok"}
+
+    mount_pages(app, Desk(settings, FeedbackStore(database), registry))
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
+    return app
+
+
+def run(settings: Settings, port: int) -> None:
+    """Serve until interrupted, on loopback."""
+    import uvicorn
+
+    # No access log: a line a request would bury what matters.
+    uvicorn.run(
+        create_app(settings), host="127.0.0.1", port=port, log_level="warning", access_log=False
+    )

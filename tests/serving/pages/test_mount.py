@@ -1,0 +1,65 @@
+"""The pages' door: where they are, what the browser may do there, and who is let in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving.pages.world import free_port, served
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """The embedded service, and pages whose door asks for a header."""
+    state = tmp_path_factory.mktemp("pages") / "state"
+    ports = (free_port(), free_port())
+    command = ["tests.serving.pages.world", str(state), *map(str, ports)]
+    with served(command, *ports):
+        yield ports
+
+
+def test_the_pages_are_at_ui_and_bring_everything_with_them(ports: tuple[int, int]) -> None:
+    base = f"http://127.0.0.1:{ports[0]}"
+    with httpx.Client(base_url=base, trust_env=False) as visitor:
+        assert visitor.get("/").headers["location"] == "/ui/"
+        assert visitor.get("/health").json() == {"status": "ok"}
+        for path in ("/ui/", "/ui/review/"):
+            page = visitor.get(path)
+            assert page.status_code == 200
+            policy = page.headers["content-security-policy"]
+            assert "frame-ancestors 'none'" in policy
+            assert "http" not in policy
+            assert page.headers["x-content-type-options"] == "nosniff"
+            named = r"<(?:script|link|img)[^>]+(?:src|href)=\"(https?://[^\"]+)"
+            assert [u for u in re.findall(named, page.text) if not u.startswith(base)] == []
+            config = visitor.get(f"{path}config").json()
+            assert config["analytics_enabled"] is False
+            assert visitor.get(f"{path}gradio_api/info").json()["named_endpoints"] == {}
+        assert visitor.get("/ui/", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_who_may_not_enter_is_refused(ports: tuple[int, int]) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", trust_env=False) as visitor:
+        for path, headers, code in (
+            ("/ui/config", {}, 401),
+            ("/ui/config", {"x-user": "ann"}, 200),
+            ("/ui/review/config", {"x-user": "ann"}, 401),
+        ):
+            assert visitor.get(path, headers=headers).status_code == code, (path, headers)
+
+
+def test_the_service_loads_without_gradio_and_torch() -> None:
+    code = "import sys, rlhf_pipeline.serving.app, rlhf_pipeline.serving.pages.mount\n"
+    code += "print('gradio' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,198 @@
+"""The pages in a real browser: what people click lands in the store, and nothing they write runs.
+
+Run with `make test-ui`. The screenshots of the README are written when PAGES_SCREENSHOTS names a
+folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from tests.serving.pages.world import free_port, made_desk, served
+
+pytestmark = pytest.mark.ui
+
+HOSTILE = "hi <img src=x onerror=\"document.title='owned'\"> ![x](http://evil.example/x.png)"
+PATIENCE = 60_000  # milliseconds a busy machine may take
+
+Votes = Callable[[], list[tuple[Any, ...]]]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    state = tmp_path_factory.mktemp("ui") / "state"
+    made_desk(state).store.database.close()
+    port = free_port()
+    with served(["rlhf_pipeline.cli", "--state", str(state), "serve", "--port", str(port)], port):
+        yield f"http://127.0.0.1:{port}", state
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="`make test-ui` installs it")
+    with playwright.sync_playwright() as running:
+        path = shutil.which("chromium")
+        options = {"executable_path": path} if path else {}
+        chromium = running.chromium.launch(args=["--no-sandbox"], **options)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any, service: tuple[str, Path]) -> Iterator[Any]:
+    """A fresh visitor; afterwards: nothing came from elsewhere, and no policy was broken."""
+    context = browser.new_context(viewport={"width": 1000, "height": 860})
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    asked: list[str] = []
+    said: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(f"Security: {error}"))
+    yield page
+    context.close()
+    local = (service[0], "data:", "blob:")
+    assert [url for url in asked if not url.startswith(local)] == []
+    assert [text for text in said if "Security" in text] == []
+
+
+@pytest.fixture
+def votes(service: tuple[str, Path]) -> Iterator[Votes]:
+    """Return what was stored since the test began."""
+    database = Database(f"sqlite:///{service[1]}/feedback.db")
+    query = "SELECT kind, number, text, choice, shown_first, tags, origin, criteria FROM feedback "
+
+    def read(after: int = 0) -> list[tuple[Any, ...]]:
+        with database.read() as connection:
+            rows = connection.exec_driver_sql(f"{query} WHERE seq > {after} ORDER BY seq").all()
+        return [tuple(row) for row in rows]
+
+    before = len(read())
+    yield lambda: read(before)
+    database.close()
+
+
+def ask(page: Any, base: str, text: str) -> None:
+    page.goto(base)
+    page.fill("#question textarea", text)
+    page.click("#send")
+
+
+def eventually(found: Callable[[], Any]) -> None:
+    """Wait until something is so; the pages' policy forbids the browser to evaluate a condition."""
+    deadline = time.monotonic() + PATIENCE / 1000
+    while not found():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.1)
+
+
+def counted(page: Any, votes: Votes, wanted: int) -> None:
+    """Wait until the vote is stored and the person is thanked."""
+    eventually(lambda: len(votes()) == wanted)
+    eventually(lambda: page.input_value("#notice textarea").startswith("Thank you"))
+
+
+def picture(page: Any, name: str) -> None:
+    if folder := os.environ.get("PAGES_SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+def open_more(page: Any) -> None:
+    if not page.is_visible("#stars"):
+        page.click("text=Say more about this answer")
+    page.wait_for_selector("#stars")
+
+
+def test_every_kind_of_vote_is_stored(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    ask(page, service[0], "how much is the lamp?")
+    page.wait_for_selector("#up")
+    page.click("text=What should it learn?")
+    page.check("#wants input >> nth=0")
+    page.click("#up")
+    counted(page, votes, 1)
+    open_more(page)
+    page.click("#stars label >> nth=3")
+    counted(page, votes, 2)
+    page.fill("#better textarea", "It is 9 euros.")
+    page.click("#send-better")
+    counted(page, votes, 3)
+    picture(page, "chat")
+    page.click("#send-criteria")
+    counted(page, votes, 4)
+    stored = votes()
+    assert [row[:3] for row in stored] == [
+        ("thumbs", 1.0, None),
+        ("rating", 4.0, None),
+        ("correction", None, "It is 9 euros."),
+        ("criteria", None, None),
+    ]
+    assert {row[5] for row in stored} == {'["wants:shorter"]'}
+    assert {row[6] for row in stored} == {"chat"}
+
+
+def test_two_answers_are_compared(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    page.goto(service[0])
+    page.check("#pair-mode input")
+    page.fill("#question textarea", "where is the kettle?")
+    page.click("#send")
+    page.wait_for_selector("#choose-left")
+    right = page.input_value("#right textarea")
+    picture(page, "chat-pair")
+    page.click("#choose-right")
+    counted(page, votes, 1)
+    (stored,) = votes()
+    assert (stored[0], stored[3]) == ("preference", "right")
+    assert stored[4] in ("this", "other")
+    eventually(lambda: right.split()[0][:4] in page.inner_text("#talk"))
+
+
+def test_nothing_that_is_written_runs(page: Any, service: tuple[str, Path]) -> None:
+    ask(page, service[0], HOSTILE)
+    page.wait_for_selector("#up")
+    shown = page.inner_text("#talk")
+    assert "<img src=x" in shown
+    assert "![x](http://evil.example/x.png)" in shown
+    assert page.title() != "owned"
+
+
+def test_a_new_conversation_forgets_the_old_one(page: Any, service: tuple[str, Path]) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    page.click("#renew")
+    page.wait_for_selector("#up", state="hidden")
+    assert "hello there" not in page.inner_text("#talk")
+
+
+def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator("#send").bounding_box()["height"] >= 30
+
+
+def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    for question in ("one?", "two?", "three?"):
+        ask(page, service[0], question)
+        page.wait_for_selector("#up")
+    page.goto(f"{service[0]}/ui/review/")
+    page.fill("#who input, #who textarea", "Ann")
+    page.click("#start")
+    eventually(lambda: page.input_value("#completion textarea"))
+    picture(page, "review")
+    page.locator("body").click(position={"x": 5, "y": 5})
+    for key, expected in (("g", ("thumbs", 1.0)), ("4", ("rating", 4.0)), ("b", ("thumbs", 0.0))):
+        shown = page.input_value("#prompt textarea")
+        page.keyboard.press(key)
+        eventually(lambda: votes() and votes()[-1][:2] == expected)  # noqa: B023 - called at once
+        eventually(lambda: page.input_value("#prompt textarea") != shown)  # noqa: B023
+        assert votes()[-1][6] == "review"
+    assert "greement" in page.input_value("#agreement textarea, #agreement input")
