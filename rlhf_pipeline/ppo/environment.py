@@ -182,7 +182,8 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
         for conversation, said in zip(self.conversations, self._said, strict=True):
             lines = [f"{m.role}: {m.content}" for m in conversation]
             if said:
-                lines.append(f"assistant: {self._text(said)} …")
+                text = decode_completions(self.task.tokenizer, [said])[0]
+                lines.append(f"assistant: {text} …")
             frames.append("\n".join(lines))
         return tuple(frames)
 
@@ -199,8 +200,10 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
     def _end_turns(self, over: Sequence[int]) -> Mapping[int, RewardInput]:
         """Move what was said into the conversations; return what there is to judge."""
         items = {}
-        for i in over:
-            prompt, completion = self.conversations[i], self._text(self._said[i])
+        said = [self._said[i] for i in over]
+        texts = decode_completions(self.task.tokenizer, said) if said else []
+        for i, completion in zip(over, texts, strict=True):
+            prompt = self.conversations[i]
             facts = {"turn": int(self._turn[i]), "completion_tokens": len(self._said[i])}
             items[i] = RewardInput(prompt, completion, metadata=facts)
             self.conversations[i] = (*prompt, Message("assistant", completion))
@@ -219,16 +222,16 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
                     "a simulated user must answer once in each conversation: needed "
                     f"{len(asked)}, found {len(answers)}; correct it"
                 )
-        goes_on = []
+        goes_on: list[int] = []
         for i, answer in zip(asked, answers, strict=True):
             if answer is not None:
                 self.conversations[i] = (*self.conversations[i], Message("user", answer))
                 goes_on.append(i)
         too_long = self._read(goes_on)
-        for i in over:
-            self._truncated[i] = i in too_long
-            self._terminated[i] = i not in goes_on
-        return [i for i in over if i in too_long or i not in goes_on]
+        self._terminated[list(over)] = True
+        self._terminated[goes_on] = False
+        self._truncated[too_long] = True
+        return [i for i in over if self._terminated[i] or self._truncated[i]]
 
     def _read(self, members: Sequence[int]) -> list[int]:
         """Encode conversations; return those that do not fit, which keep their latest tokens."""
@@ -252,15 +255,9 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
         return {"ids": ids, "mask": mask}
 
     def _infos(self, over: Sequence[int], judged: Sequence[int]) -> dict[str, Any]:
-        everyone = range(self.num_envs)
-        return {
-            "turn": self._turn.copy(),
-            "turn_over": np.array([i in over for i in everyone]),
-            "judged": np.array([i in judged for i in everyone]),
-        }
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return decode_completions(self.task.tokenizer, [tokens])[0]
+        flags = np.zeros((2, self.num_envs), bool)
+        flags[0, list(over)] = flags[1, list(judged)] = True
+        return {"turn": self._turn.copy(), "turn_over": flags[0], "judged": flags[1]}
 
 
 class ChatEnv(gym.Env[State, Any]):
