@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    "test_advantages test_kl test_loss test_rollout test_learner test_trainer test_resume"
+    "test_advantages test_kl test_loss test_rollout test_learner test_replay test_trainer "
+    "test_resume"
 ).split()
 LEFT_OUT = "not pinned"
 TIMEOUT_SECONDS = 600
@@ -233,6 +234,54 @@ MUTANTS = (
             "    for t in reversed(range(rewards.shape[1])):\n",
             "    following_value = values[:, -1]\n"
             "    for t in reversed(range(rewards.shape[1])):\n",
+        ),
+    ),
+    mutant(
+        "no credit from a turn to the one before",
+        (
+            "ppo/advantages.py",
+            "    ahead = turn_gamma * counted(ahead, follows >= 0)\n",
+            "    ahead = 0.0 * counted(ahead, follows >= 0)\n",
+        ),
+    ),
+    mutant(
+        "credit from the last turn to whatever row is last",
+        (
+            "ppo/advantages.py",
+            "    ahead = turn_gamma * counted(ahead, follows >= 0)\n",
+            "    ahead = turn_gamma * ahead\n",
+        ),
+    ),
+    mutant(
+        "replayed tokens without the cap",
+        (
+            "ppo/trainer.py",
+            "torch.where(replayed, settings.replay_cap,",
+            "torch.where(replayed, 1e9,",
+        ),
+    ),
+    mutant(
+        "replayed tokens held against the policy that sampled them",
+        (
+            "ppo/trainer.py",
+            "    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)\n",
+            "    logprobs = batch.logprobs\n",
+        ),
+    ),
+    mutant(
+        "replay lost on resume",
+        (
+            "ppo/trainer.py",
+            '    replay.restore(saved.tensors["replay"], learner.policy.device)\n',
+            "",
+        ),
+    ),
+    mutant(
+        "reference outside what a narrowed draw could reach",
+        (
+            "ppo/learner.py",
+            "            temperature=settings.temperature,\n            support=tokens.support,\n",
+            "            temperature=settings.temperature,\n",
         ),
     ),
     mutant(
