@@ -279,6 +279,10 @@ class PagesSettings(Section):
     active_learning: bool = Field(
         True, description="Sample two answers more, and ask, or show a pair, where they differ."
     )
+    log_traces: bool = Field(
+        False,
+        description="Log each answer as an MLflow trace, and take what people say of it there.",
+    )
 
 
 class NotificationSettings(Section):

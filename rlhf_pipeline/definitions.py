@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 
 from assets import feedback, policies, release, training_data
-from automation import jobs, schedules, sensors
+from automation import assessments, jobs, schedules, sensors
 from resources.compute import Compute
 from resources.pipeline import Pipeline
 
@@ -21,6 +21,7 @@ def definitions() -> dg.Definitions:
             sensors.dropped_files,
             sensors.dead_runs,
             sensors.aliases_moved_by_hand,
+            assessments.assessments_in_mlflow,
             sensors.run_failed,
         ],
         schedules=[schedules.nightly_schedule()],

@@ -120,6 +120,7 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
             "dropped_files",
             "dead_runs",
             "aliases_moved_by_hand",
+            "assessments_in_mlflow",
             "run_failed",
         ),
         "RUNNING",
@@ -181,7 +182,7 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
         "jobs": 3,
         "resources": 2,
         "schedules": 1,
-        "sensors": 5,
+        "sensors": 6,
     }
 
 

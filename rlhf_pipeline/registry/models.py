@@ -91,7 +91,7 @@ class ModelRegistry:
         """Return the run of one stage's work on one snapshot; a retried step resumes its own."""
         return tracked_run(
             self.client,
-            self._experiment(agent_id),
+            self.experiment(agent_id),
             agent_id=agent_id,
             fingerprint=fingerprint,
             stage=stage,
@@ -408,7 +408,7 @@ class ModelRegistry:
     def _upload(self, version: ModelVersion, digest: str) -> str:
         """Put the files into a LoggedModel without a flavour and register it; return its number."""
         client = self.client
-        experiment_id = self._experiment(version.agent_id)
+        experiment_id = self.experiment(version.agent_id)
         tags = version_tags(version) | {"rlhf.files_digest": digest}
         folder = self._check(version, version.path)
         found = client.search_logged_models(
@@ -451,7 +451,7 @@ class ModelRegistry:
     def _tag_model(self, agent_id: str, key: str, value: str) -> None:
         self.client.set_registered_model_tag(model_name(agent_id), key, value)
 
-    def _experiment(self, agent_id: str) -> str:
+    def experiment(self, agent_id: str) -> str:
         """Return the agent's experiment id, made where it is missing."""
         from mlflow.exceptions import MlflowException
 

@@ -377,7 +377,7 @@ def test_metrics_wait_while_mlflow_is_away_and_are_not_lost(
 def test_an_experiment_that_a_person_deleted_is_restored(
     registry: ModelRegistry, agent: str
 ) -> None:
-    registry.client.delete_experiment(registry._experiment(agent))
+    registry.client.delete_experiment(registry.experiment(agent))
     with registry.run(agent, fingerprint="f4", stage="ppo", parameters={}) as run:
         run.log_metrics({"loss": 1.0})
 
@@ -400,7 +400,7 @@ def test_an_upload_cut_short_is_finished_without_a_second_copy(
     assert aliases(registry, agent) == {"champion": 0}
     registry.reconcile(agent)
     assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
-    models = registry.client.search_logged_models(experiment_ids=[registry._experiment(agent)])
+    models = registry.client.search_logged_models(experiment_ids=[registry.experiment(agent)])
     assert [m.tags["rlhf.version"] for m in models] == ["1", "0"]
     assert {str(m.status) for m in models} == {"READY"}
 

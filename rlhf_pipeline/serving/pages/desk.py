@@ -11,9 +11,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from rlhf_pipeline.errors import FeedbackError, PipelineError, RegistryError
 from rlhf_pipeline.feedback.datasets import unit_interval
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.registry.ledger import ModelVersion
     from rlhf_pipeline.registry.models import ModelRegistry
+
+log = structlog.get_logger(__name__)
 
 LOOK_EVERY_SECONDS = 3.0  # how long a new champion may go unseen
 REMEMBERED = 200  # answers that say what a usual disagreement is
@@ -70,6 +75,7 @@ class Desk:
         self._seats: dict[str, _Seat] = {}
         self._seating = threading.Lock()
         self._generating = threading.Lock()  # one answer at a time: cores are shared anyway
+        self._tracing = ThreadPoolExecutor(1, "traces")  # nobody waits for MLflow to answer
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def agents(self) -> list[str]:
@@ -143,8 +149,19 @@ class Desk:
             )
         self.store.ensure_agent(agent_id)
         self.store.add_interactions([this] if shown is None else [this, shown])
+        if self.settings.pages.log_traces:
+            self._tracing.submit(self._trace, this)
         share = unit_interval("ask", this.interaction_id)
         yield Answer(this, unusual or share < self.settings.pages.collection_rate, shown)
+
+    def _trace(self, interaction: Interaction) -> None:
+        """Log the interaction in MLflow; where that fails, the log says which one is missing."""
+        from rlhf_pipeline.registry.traces import log_interaction
+
+        try:
+            log_interaction(self.registry, interaction)
+        except Exception:  # nobody waits for this result: the log is where it is heard
+            log.exception("trace not logged", interaction=interaction.interaction_id)
 
     def _is_unusual(self, agent_id: str, disagreement: float) -> bool:
         """Say whether it is above nine tenths of those before it, and remember it."""

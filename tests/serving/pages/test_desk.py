@@ -100,3 +100,23 @@ def test_nobody_answers_without_a_sound_champion(desk: Desk, tmp_path: Path) -> 
     config.write_text(config.read_text().replace("{", "{ ", 1))
     with pytest.raises(HashMismatch):
         next(desk.answer("shop", user_prompt("hi"), **ASKED))
+
+
+def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.registry import traces
+
+    logged: list[str] = []
+
+    def fails(_: Any, interaction: Any) -> str:
+        logged.append(interaction.interaction_id)
+        raise RegistryError("MLflow is away")
+
+    monkeypatch.setattr(traces, "log_interaction", fails)
+    ask(desk)
+    pages = desk.settings.pages.model_copy(update={"log_traces": True})
+    desk.settings = desk.settings.model_copy(update={"pages": pages})
+    _, answer = ask(desk)
+    desk._tracing.shutdown()
+    assert logged == [answer.interaction.interaction_id]

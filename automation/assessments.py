@@ -1,0 +1,51 @@
+"""What people say in MLflow about traced interactions, taken in as feedback, each once."""
+
+import json
+
+import dagster as dg
+import structlog
+
+from resources.pipeline import Pipeline
+from rlhf_pipeline.records import QuarantinedRow
+
+log = structlog.get_logger()
+
+
+@dg.sensor(target=None, minimum_interval_seconds=60, default_status=dg.DefaultSensorStatus.RUNNING)
+def assessments_in_mlflow(
+    context: dg.SensorEvaluationContext, pipeline: Pipeline
+) -> dg.SensorResult | dg.SkipReason:
+    """Store what was assessed since the last look; the usual sensor then asks for the turn.
+
+    The cursor only spares work: an assessment's key keeps it from being stored twice. It moves
+    after the votes are stored, so what a crash interrupts is read again.
+    """
+    if not (pipeline.settings().pages.log_traces and pipeline.settings().feedback.enabled):
+        return dg.SkipReason("pages.log_traces is off: there are no traces to look at")
+    from rlhf_pipeline.registry.traces import read_assessments
+
+    cursor: dict[str, int] = json.loads(context.cursor or "{}")
+    said = []
+    for agent_id in pipeline.store.agents():
+        found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0))
+        aside: list[QuarantinedRow] = list(found.aside)
+        stored = pipeline.store.append(
+            found.events,
+            on_refused=lambda event, error, aside=aside: aside.append(  # type: ignore[misc]
+                QuarantinedRow(
+                    event.agent_id,
+                    getattr(error, "rule", "idempotency_conflict"),
+                    str(error),
+                    "mlflow",
+                    raw=event.idempotency_key,
+                )
+            ),
+        )
+        pipeline.store.quarantine(aside)
+        fresh = sum(not one.known for one in stored)
+        if fresh or aside:
+            said.append(f"{agent_id}: {fresh} new votes, {len(aside)} set aside")
+            log.info("assessments taken in", agent=agent_id, votes=fresh, aside=len(aside))
+        cursor[agent_id] = found.newest_ms
+    words = "; ".join(said) or "nothing was assessed since the last look"
+    return dg.SensorResult(skip_reason=words, cursor=json.dumps(cursor))

@@ -1,0 +1,213 @@
+"""Interactions as MLflow traces, and what people say about them there as feedback.
+
+Somebody who labels in MLflow's review queues needs nothing else: thumbs, numbers, categories, an
+expected answer, or {"chosen", "rejected"} on a trace come back as votes on its interaction. Each
+assessment is one event however often it is read, and one that is changed supersedes itself.
+
+What this does not see: assessments on traces older than LOOKBACK (MLflow cannot be asked for what
+was assessed lately, only for what was said lately), and those whose trace names no interaction.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.errors import FeedbackRefused
+from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    QuarantinedRow,
+    Source,
+    hash_rater,
+    now,
+)
+from rlhf_pipeline.registry.tracking import mlflow_refusals
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+LOOKBACK = timedelta(days=30)
+PAGE = 100  # traces a call
+INTERACTION = "rlhf.interaction_id"  # a trace's tag
+SHOWN = 1000  # characters of a preview
+SOURCES: dict[str, Source] = {"HUMAN": "human", "LLM_JUDGE": "model", "CODE": "code"}
+YES = ("up", "yes", "true", "good", "pass")
+NO = ("down", "no", "false", "bad", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a look at an agent's traces found."""
+
+    events: tuple[Feedback, ...]
+    aside: tuple[QuarantinedRow, ...]
+    newest_ms: int  # of the assessments' last change; where the next look may begin
+
+
+def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
+    """Write the interaction as a finished trace of its agent's experiment; return the trace's id.
+
+    Goes past MLflow's tracing of functions, which writes to one global tracking URI, later and
+    without saying when it failed. Raises RegistryError where MLflow does not take it.
+    """
+    from mlflow.entities import LiveSpan, TraceData, TraceInfo, TraceLocation, TraceState
+    from opentelemetry.sdk.trace import TracerProvider
+
+    messages = [{"role": m.role, "content": m.content} for m in interaction.prompt]
+    trace_id = f"tr-{uuid.uuid4().hex}"
+    latency = interaction.latency_seconds or 0.0
+    begun = int(interaction.created_at.timestamp() * 1e9) - int(latency * 1e9)
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("rlhf")
+    timed = tracer.start_span("chat", start_time=begun)
+    span = LiveSpan(timed, trace_id, "CHAT_MODEL")
+    span.set_inputs({"messages": messages})
+    span.set_outputs({"role": "assistant", "content": interaction.completion})
+    timed.end(begun + int(latency * 1e9))
+    with mlflow_refusals("logging an interaction as a trace"):
+        experiment = registry.experiment(interaction.agent_id)
+        client = registry.client._tracing_client
+        info = client.start_trace(
+            TraceInfo(
+                trace_id=trace_id,
+                trace_location=TraceLocation.from_experiment_id(experiment),
+                request_time=begun // 1_000_000,
+                execution_duration=int(latency * 1000),
+                state=TraceState.OK,
+                request_preview=interaction.prompt[-1].content[:SHOWN],
+                response_preview=interaction.completion[:SHOWN],
+                tags={
+                    INTERACTION: interaction.interaction_id,
+                    "rlhf.agent": interaction.agent_id,
+                    "rlhf.version": str(interaction.model_version),
+                },
+            )
+        )
+        client._upload_trace_data(info, TraceData(spans=[span.to_immutable_span()]))
+    return trace_id
+
+
+def read_assessments(registry: ModelRegistry, agent_id: str, since_ms: int = 0) -> Read:
+    """Return what was said or changed at `since_ms` (milliseconds since 1970) or later.
+
+    What was read before comes again with the same key, so the store knows it.
+    """
+    events: list[Feedback] = []
+    aside: list[QuarantinedRow] = []
+    newest = since_ms
+    for interaction_id, trace_id, assessment in _assessments(registry, agent_id):
+        changed = int(assessment.last_update_time_ms or assessment.create_time_ms or 0)
+        if changed < since_ms or assessment.valid is False:
+            continue
+        newest = max(newest, changed)
+        try:
+            event = event_of(assessment, agent_id, interaction_id, registry, changed)
+            check_event(event)
+        except FeedbackRefused as refusal:
+            raw = f"{trace_id} {assessment.assessment_id} {assessment.name} {changed}"
+            aside.append(QuarantinedRow(agent_id, refusal.rule, str(refusal), "mlflow", raw=raw))
+        else:
+            events.append(event)
+    return Read(tuple(events), tuple(aside), newest)
+
+
+def event_of(
+    assessment: Any, agent_id: str, interaction_id: str, registry: ModelRegistry, changed: int
+) -> Feedback:
+    """Return the vote an assessment is.
+
+    | value | vote |
+    |---|---|
+    | true, false; up, down, yes, no, good, bad, pass, fail | thumbs |
+    | a whole number from 1 to 5, unless it is named `score` | rating |
+    | another number, or one named `score` | score, 0 to 1 |
+    | {"chosen", "rejected"} | preference |
+    | an expectation (text, or {"expected_response"}) | correction |
+    | other text | comment |
+
+    Raises FeedbackRefused for anything else.
+    """
+    value = assessment.value
+    about: dict[str, Any] = {"interaction_id": interaction_id}
+    kind, said = _said(value, assessment.name, expected=assessment.expectation is not None)
+    if kind is FeedbackKind.preference:
+        interaction = _interaction(registry, interaction_id)
+        about = {"prompt": interaction.prompt, "completion": value["chosen"]}
+    source = SOURCES.get(str(assessment.source.source_type))
+    if source is None:
+        refuse(Rule.unknown_source, f"a source out of {', '.join(SOURCES)}", assessment.source)
+    person = assessment.source.source_id
+    return Feedback(
+        agent_id=agent_id,
+        kind=kind,
+        idempotency_key=f"mlflow:{assessment.assessment_id}:{changed}",
+        rater_id=hash_rater(agent_id, person) if person else None,
+        source=source,
+        origin="mlflow",
+        occurred_at=datetime.fromtimestamp(changed / 1000, UTC),
+        comment=assessment.rationale,
+        **about,
+        **said,
+    )
+
+
+def _said(value: Any, name: str, *, expected: bool) -> tuple[FeedbackKind, dict[str, Any]]:
+    """Return an assessment's kind and the fields that hold its value."""
+    if expected:
+        text = value.get("expected_response") if isinstance(value, dict) else value
+        return FeedbackKind.correction, {"text": text}
+    if isinstance(value, dict) and {"chosen", "rejected"} <= value.keys():
+        return FeedbackKind.preference, {"other_completion": value["rejected"], "choice": "left"}
+    if isinstance(value, bool):
+        return FeedbackKind.thumbs, {"number": float(value)}
+    if isinstance(value, int | float):
+        rated = name.lower() != "score" and value in (1, 2, 3, 4, 5)
+        kind = FeedbackKind.rating if rated else FeedbackKind.score
+        return kind, {"number": float(value)}
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in YES or word in NO:
+            return FeedbackKind.thumbs, {"number": float(word in YES)}
+        return FeedbackKind.comment, {"text": value}
+    refuse(Rule.wrong_type, "true, a number, text or {chosen, rejected}", type(value).__name__)
+
+
+def _interaction(registry: ModelRegistry, interaction_id: str) -> Interaction:
+    from rlhf_pipeline.feedback.store import FeedbackStore
+
+    found = FeedbackStore(registry.ledger.database).interaction(interaction_id)
+    if found is None:
+        refuse(Rule.unknown_interaction, "an interaction of this store", interaction_id)
+    return found
+
+
+def _assessments(registry: ModelRegistry, agent_id: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield interaction id, trace id and assessment of every trace within the look back."""
+    from rlhf_pipeline.registry.models import model_name
+
+    with mlflow_refusals("reading assessments"):
+        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
+        if experiment is None:
+            return
+        begin = int((now() - LOOKBACK).timestamp() * 1000)
+        token: str | None = None
+        while True:
+            page = registry.client.search_traces(
+                locations=[experiment.experiment_id],
+                filter_string=f"trace.timestamp_ms > {begin}",
+                include_spans=False,
+                max_results=PAGE,
+                page_token=token,
+            )
+            for trace in page:
+                interaction_id = trace.info.tags.get(INTERACTION)
+                for assessment in trace.info.assessments if interaction_id else ():
+                    yield interaction_id, trace.info.trace_id, assessment
+            token = page.token
+            if not token:
+                return

@@ -1,0 +1,122 @@
+"""What people say about a trace in MLflow becomes a vote, late or changed, each once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from automation.assessments import assessments_in_mlflow
+from resources.pipeline import Pipeline
+from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.registry.traces import log_interaction
+from tests.assets.world import write_recipe
+
+AGENT = "shop"
+
+
+class Traced:
+    """An agent whose interactions are traces, and a person who labels them in MLflow."""
+
+    def __init__(self, folder: Path, *, log_traces: bool = True) -> None:
+        recipe = folder / "minute.yaml"
+        write_recipe(recipe, folder / "state", pages={"log_traces": log_traces})
+        self.pipeline = Pipeline(recipe=str(recipe))
+        self.pipeline.store.ensure_agent(AGENT)
+        self.client = self.pipeline.registry.client._tracing_client
+        self.cursor: str | None = None
+
+    def say(self, completion: str) -> str:
+        interaction = Interaction(uuid7(), AGENT, user_prompt("how much?"), completion, 0, now())
+        self.pipeline.store.add_interactions([interaction])
+        return log_interaction(self.pipeline.registry, interaction)
+
+    def label(self, trace_id: str, name: str, value: Any, *, kind: str = "HUMAN") -> Any:
+        from mlflow.entities import AssessmentSource, Feedback
+
+        source = AssessmentSource(kind, "ann")
+        return self.client.log_assessment(trace_id, Feedback(name=name, value=value, source=source))
+
+    def expect(self, trace_id: str, value: Any) -> None:
+        from mlflow.entities import AssessmentSource, Expectation
+
+        source = AssessmentSource("HUMAN", "ann")
+        said = Expectation(name="expected_response", value=value, source=source)
+        self.client.log_assessment(trace_id, said)
+
+    def tick(self) -> str:
+        context = dg.build_sensor_context(cursor=self.cursor, resources={"pipeline": self.pipeline})
+        result = assessments_in_mlflow(context)
+        if isinstance(result, dg.SkipReason):
+            return str(result.skip_message)
+        assert isinstance(result, dg.SensorResult)
+        self.cursor = result.cursor
+        return str(result.skip_reason.skip_message if result.skip_reason else "")
+
+    def votes(self) -> list[tuple[Any, ...]]:
+        query = (
+            "SELECT kind, number, text, completion, other_completion, choice, source "
+            "FROM effective_feedback ORDER BY seq"
+        )
+        with self.pipeline.database.read() as connection:
+            return [tuple(row) for row in connection.exec_driver_sql(query).all()]
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Iterator[Traced]:
+    made = Traced(tmp_path)
+    yield made
+    made.pipeline.database.close()
+
+
+def test_every_kind_of_assessment_is_a_vote_once(traced: Traced) -> None:
+    assert traced.tick() == "nothing was assessed since the last look"
+    first, second = traced.say("9 coins"), traced.say("10 coins")
+    traced.label(first, "thumbs", True)
+    traced.label(first, "stars", 4)
+    traced.label(first, "score", 1)
+    traced.label(first, "why", "polite")
+    traced.expect(first, "nine coins, please")
+    traced.label(second, "rank", {"chosen": "A", "rejected": "B"})
+    traced.label(second, "verdict", "no", kind="LLM_JUDGE")
+    traced.label(second, "stars", 17)
+    assert traced.tick() == "shop: 7 new votes, 1 set aside"
+    assert set(traced.votes()) == {
+        ("thumbs", 1.0, None, None, None, None, "human"),
+        ("rating", 4.0, None, None, None, None, "human"),
+        ("score", 1.0, None, None, None, None, "human"),
+        ("comment", None, "polite", None, None, None, "human"),
+        ("correction", None, "nine coins, please", None, None, None, "human"),
+        ("preference", None, None, "A", "B", "left", "human"),
+        ("thumbs", 0.0, None, None, None, None, "model"),
+    }
+    assert traced.pipeline.store.quarantined(AGENT) == {"value_out_of_range": 1}
+    before = traced.votes()
+    traced.tick()
+    traced.cursor = None  # as after a lost cursor: everything is read again
+    traced.tick()
+    assert traced.votes() == before
+
+
+def test_what_is_said_late_or_changed_is_heard(traced: Traced) -> None:
+    from mlflow.entities import Feedback
+
+    old, new = traced.say("old"), traced.say("new")
+    traced.label(new, "thumbs", True)
+    traced.tick()
+    time.sleep(0.01)
+    late = traced.label(old, "thumbs", True)  # on an older trace than the last look saw
+    assert traced.tick().startswith("shop: 1 new votes")
+    time.sleep(0.01)
+    changed = Feedback(name="thumbs", value=False, source=late.source)
+    traced.client.update_assessment(old, late.assessment_id, changed)
+    assert traced.tick().startswith("shop: 1 new votes")
+    assert [vote[1] for vote in traced.votes()] == [1.0, 0.0]
+
+
+def test_without_traces_there_is_nothing_to_look_at(tmp_path: Path) -> None:
+    assert "log_traces is off" in Traced(tmp_path, log_traces=False).tick()
