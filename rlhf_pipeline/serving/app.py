@@ -26,6 +26,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.ledger import PromotionLedger
     from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.feedback_api import add_feedback_route
     from rlhf_pipeline.serving.pages.desk import Desk
     from rlhf_pipeline.serving.pages.mount import mount_pages
 
@@ -43,7 +44,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             connection.exec_driver_sql("SELECT 1")
         return {"status": "ok"}
 
-    mount_pages(app, Desk(settings, FeedbackStore(database), registry))
+    store = FeedbackStore(database)
+    add_feedback_route(app, store, enabled=settings.feedback.enabled)
+    mount_pages(app, Desk(settings, store, registry))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
     return app
 

@@ -1,0 +1,152 @@
+"""Votes from other programs: answered once they are stored, once however often they are sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.serving import feedback_api
+from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, add_feedback_route, take
+
+VOTE: dict[str, Any] = {
+    "agent_id": "tea",
+    "kind": "thumbs",
+    "value": "up",
+    "prompt": "hi",
+    "completion": "hello",
+    "rater": "ann",
+}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FeedbackStore]:
+    database = Database(f"sqlite:///{tmp_path_factory.mktemp('api')}/feedback.db")
+    yield FeedbackStore(database)
+    database.close()
+
+
+def send(
+    store: FeedbackStore,
+    body: bytes | dict[str, Any],
+    *,
+    enabled: bool = True,
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """Return the answer of a real application, without a socket."""
+    import asyncio
+
+    import httpx
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    add_feedback_route(app, store, enabled=enabled)
+
+    async def post() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(
+                "/v1/feedback", content=content, headers={**JSON, **(headers or {})}
+            )
+
+    return asyncio.run(post())
+
+
+def test_a_vote_is_stored_once(store: FeedbackStore) -> None:
+    first = send(store, VOTE, headers={"idempotency-key": "k1"})
+    assert first.status_code == 200
+    again = send(store, VOTE, headers={"idempotency-key": "k1"})
+    assert again.json() == {**first.json(), "known": True}
+    other = send(store, {**VOTE, "value": "down"}, headers={"idempotency-key": "k1"})
+    assert other.status_code == 409
+    assert send(store, {**VOTE, "agent_id": "keyless"}).json()["known"] is False
+    assert send(store, {**VOTE, "agent_id": "keyless"}).json()["known"] is True
+    assert store.counts("tea") == {"thumbs": 1}
+
+
+def test_many_votes_get_an_answer_each(store: FeedbackStore) -> None:
+    rows = [
+        {**VOTE, "agent_id": "many"},
+        {**VOTE, "agent_id": "many", "value": 7},
+        {**VOTE, "agent_id": "many", "interaction_id": "i0", "prompt": None, "completion": None},
+        "no object",
+        {**VOTE, "agent_id": "many", "kind": "rating", "value": 5},
+    ]
+    answer = send(store, {"events": rows}, headers={"idempotency-key": "batch"})
+    found = [one.get("rule", "stored") for one in answer.json()["results"]]
+    expected = "stored value_out_of_range unknown_interaction not_an_object stored"
+    assert found == expected.split()
+    assert store.counts("many") == {"rating": 1, "thumbs": 1}
+    again = send(store, {"events": rows}, headers={"idempotency-key": "batch"}).json()["results"]
+    assert [one.get("known") for one in again] == [True, None, None, None, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        (b"{", 422, "broken_json"),
+        (b"[1]", 422, "not_an_object"),
+        (b'{"agent_id": "tea", "kind": "score", "value": NaN}', 422, "not_finite"),
+        (b'{"agent_id": 3}', 422, "bad_agent"),
+        (b'{"agent_id": "tea", "kind": "thumbs", "vlaue": 1}', 422, "unknown_field"),
+        (b'{"events": []}', 422, "wrong_type"),
+        (b"[" * 100_000, 422, "broken_json"),
+        (b"\xff", 422, "not_utf8"),
+        (b" " * (LONGEST_BODY + 1), 413, "at most"),
+    ],
+)
+def test_what_is_no_vote_is_refused_by_name(
+    store: FeedbackStore, body: bytes, code: int, says: str
+) -> None:
+    answer = send(store, body)
+    assert answer.status_code == code
+    assert says in answer.text
+
+
+def test_a_form_from_another_page_is_refused(store: FeedbackStore) -> None:
+    assert send(store, VOTE, headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_a_store_that_cannot_be_written_says_to_come_back(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise sa.exc.OperationalError("insert", {}, Exception("database or disk is full"))
+
+    assert send(store, VOTE, enabled=False).status_code == 503
+    monkeypatch.setattr(feedback_api, "take", full)
+    answer = send(store, VOTE)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*VOTE, "events", "tags", "criteria"]), JSON_VALUES))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_body_is_an_error_of_ours(store: FeedbackStore, changes: dict[str, Any]) -> None:
+    code, told = take(store, json.dumps({**VOTE, **changes}).encode(), None)
+    assert code in (200, 409, 422)
+    assert "feedback_id" in told or "error" in told or "results" in told
+
+
+def test_the_readmes_example_is_a_vote(store: FeedbackStore) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    [body] = re.findall(r"-d '(\{.*?\})'", readme, flags=re.DOTALL)
+    assert send(store, body.encode()).status_code == 200
+    assert store.counts("support") == {"thumbs": 1}
