@@ -1,4 +1,4 @@
-"""`rlhf serve`: the chat and review pages on this machine."""
+"""`rlhf serve`: feedback over HTTP, the chat page and the review page, on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from rlhf_pipeline.commands.common import workspace
 
 def serve(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="On 127.0.0.1.")] = 8080,
+    pages: Annotated[
+        bool,
+        typer.Option("--pages/--no-pages", help="The chat and review pages, or the API alone."),
+    ] = True,
 ) -> None:
-    """Serve the chat page and the review page until interrupted, on this machine alone."""
+    """Serve the feedback API, the chat and the review page until interrupted, on this machine."""
     settings = workspace().settings
     from rlhf_pipeline.serving.app import run
 
-    typer.echo(f"chat    http://127.0.0.1:{port}/ui/")
-    typer.echo(f"review  http://127.0.0.1:{port}/ui/review/")
-    run(settings, port)
+    address = f"http://127.0.0.1:{port}"
+    typer.echo(f"API     {address}/openapi.json")
+    if pages:
+        typer.echo(f"chat    {address}/ui/")
+        typer.echo(f"review  {address}/ui/review/")
+    run(settings, port, pages=pages)

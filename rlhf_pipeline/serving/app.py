@@ -17,24 +17,21 @@ if TYPE_CHECKING:
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    """Return the application of a state folder; without arguments the embedded one."""
+def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastAPI:
+    """Return the application of a state folder; without arguments the embedded one.
+
+    Without pages it is the API alone, which starts in a moment and loads no model.
+    """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from rlhf_pipeline.database import open_database
     from rlhf_pipeline.feedback.store import FeedbackStore
-    from rlhf_pipeline.registry.ledger import PromotionLedger
-    from rlhf_pipeline.registry.models import ModelRegistry
     from rlhf_pipeline.serving.feedback_api import add_feedback_route
-    from rlhf_pipeline.serving.pages.desk import Desk
-    from rlhf_pipeline.serving.pages.mount import mount_pages
 
     settings = settings or load_settings()
     database = open_database(settings.resolved_database_url)
-    ledger = PromotionLedger(database, settings.state_dir)
-    folder = settings.state_dir.resolve() / "mlflow"
-    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
+    store = FeedbackStore(database)
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
 
     @app.get("/health")
@@ -44,18 +41,25 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             connection.exec_driver_sql("SELECT 1")
         return {"status": "ok"}
 
-    store = FeedbackStore(database)
     add_feedback_route(app, store, enabled=settings.feedback.enabled)
-    mount_pages(app, Desk(settings, store, registry))
+    if pages:
+        from rlhf_pipeline.registry.ledger import PromotionLedger
+        from rlhf_pipeline.registry.models import ModelRegistry
+        from rlhf_pipeline.serving.pages.desk import Desk
+        from rlhf_pipeline.serving.pages.mount import mount_pages
+
+        ledger = PromotionLedger(database, settings.state_dir)
+        folder = settings.state_dir.resolve() / "mlflow"
+        registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
+        mount_pages(app, Desk(settings, store, registry))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
     return app
 
 
-def run(settings: Settings, port: int) -> None:
+def run(settings: Settings, port: int, *, pages: bool = True) -> None:
     """Serve until interrupted, on loopback."""
     import uvicorn
 
     # No access log: a line a request would bury what matters.
-    uvicorn.run(
-        create_app(settings), host="127.0.0.1", port=port, log_level="warning", access_log=False
-    )
+    app = create_app(settings, pages=pages)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)

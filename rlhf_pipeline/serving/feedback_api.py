@@ -9,7 +9,6 @@ bodies over LONGEST_BODY, and rows that break a rule, by its name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from rlhf_pipeline.errors import FeedbackError, FeedbackRefused
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
-from rlhf_pipeline.records import Feedback, hashed
+from rlhf_pipeline.records import Feedback, uuid7
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -122,8 +121,8 @@ def _event(values: Any, key: str | None) -> Feedback:
     if key is not None:
         values = {**values, "idempotency_key": key}
     elif values.get("idempotency_key") is None:
-        # Without a key, the same words at the same moment are the same vote.
-        values = {**values, "idempotency_key": "sent:" + hashed(json.dumps(values, sort_keys=True))}
+        # Two unsigned people may say the very same: without a key each request is a vote.
+        values = {**values, "idempotency_key": f"sent:{uuid7()}"}
     [event] = events(Row(values, agent_id, "api", "human"))
     check_event(event)
     return event
