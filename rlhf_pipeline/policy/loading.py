@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json
+from rlhf_pipeline.policy.packed import fuse_activations
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
@@ -165,7 +166,7 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
     """Return what an Auto class reads from `source`: safetensors only, no code from the model."""
     try:
         with no_progress_bars():
-            return auto_class.from_pretrained(
+            model = auto_class.from_pretrained(
                 source, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
             )
     except (OSError, ValueError, KeyError) as error:
@@ -173,6 +174,8 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
             f"a model that transformers knows, with safetensors weights, is needed at {source}; "
             f"found: {error}; convert its weights to safetensors or choose another model"
         ) from error
+    fuse_activations(model)
+    return model
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

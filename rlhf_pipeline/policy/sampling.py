@@ -28,10 +28,12 @@ from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.records import Progress, Prompt
 
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
-LOGITS_AT_ONCE = 2**26  # elements of a logits matrix held at a time: 256 MiB in float32
+LOGITS_AT_ONCE = 2**24  # elements of a logits matrix held at a time: 64 MiB in float32
+CACHED_LOGITS = 2**17  # elements worked through at a time on a CPU: 512 KiB
 
 
 @dataclass(frozen=True)
@@ -328,8 +330,14 @@ def completion_hidden(
     # The last completion token predicts nothing, so it need not be run.
     ids = torch.cat([prompt_ids, completion_ids[:, :-1]], dim=1)
     mask = torch.cat([prompt_mask, completion_mask[:, :-1]], dim=1)
-    hidden = _run_trunk(trunk_of(model), ids, mask.long(), position_ids(mask), None)
-    return hidden[:, prompt_ids.shape[1] - 1 :]
+    trunk, before = trunk_of(model), prompt_ids.shape[1] - 1
+    if not can_pack(trunk):
+        return _run_trunk(trunk, ids, mask.long(), position_ids(mask), None)[:, before:]
+    # A row's own last token predicts nothing either, unless the row is a prompt alone.
+    mask[:, before + 1 :] &= completion_mask[:, 1:]
+    packed, where = packed_hidden(trunk, ids, mask)
+    hidden = packed.new_zeros(mask.numel(), packed.shape[-1]).index_copy(0, where, packed)
+    return hidden.view(*mask.shape, -1)[:, before:]
 
 
 def hidden_logprobs(
@@ -347,7 +355,9 @@ def hidden_logprobs(
     in the backward pass. With `support`, (B, T, V / 8) packed, they are those of the distribution
     renormalised within it. Source: "keep sampling mask", DeepSeek-V3.2 (arXiv:2512.02556) 3.1.
     """
-    states, tokens = hidden[completion_mask], completion_ids[completion_mask]
+    where = completion_mask.flatten().nonzero()[:, 0]
+    states = hidden.flatten(0, 1).index_select(0, where)
+    tokens = completion_ids.flatten()[where]
     head = output_head(model)
     piece = max(1, LOGITS_AT_ONCE // int(head.weight.shape[0]))
     within = None if support is None else support[completion_mask]
@@ -380,10 +390,52 @@ def _token_logprobs(
     temperature: float,
     within: Tensor | None,
 ) -> Tensor:
-    logits = logits_of(model, states).float() / (temperature or 1.0)
+    logits = logits_of(model, states).float()
     if within is not None:
         logits = logits.masked_fill(~unpack_bits(within, logits.shape[-1]), float("-inf"))
-    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    return chosen_logprobs(logits, tokens, temperature or 1.0)
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(logits / temperature) at the tokens: (N, V), (N,) -> (N,).
+
+    Its backward pass, which can be taken once, overwrites the logits.
+    """
+    apply: Callable[..., Tensor] = _ChosenLogprobs.apply
+    return apply(logits, tokens, temperature)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """`chosen_logprobs` with a backward pass of its own.
+
+    Works through a few rows at a time, which stay in the processor's cache, and turns the logits
+    into their own gradient in place, so nothing else of their size is ever held.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        totals = torch.cat([(rows / temperature).logsumexp(-1) for rows in _row_groups(logits)])
+        ctx.save_for_backward(logits, tokens, totals)
+        ctx.temperature = temperature
+        return logits.gather(-1, tokens[:, None])[:, 0] / temperature - totals
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, totals = ctx.saved_tensors
+        weights = gradients[0] / ctx.temperature
+        start = 0
+        for rows in _row_groups(logits):
+            some = slice(start, start + len(rows))
+            rows.div_(ctx.temperature).sub_(totals[some, None]).exp_().mul_(-weights[some, None])
+            start += len(rows)
+        return logits.scatter_add_(-1, tokens[:, None], weights[:, None]), None, None
+
+
+def _row_groups(logits: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the rows in groups of a few hundred KiB on a CPU, all at once on a GPU."""
+    if logits.device.type != "cpu":
+        return (logits,)
+    return torch.split(logits, max(1, CACHED_LOGITS // max(logits.shape[-1], 1)))
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""Running sequences of different lengths end to end, so that cost follows real tokens.
+
+A trunk sees one row holding every sequence, each with its own positions; only attention needs the
+sequences apart. On a CPU it takes them one by one; a GPU, where many small calls are slow, gets a
+rectangle padded on the right. Neither needs a mask. Models that do more across tokens than plain
+causal attention (sliding windows, ALiBi, recurrences) are left to the padded path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN, NewGELUActivation
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PACKED = "rlhf_packed"  # no mask function goes by this name, so transformers builds no mask
+PACKABLE = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where N packed tokens belong: B sequences one after the other, the longest L tokens long."""
+
+    lengths: list[int]  # (B,)
+    places: Tensor  # (N,), of the tokens in a rectangle of B * L
+
+    @property
+    def is_rectangle(self) -> bool:
+        """Whether all sequences are equally long."""
+        return min(self.lengths) == max(self.lengths)
+
+    def apart(self, states: Tensor) -> Tensor:
+        """Return packed states (1, heads, N, width) as (B, heads, L, width), 0 after the end."""
+        packed = states[0].transpose(0, 1)
+        rows, longest = len(self.lengths), max(self.lengths)
+        if not self.is_rectangle:
+            shape = (rows * longest, *packed.shape[1:])
+            packed = packed.new_zeros(shape).index_copy(0, self.places, packed)
+        return packed.reshape(rows, longest, *packed.shape[1:]).transpose(1, 2)
+
+    def together(self, states: Tensor) -> Tensor:
+        """Return states (B, L, heads, width) packed, (1, N, heads, width)."""
+        flat = states.flatten(0, 1)
+        return (flat if self.is_rectangle else flat.index_select(0, self.places))[None]
+
+
+def can_pack(trunk: nn.Module) -> bool:
+    """Return whether the trunk's only traffic between tokens is plain causal attention."""
+    config: Any = trunk.config
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return config.model_type in PACKABLE and config._attn_implementation == "sdpa" and not slides
+
+
+def packed_hidden(trunk: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last hidden states (N, H) of the real tokens, and their places (N,) in B * S.
+
+    Shapes: ids and mask (B, S); each row's real tokens stand together. They come row by row.
+    """
+    S = mask.shape[1]
+    where = mask.flatten().nonzero()[:, 0]
+    lengths = mask.sum(1)
+    starts = lengths.cumsum(0) - lengths
+    row = where // S
+    positions = torch.arange(len(where), device=ids.device) - starts[row]
+    packing = Packing(lengths.tolist(), row * lengths.max() + positions)
+    with _attending(trunk, PACKED):
+        hidden: Tensor = trunk(
+            input_ids=ids.flatten()[where][None],
+            position_ids=positions[None],
+            use_cache=False,
+            packing=packing,
+        ).last_hidden_state
+    return hidden[0], where
+
+
+def attending_as_now(trunk: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the trunk attends as it does at this moment, packed or not.
+
+    For a backward pass that computes layers a second time, after `packed_hidden` has returned.
+    """
+    config: Any = trunk.config
+    return _attending(trunk, config._attn_implementation)
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Replace GPT-2's GELU, seven elementwise steps, by torch's kernel of the same formula.
+
+    It is the tanh approximation of arXiv:1606.08415; results agree within rounding, and backward
+    keeps one tensor where it kept five.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, ACT2FN["gelu_pytorch_tanh"])
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    options["is_causal"] = True
+    states = (query, key, value)
+    if query.device.type == "cpu" and not packing.is_rectangle:
+        sequences = zip(*(torch.split(s, packing.lengths, dim=2) for s in states), strict=True)
+        outputs = [sdpa_attention_forward(module, *s, None, **options)[0] for s in sequences]
+        return torch.cat(outputs, dim=1), None
+    output, _ = sdpa_attention_forward(module, *map(packing.apart, states), None, **options)
+    return packing.together(output), None
+
+
+@contextmanager
+def _attending(trunk: nn.Module, implementation: Any) -> Iterator[None]:
+    config: Any = trunk.config
+    usual = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, _packed_attention)

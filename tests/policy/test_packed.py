@@ -1,0 +1,143 @@
+"""Packed passes against padded ones, and the fused arithmetic against its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.activations import NewGELUActivation
+
+from rlhf_pipeline.policy import sampling
+from rlhf_pipeline.policy.packed import Packing, can_pack, fuse_activations
+from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, pad_right, trunk_of
+
+V, PAD = 23, 0
+LLAMA: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+PROMPTS = [[5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
+COMPLETIONS: list[list[int]] = [[3, 4, 5, 6, 7], [], [8], [9, 10, 1]]
+
+
+def small(name: str) -> PreTrainedModel:
+    """Return a model of two layers with weights large enough to have opinions."""
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = GPT2Config(
+            vocab_size=V, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3
+        )
+        return GPT2LMHeadModel(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+
+
+def logprobs_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
+    """Return the ragged batch's log-probabilities, and gradients of a weighted sum of them."""
+    model.zero_grad()
+    logprobs = completion_logprobs(
+        model, *pad_left(PROMPTS, PAD), *pad_right(COMPLETIONS, PAD), temperature=0.7
+    )
+    weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
+    (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
+    return logprobs.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_packed_rows_have_the_values_and_gradients_of_padded_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(name)
+    assert can_pack(trunk_of(model))
+    packed, packed_gradients = logprobs_and_gradients(model)
+    monkeypatch.setattr(sampling, "can_pack", lambda trunk: False)
+    padded, padded_gradients = logprobs_and_gradients(model)
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    assert len(packed_gradients) == len(padded_gradients)
+    for one, other in zip(packed_gradients, padded_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_states_come_apart_into_a_rectangle_and_together_again() -> None:
+    packing = Packing([2, 3, 1], torch.tensor([0, 1, 3, 4, 5, 6]))
+    states = torch.arange(1.0, 25.0).view(1, 2, 6, 2)  # two heads, six tokens, width 2
+    apart = packing.apart(states)
+    assert apart.shape == (3, 2, 3, 2)
+    assert torch.equal(apart[1], states[0, :, 2:5])
+    assert apart[0, :, 2].eq(0).all()
+    together = packing.together(apart.transpose(1, 2))
+    assert torch.equal(together, states.transpose(1, 2))
+
+
+def test_the_trunk_runs_real_tokens_only_and_none_that_predicts_nothing() -> None:
+    model = small("llama")
+    seen: list[int] = []
+
+    def count(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(inputs[0].numel())
+
+    model.get_input_embeddings().register_forward_hook(count)
+    logprobs_and_gradients(model)
+    # Of each row everything but its last token; the row without a completion keeps its prompt.
+    assert seen == [(2 + 5 - 1) + 4 + (1 + 1 - 1) + (3 + 3 - 1)]
+
+
+def test_attention_is_the_models_own_again_after_a_packed_pass() -> None:
+    model = small("gpt2")
+    logprobs_and_gradients(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("window", "packs"), [(None, True), (4, False)])
+def test_a_sliding_window_is_left_to_the_padded_path(window: int | None, packs: bool) -> None:
+    model = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=window))
+    assert can_pack(trunk_of(model)) is packs
+
+
+def test_a_fused_activation_computes_what_it_replaces() -> None:
+    model = small("gpt2")
+    before, gradients_before = logprobs_and_gradients(model)
+    fuse_activations(model)
+    assert not any(isinstance(m, NewGELUActivation) for m in model.modules())
+    after, gradients_after = logprobs_and_gradients(model)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients_after, gradients_before, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 2**17])
+def test_chosen_logprobs_and_their_gradient_are_log_softmaxs(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "CACHED_LOGITS", at_once)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, V, generator=generator, dtype=torch.float64) * 3
+    logits[2, 5:] = float("-inf")  # outside a support
+    tokens = torch.tensor([0, 1, 4, 3, 22, 7, 7])
+    weights = torch.randn(7, generator=generator, dtype=torch.float64)
+
+    plain = logits.clone().requires_grad_()
+    expected = (plain / 0.7).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
+
+    ours = logits.clone().requires_grad_()
+    found = sampling.chosen_logprobs(ours * 1.0, tokens, 0.7)
+    (found * weights).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, expected)
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad)
