@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import Policy, load_policy, switch_off_dropout
+from rlhf_pipeline.policy.packed import attending_as_now
 from rlhf_pipeline.policy.sampling import (
     completion_hidden,
     completion_logprobs,
@@ -45,7 +46,14 @@ class Learner:
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
-        with self.autocast():
+        logprobs, values = self.logprobs_and_shared_values(tokens)
+        if isinstance(self.critic, SeparateCritic):
+            values = self.values(tokens)
+        return logprobs, values
+
+    def logprobs_and_shared_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Return what one pass of the policy's trunk gives: a separate critic's values are None."""
+        with self.autocast(), self._recomputing(trunk_of(self.policy.model)):
             hidden = self._hidden(tokens)
             logprobs = hidden_logprobs(
                 self.policy.model,
@@ -57,7 +65,7 @@ class Learner:
             )
             if isinstance(self.critic, SharedCritic):
                 return logprobs, head_values(self.critic.head, hidden)
-            return logprobs, None if self.critic is None else self.critic(tokens)
+            return logprobs, None
 
     def values(self, tokens: Tokens) -> Tensor:
         """Return the critic's values (B, T); zeros where there is no critic."""
@@ -66,8 +74,24 @@ class Learner:
         with self.autocast():
             if isinstance(self.critic, SharedCritic):
                 return head_values(self.critic.head, self._hidden(tokens))
-            values: Tensor = self.critic(tokens)
+            with self._recomputing(self.critic.base_model):
+                values: Tensor = self.critic(tokens)
             return values
+
+    @contextmanager
+    def _recomputing(self, trunk: nn.Module) -> Iterator[None]:
+        """Let the backward pass of what runs inside compute the trunk's layers again.
+
+        transformers does so in training mode only. Dropout is off in either mode.
+        """
+        recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
+        if recomputes:
+            trunk.train()
+        try:
+            yield
+        finally:
+            if recomputes:
+                trunk.eval()
 
     def _hidden(self, tokens: Tokens) -> Tensor:
         return completion_hidden(
@@ -119,6 +143,10 @@ def build_learner(
         reference_logprobs = adapters_off_logprobs(policy, saved_model, settings)
     else:
         reference_logprobs = own_model_logprobs(policy, reference_dir, settings)
+    if settings.gradient_checkpointing:
+        allow_recomputing(trunk_of(policy.model))
+        if isinstance(critic, SeparateCritic):
+            allow_recomputing(critic.base_model)
     policy_weights = [p for p in policy.model.parameters() if p.requires_grad]
     groups = [{"params": policy_weights, "lr": settings.learning_rate}]
     if critic is not None:
@@ -128,6 +156,18 @@ def build_learner(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return Learner(policy, saved_model, reference_logprobs, critic, optimizer, settings)
+
+
+def allow_recomputing(trunk: Any) -> None:
+    """Prepare a trunk for gradient checkpointing; raises ConfigError where it knows none."""
+    if not trunk.supports_gradient_checkpointing:
+        raise ConfigError(
+            "ppo.gradient_checkpointing needs a model whose layers can be computed again, found "
+            f"{type(trunk).__name__}; set it to false"
+        )
+    trunk.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending_as_now(trunk))}
+    )
 
 
 def check_policy(policy: Policy, settings: PpoSettings) -> None:

@@ -145,6 +145,9 @@ class PpoSettings:
     # the machine
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs forward passes under autocast; weights and sums stay float32."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward pass: the same
+    gradient for a third more time, with memory that hardly grows with the layers."""
     tokens_per_microbatch: int = 8192
     """Tokens, padding counted, per forward pass; changes memory and speed, never the gradient."""
     completions_at_once: int = 512

@@ -35,6 +35,7 @@ from rlhf_pipeline.ppo.advantages import (
     whiten,
 )
 from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite
+from rlhf_pipeline.ppo.critic import SeparateCritic
 from rlhf_pipeline.ppo.kl import estimate_kl, next_kl_coef
 from rlhf_pipeline.ppo.learner import Learner, build_learner
 from rlhf_pipeline.ppo.loss import policy_loss, value_loss
@@ -69,7 +70,8 @@ from rlhf_pipeline.records import (
 )
 
 MACHINE_SETTINGS = (
-    "device completions_at_once tokens_per_microbatch checkpoint_every keep_checkpoints"
+    "device completions_at_once tokens_per_microbatch gradient_checkpointing checkpoint_every "
+    "keep_checkpoints"
 ).split()  # may differ when a run is resumed: they change no result beyond rounding
 PROBES = 4  # completions the reward functions are tried on before training
 
@@ -674,7 +676,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
     for some in microbatches(rollouts.tokens, members, token_budget=budget):
         tokens = rollouts.tokens.rows(some)
         T = tokens.completion_ids.shape[1]
-        logprobs, values = learner.logprobs_and_values(tokens)
+        logprobs, values = learner.logprobs_and_shared_values(tokens)
         loss, facts = policy_loss(
             logprobs,
             rollouts.logprobs[some, :T],
@@ -684,7 +686,11 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
             token_count=token_count,
             weights=None if rollouts.weights is None else rollouts.weights[some, :T],
         )
-        facts["policy/loss"] = float(loss.detach())
+        facts["policy/loss"] = facts["train/loss"] = float(loss.detach())
+        if isinstance(learner.critic, SeparateCritic):
+            # The two networks share nothing: one's activations go before the other's come.
+            descend(loss)
+            loss, values = torch.zeros_like(loss), learner.values(tokens)
         if values is not None:
             critic_loss, critic_facts = value_loss(
                 values,
@@ -695,12 +701,17 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
                 token_count=token_count,
             )
             facts |= {**critic_facts, "critic/loss": float(critic_loss.detach())}
+            facts["train/loss"] += settings.value_coef * facts["critic/loss"]
             loss = loss + settings.value_coef * critic_loss
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
-        facts["train/loss"] = float(loss.detach())
+        descend(loss)
         for name, share in facts.items():
             sums[name] = sums.get(name, 0.0) + share
     return sums
+
+
+def descend(loss: Tensor) -> None:
+    """Add the loss's gradient to the weights'."""
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
 
 
 def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:

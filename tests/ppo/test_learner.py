@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.policy.loading import load_policy, save_policy
+from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head
-from rlhf_pipeline.ppo.learner import check_policy, is_same_model
+from rlhf_pipeline.ppo.learner import allow_recomputing, check_policy, is_same_model
 from rlhf_pipeline.ppo.rollout import Tokens
+from rlhf_pipeline.ppo.trainer import accumulate_gradients
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
@@ -268,3 +271,42 @@ def test_the_same_model_is_one_path_or_folders_of_equal_files(base: Path, tmp_pa
     assert not is_same_model(base, tmp_path / "copy")
     assert is_same_model("hub/model", "hub/model")
     assert not is_same_model("hub/model", "hub/other")
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+@pytest.mark.parametrize("positions", ["base", "absolute"])
+def test_gradient_checkpointing_gives_the_same_gradient_and_keeps_less(
+    positions: str, critic: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(positions)
+    gradients: list[dict[str, torch.Tensor]] = []
+    kept: list[int] = []
+    for switch in (False, True):
+        settings = changed(critic=critic, gradient_checkpointing=switch, tokens_per_microbatch=999)
+        learner = learner_at(folder, settings)
+        rollouts = rollouts_of(learner)
+        bytes_kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal bytes_kept
+            bytes_kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            learner.logprobs_and_values(rollouts.tokens)
+        kept.append(bytes_kept)
+        accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
+        named = learner.trainable()
+        gradients.append({n: p.grad for n, p in named.items() if p.grad is not None})
+        assert not learner.policy.model.training
+    assert kept[1] < 0.5 * kept[0]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_trunk_that_cannot_recompute_its_layers_is_refused() -> None:
+    trunk: Any = trunk_of(tiny_policy().model)
+    trunk.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match="computed again, found LlamaModel"):
+        allow_recomputing(trunk)

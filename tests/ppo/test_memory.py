@@ -1,0 +1,39 @@
+"""What a long run keeps: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf_pipeline.ppo.trainer import (
+    encode_checked,
+    make_rollouts,
+    next_prompts,
+    sample_for,
+    train_on,
+)
+from tests.ppo.world import PROMPTS, changed, learner_at
+
+MIB = 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_resident_memory_is_flat_over_500_updates(base: Path, critic: str) -> None:
+    settings = changed(updates=500, critic=critic, learning_rate=1e-5, epochs=1)
+    learner = learner_at(base, settings)
+    encoded = encode_checked(learner.policy, PROMPTS, settings, "prompts")
+    generator = torch.Generator().manual_seed(0)
+    resident: list[float] = []
+    for update in range(settings.updates):
+        used = update * settings.prompts_per_update
+        members = next_prompts(used, settings, len(PROMPTS))
+        sampled = sample_for(learner, [encoded[i] for i in members], generator)
+        rollouts, _ = make_rollouts(learner, sampled, [0.0] * len(members), settings.kl_coef)
+        train_on(learner, rollouts, generator)
+        resident.append(psutil.Process().memory_info().rss / MIB)
+    # One rollout's tensors kept per update would be a few hundred KiB each: 100 MiB and more.
+    assert resident[-1] - resident[99] < 8
