@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-ui check train ui clean mutants bench test-all help
+.PHONY: demo test test-ui check train ui clean mutants bench bench-peer test-all help
 
 help:
 	@echo "make demo   the whole loop, end to end, offline      make test   the test suite"
@@ -53,6 +53,13 @@ mutants: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.validation_speed
 	$(BIN)/python -m benchmarks.demo_seeds
+
+# TRL pins other versions of what we use, so it gets an environment of its own.
+PEER := .venv-peer
+bench-peer: $(READY)
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet torch==2.13.0 trl==1.12.0 transformers==5.17.0
+	$(BIN)/python -m benchmarks.ppo_throughput --peer $(PEER)/bin/python
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
