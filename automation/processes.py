@@ -75,6 +75,12 @@ def start_mlflow(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
     return start("mlflow", command, state_dir)
 
 
+def start_service(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
+    """Start the chat and review pages on loopback."""
+    command = [sys.executable, "-m", "rlhf_pipeline.cli", "--state", str(state_dir.absolute())]
+    return start("service", [*command, "serve", "--port", str(port)], state_dir)
+
+
 def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:
     """End a child: asked first, killed when it does not listen."""
     if process.poll() is not None:

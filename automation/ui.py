@@ -1,4 +1,4 @@
-"""`make ui`: Dagster's page and daemon and MLflow's page, one line each saying where."""
+"""`make ui`: Dagster's page and daemon, MLflow's page, chat and review; a line each says where."""
 
 import argparse
 import signal
@@ -18,22 +18,26 @@ def main() -> None:
     )
     parser.add_argument("--dagster-port", type=int, default=3000)
     parser.add_argument("--mlflow-port", type=int, default=5000)
+    parser.add_argument("--service-port", type=int, default=8080)
     parser.add_argument("--state", type=Path, default=None, help="default: the settings' state_dir")
     arguments = parser.parse_args()
     state = arguments.state or load_settings().state_dir
     processes.prepare_home(state)
     dagster_port = processes.free_port(arguments.dagster_port)
     mlflow_port = processes.free_port(arguments.mlflow_port)
+    service_port = processes.free_port(arguments.service_port)
     children = [
         processes.start_daemon(state),
         processes.start_webserver(state, dagster_port),
         processes.start_mlflow(state, mlflow_port),
+        processes.start_service(state, service_port),
     ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         for name, port, path, child in (
             ("Dagster", dagster_port, "/server_info", children[1]),
             ("MLflow", mlflow_port, "/health", children[2]),
+            ("chat", service_port, "/health", children[3]),
         ):
             processes.wait_for(f"http://127.0.0.1:{port}{path}", child)
             sys.stdout.write(f"{name:8} http://127.0.0.1:{port}\n")

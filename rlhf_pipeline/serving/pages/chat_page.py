@@ -151,12 +151,18 @@ def chat_page(desk: Desk) -> Any:
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
         page.load(
-            lambda who, chosen: (who or uuid7(), chosen, uuid7()),
-            [person, wants],
-            [person, wishes, session],
+            lambda who, chosen, now: (who or uuid7(), chosen, uuid7(), assistants(gr, desk, now)),
+            [person, wants, agent],
+            [person, wishes, session, agent],
             api_visibility="private",
         )
     return page
+
+
+def assistants(gr: Any, desk: Desk, now: str | None) -> Any:
+    """Return the list of assistants as it is at this moment; the chosen one stays."""
+    agents = desk.agents()
+    return gr.update(choices=agents, value=now or next(iter(agents), None))
 
 
 def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import FeedbackError, PipelineError, RegistryError
 from rlhf_pipeline.feedback.datasets import unit_interval
 from rlhf_pipeline.feedback.rules import check_event
@@ -33,7 +34,7 @@ from rlhf_pipeline.records import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.config import PolicySettings, Settings
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.registry.ledger import ModelVersion
@@ -62,6 +63,7 @@ class _Seat:
 
     version: ModelVersion
     policy: Policy
+    limits: PolicySettings
     looked_at: float
 
 
@@ -98,7 +100,7 @@ class Desk:
         from rlhf_pipeline.policy.streaming import stream
 
         seat = self._seat(agent_id)
-        limits = self.settings.policy
+        limits = seat.limits
         sizes: dict[str, Any] = {
             "max_completion_tokens": limits.max_completion_tokens,
             "max_prompt_tokens": limits.max_prompt_tokens,
@@ -187,13 +189,20 @@ class Desk:
             if seat is None or seat.version.version != version.version:
                 from rlhf_pipeline.policy.loading import load_policy
 
-                limits = self.settings.policy
+                limits = self._limits(agent_id)
                 folder = self.registry.folder_of(version)
                 policy = load_policy(folder, device=limits.device, dtype=limits.dtype)
-                seat = _Seat(version, policy, 0.0)
+                seat = _Seat(version, policy, limits, 0.0)
             seat.looked_at = time.monotonic()
             self._seats[agent_id] = seat
             return seat
+
+    def _limits(self, agent_id: str) -> PolicySettings:
+        """Return how the agent's model runs: as its own recipe says, where it has one."""
+        row = self.store.agent(agent_id)
+        if row is None or row.recipe is None:
+            return self.settings.policy
+        return load_settings(row.recipe, {"state_dir": self.settings.state_dir}).policy
 
     # -- voting ---------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
 from rlhf_pipeline.serving.pages import review
+from rlhf_pipeline.serving.pages.chat_page import assistants
 from rlhf_pipeline.serving.pages.desk import Desk
 
 KEYS = (
@@ -85,7 +86,10 @@ def review_page(desk: Desk) -> Any:
             api_visibility="private",
         )
         page.load(  # a name typed before the kept one has come is left alone
-            lambda kept: kept or gr.skip(), name, who, api_visibility="private"
+            lambda kept, now: (kept or gr.skip(), assistants(gr, desk, now)),
+            [name, agent],
+            [who, agent],
+            api_visibility="private",
         )
     return page
 
