@@ -1,7 +1,7 @@
 """The pages in a real browser: what people click lands in the store, and nothing they write runs.
 
 Run with `make test-ui`. The screenshots of the README are written when PAGES_SCREENSHOTS names a
-folder.
+folder; PAGES_EPOCHS=8 teaches the model first, so that they can be read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.serving.pages.world import free_port, made_desk, served
 pytestmark = pytest.mark.ui
 
 HOSTILE = "hi <img src=x onerror=\"document.title='owned'\"> ![x](http://evil.example/x.png)"
-PATIENCE = 60_000  # milliseconds a busy machine may take
+PATIENCE = 30_000  # milliseconds a busy machine may take
 
 Votes = Callable[[], list[tuple[Any, ...]]]
 
@@ -29,7 +29,7 @@ Votes = Callable[[], list[tuple[Any, ...]]]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     state = tmp_path_factory.mktemp("ui") / "state"
-    made_desk(state).store.database.close()
+    made_desk(state, epochs=int(os.environ.get("PAGES_EPOCHS", "0"))).store.database.close()
     port = free_port()
     with served(["rlhf_pipeline.cli", "--state", str(state), "serve", "--port", str(port)], port):
         yield f"http://127.0.0.1:{port}", state
@@ -124,9 +124,10 @@ def test_every_kind_of_vote_is_stored(page: Any, service: tuple[str, Path], vote
     page.fill("#better textarea", "It is 9 euros.")
     page.click("#send-better")
     counted(page, votes, 3)
-    picture(page, "chat")
     page.click("#send-criteria")
     counted(page, votes, 4)
+    page.evaluate("window.scrollTo(0, 0)")
+    picture(page, "chat")
     stored = votes()
     assert [row[:3] for row in stored] == [
         ("thumbs", 1.0, None),
@@ -190,9 +191,9 @@ def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], vot
     picture(page, "review")
     page.locator("body").click(position={"x": 5, "y": 5})
     for key, expected in (("g", ("thumbs", 1.0)), ("4", ("rating", 4.0)), ("b", ("thumbs", 0.0))):
-        shown = page.input_value("#prompt textarea")
+        shown = page.input_value("#completion textarea")
         page.keyboard.press(key)
         eventually(lambda: votes() and votes()[-1][:2] == expected)  # noqa: B023 - called at once
-        eventually(lambda: page.input_value("#prompt textarea") != shown)  # noqa: B023
+        eventually(lambda: page.input_value("#completion textarea") != shown)  # noqa: B023
         assert votes()[-1][6] == "review"
     assert "greement" in page.input_value("#agreement textarea, #agreement input")

@@ -110,7 +110,7 @@ def chat_page(desk: Desk) -> Any:
             api_visibility="private",
         )
         vote = _vote(desk)
-        judged = [answer, person, wants]
+        judged = [answer, person, wishes]  # not the kept ones: they follow a moment later
         for button, number in ((up, 1.0), (down, 0.0)):
             button.click(
                 lambda a, p, w, number=number: vote(a, p, w, FeedbackKind.thumbs, number=number),

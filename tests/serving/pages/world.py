@@ -19,13 +19,22 @@ from rlhf_pipeline.serving.pages.desk import Desk
 from rlhf_pipeline.simulation.world import seed_conversations
 
 
-def made_desk(state: Path) -> Desk:
-    """Return a desk whose agent `shop` answers with an untrained policy."""
+def made_desk(state: Path, *, epochs: int = 0) -> Desk:
+    """Return a desk whose agent `shop` answers with a policy that was taught for so long."""
     here = Workspace(None, str(state))
-    texts = [t for e in seed_conversations(100, 0) for t in (e.prompt[-1].content, e.completion)]
+    examples = seed_conversations(600 if epochs else 100, 0)
+    texts = [t for e in examples for t in (e.prompt[-1].content, e.completion)]
     folder = state / "agents" / "shop" / "v0"
     sizes: dict[str, int] = {"vocabulary": 400, "layers": 1, "width": 32, "heads": 2}
-    save_policy(build_tiny(texts, **sizes, context=160, seed=0), folder)
+    if epochs:
+        sizes = {"vocabulary": 1024, "layers": 2, "width": 96, "heads": 4}
+    policy = build_tiny(texts, **sizes, context=160, seed=0)
+    if epochs:
+        from rlhf_pipeline.policy.sft import train_sft
+
+        taught = {"epochs": epochs, "learning_rate": 4e-3, "batch_size": 32, "max_tokens": 144}
+        train_sft(policy, examples, state / "sft", seed=0, **taught)  # type: ignore[arg-type]
+    save_policy(policy, folder)
     here.store.ensure_agent("shop")
     here.ledger.add_baseline(
         "shop", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="test"
