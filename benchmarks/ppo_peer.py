@@ -67,7 +67,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.before = worker, 0
-        self.started = self.sampled = self.trains = 0.0
+        self.started = self.sampled = self.trains = self.processor = 0.0
         self.tokens = 0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -78,6 +78,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
         ended = time.perf_counter()
         self.worker.answer(
             seconds=ended - self.started,
+            processor_seconds=time.process_time() - self.processor,
             phases={
                 "sample": self.sampled - self.started,
                 "measure": self.trains - self.sampled,
@@ -93,6 +94,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
         if not self.worker.wait():
             raise SystemExit
         forget_peak()
+        self.processor = time.process_time()
         self.started, self.trains = time.perf_counter(), 0.0
 
 

@@ -110,6 +110,7 @@ def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
     while worker.wait():
         forget_peak()
         some = prompts[update * case.rollouts : (update + 1) * case.rollouts]
+        processor = time.process_time()
         times = [time.perf_counter()]
         sampled = sample_for(learner, some, sampling)
         times.append(time.perf_counter())
@@ -120,6 +121,7 @@ def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
         phases = ("sample", "measure", "train")
         worker.answer(
             seconds=times[-1] - times[0],
+            processor_seconds=time.process_time() - processor,
             phases={n: b - a for n, (a, b) in zip(phases, pairwise(times), strict=True)},
             tokens=int(sampled.tokens.completion_mask.sum()),
             rss_before=before,
@@ -245,8 +247,8 @@ def compare(case: Case, peer: Path, rounds: int, machine: Machine, *, defaults: 
         for engine in engines.values():
             engine.close()
     print(
-        f"| engine | s an update | sample / measure / train | episodes/s | tokens/s | "
-        f"mean length | peak MiB | x TRL | x floor |\n|{'---|' * 9}"
+        f"| engine | s an update | processor s | sample / measure / train | episodes/s | "
+        f"tokens/s | mean length | peak MiB | x TRL | x floor |\n|{'---|' * 10}"
     )
     for name, engine in engines.items():
         fastest = name == "ours, fastest"
@@ -269,8 +271,9 @@ def row(
     phases = " / ".join(f"{s:.2f}" for s in shown)
     floor = floor_seconds(case, machine, tokens, shared=shared, bfloat16=bfloat16)
     faster = peer.middle(lambda a: a["seconds"]) / seconds if peer else float("nan")
+    processor = engine.middle(lambda a: a["processor_seconds"])  # says more on a busy machine
     return (
-        f"| {name} | {seconds:.2f} | {phases} | {case.rollouts / seconds:.1f} | "
+        f"| {name} | {seconds:.2f} | {processor:.2f} | {phases} | {case.rollouts / seconds:.1f} | "
         f"{tokens / seconds:.0f} | {tokens / case.rollouts:.1f} | "
         f"{above_state(case, engine, shared=shared) / 2**20:.0f} | {faster:.2f} | "
         f"{seconds / floor:.2f} |"
