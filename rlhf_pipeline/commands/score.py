@@ -1,0 +1,180 @@
+"""`rlhf score`: completions in a file scored by any rewards, gone on with after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_pipeline.commands.common import progress
+from rlhf_pipeline.errors import ConfigError, FeedbackRefused
+from rlhf_pipeline.records import Progress, RewardInput, hashed, prompt_to_json
+from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term, named_reward
+
+BLOCK = 64  # completions scored together, and lost at most when the process dies
+
+
+def score(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="JSON lines of prompt (or messages), completion, references."
+        ),
+    ],
+    reward: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME[=WEIGHT]",
+            help="distinct-1, distinct-2, length, repetition, rouge-l, a reward model's folder, "
+            "https://… or module:function; several are summed by weight.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write, or to go on with.")],
+) -> None:
+    """Score a file of completions: a line out per line in, with what each reward gave it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    items = read_items(file)
+    terms = weighted_terms(reward)
+    composite = CompositeReward(terms)
+    columns = (TextColumn("scores"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress(*columns) as bar:
+        task = bar.add_task("scores", total=len(items))
+        before = score_all(
+            composite,
+            items,
+            out,
+            report=lambda facts: bar.update(task, completed=int(facts["scores"])),
+        )
+    again = f", {before} of them were there before" if before else ""
+    typer.echo(f"{len(items)} scores in {out}{again}")
+
+
+def weighted_terms(names: Sequence[str]) -> dict[str, Term]:
+    """Return the terms that `NAME` or `NAME=WEIGHT` ask for; raises ConfigError for one twice."""
+    terms: dict[str, Term] = {}
+    for asked in names:
+        name, weight = _name_and_weight(asked)
+        if name in terms:
+            raise ConfigError(f"needed each reward once, found {name} twice; leave one out")
+        terms[name] = Term(named_reward(name), weight)
+    return terms
+
+
+def _name_and_weight(asked: str) -> tuple[str, float]:
+    name, equals, number = asked.rpartition("=")
+    try:
+        return (name, float(number)) if equals else (asked, 1.0)
+    except ValueError:  # an address with a query has an = of its own
+        return asked, 1.0
+
+
+def read_items(path: Path) -> list[RewardInput]:
+    """Return the file's completions with their prompts; blank lines are left out.
+
+    Raises ConfigError where there is no such file or a line is not one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"a UTF-8 file of JSON lines is needed at {path}, found none ({error}); check the path"
+        ) from error
+    items = [_item(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ConfigError(f"needed completions in {path}, one a line, found none; write some")
+    return items
+
+
+def _item(line: str, path: Path, number: int) -> RewardInput:
+    from rlhf_pipeline.feedback.formats import messages_of
+
+    try:
+        values = json.loads(line)
+        name = "prompt" if "prompt" in values else "messages"
+        prompt, completion = messages_of(values[name], name), values["completion"]
+        references = values.get("references") or []
+        texts = [completion, *references]
+    except (ValueError, KeyError, TypeError, AttributeError, FeedbackRefused) as error:
+        raise _no_item(line, path, number) from error
+    if not isinstance(references, list) or not all(isinstance(text, str) for text in texts):
+        raise _no_item(line, path, number)
+    return RewardInput(prompt, completion, tuple(references))
+
+
+def _no_item(line: str, path: Path, number: int) -> ConfigError:
+    return ConfigError(
+        f'{path}:{number} needs {{"prompt": text or messages, "completion": text}} and references, '
+        f"if any, as a list of texts; found {line[:60]!r}; mend it"
+    )
+
+
+def score_all(
+    reward: CompositeReward, items: Sequence[RewardInput], out: Path, *, report: Progress
+) -> int:
+    """Append a line per item that has none in `out` yet; return how many were there before.
+
+    Raises ConfigError where `out` holds another reward's scores or those of other completions.
+    """
+    there = _scored(out, items, reward.version)
+    report({"scores": there})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        for start in range(there, len(items), BLOCK):
+            block = items[start : start + BLOCK]
+            for i, (item, told) in enumerate(zip(block, reward.judge(block), strict=True), start):
+                line = _line(i, item, told, reward.version)
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            report({"scores": start + len(block)})
+    return there
+
+
+def _line(i: int, item: RewardInput, told: Breakdown, version: str) -> Mapping[str, Any]:
+    return {
+        "number": i + 1,
+        "prompt": [{"role": m.role, "content": m.content} for m in item.prompt],
+        "completion": item.completion,
+        "score": told.score,
+        "pieces": {
+            name: {"score": piece.score, "added": piece.added}
+            for name, piece in told.pieces.items()
+        },
+        "reward_version": version,
+        "item": _identity(item),
+    }
+
+
+def _identity(item: RewardInput) -> str:
+    return hashed(prompt_to_json(item.prompt), item.completion, *item.references)
+
+
+def _scored(out: Path, items: Sequence[RewardInput], version: str) -> int:
+    """Return how many whole lines `out` holds; a last line that broke off is cut away."""
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+    for i, line in enumerate(lines):
+        try:
+            told = json.loads(line)
+            found = (told["item"], told["reward_version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--out must be a new file or one this command began, found {line[:60]!r} in line "
+                f"{i + 1} of {out}; name another file"
+            ) from error
+        if i >= len(items) or found != (_identity(items[i]), version):
+            raise ConfigError(
+                f"{out} must hold scores of the same completions by the same rewards and weights, "
+                f"found another in line {i + 1}; name another file"
+            )
+    if len(whole) < len(content):
+        os.truncate(out, len(whole))
+    return len(lines)
