@@ -90,7 +90,9 @@ class PolicySettings(Section):
     tiny: TinySettings = TinySettings()
     lora: LoraSettings = LoraSettings()
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="bfloat16 runs forward passes under autocast; weights stay float32."
+        "float32",
+        description="bfloat16 runs forward passes under autocast; weights stay float32, but those "
+        "that adapters leave frozen.",
     )
     device: str = Field("auto", description="`auto` takes a GPU where there is one.")
     max_prompt_tokens: Positive = 96
@@ -98,6 +100,11 @@ class PolicySettings(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="Divides the logits wherever completions are sampled or scored."
     )
+
+    @property
+    def frozen_dtype(self) -> str:
+        """Return the type of weights that nothing trains beside adapters."""
+        return self.dtype if self.lora.enabled else "float32"
 
     @model_validator(mode="after")
     def _tiny_context_holds_both(self) -> PolicySettings:
@@ -122,6 +129,9 @@ class SftSettings(Section):
     learning_rate: Rate = 1e-3
     batch_size: Positive = 32
     max_examples: Positive | None = None
+    lora_rank: int = Field(
+        0, ge=0, description="Above 0: adapters are trained, then merged; a model from a hub only."
+    )
 
 
 class FeedbackSettings(Section):
@@ -182,6 +192,12 @@ class RewardSettings(Section):
     freeze_trunk: bool = Field(False, description="Train only heads on the policy's features.")
     freeze_judges: bool = Field(
         False, description="The same for the stopping and the gate model alone: quicker."
+    )
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Above 0: adapters on the baseline's trunk instead of a trunk of its own each; "
+        "a PPO run with adapters then keeps one base in memory for all.",
     )
     epochs: Positive = 2
     learning_rate: Rate = 3e-4
@@ -314,6 +330,15 @@ class Settings(Section):
     experiments: ExperimentSettings = ExperimentSettings()
     pages: PagesSettings = PagesSettings()
     notifications: NotificationSettings = NotificationSettings()
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> Settings:
+        if self.policy.base == "tiny" and self.sft.lora_rank:
+            raise ValueError(
+                "sft.lora_rank adapts a model that knows something; policy.base tiny starts from "
+                f"nothing: needed sft.lora_rank 0, found {self.sft.lora_rank}; change one of them"
+            )
+        return self
 
     @property
     def resolved_database_url(self) -> str:

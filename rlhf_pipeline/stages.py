@@ -77,7 +77,11 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     if settings.policy.base == "tiny":
         policy = _untrained(settings, examples)
     else:
-        policy = load_policy(settings.policy.base, device=settings.policy.device)
+        policy = load_policy(
+            settings.policy.base,
+            device=settings.policy.device,
+            dtype=settings.policy.dtype if settings.sft.lora_rank else "float32",
+        )
     keep_going()
     result = train_sft(
         policy,
@@ -88,6 +92,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         batch_size=settings.sft.batch_size,
         max_tokens=settings.policy.max_prompt_tokens + settings.policy.max_completion_tokens,
         seed=settings.training.seed,
+        lora_rank=settings.sft.lora_rank,
         report=report,
     )
     parameters = sum(p.numel() for p in policy.model.parameters())
@@ -144,6 +149,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             max_completion_tokens=settings.policy.max_completion_tokens,
             seed=settings.training.seed + JOBS.index(job),
             reads_likelihood=settings.reward.reads_likelihood,
+            lora_rank=settings.reward.lora_rank,
+            dtype=settings.policy.frozen_dtype,
             min_pairs=settings.reward.min_pairs,
             device=settings.policy.device,
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
@@ -167,6 +174,7 @@ def improve(
 ) -> TrainingResult:
     """Train the turn's champion under `ppo` into output_dir: what train_policy and tuning share."""
     from rlhf_pipeline.ppo.dpo import train_dpo
+    from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.simulation.people import customers
@@ -177,8 +185,18 @@ def improve(
     prompts = training_prompts(turn)
     watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
     reward_folder = turn.work / "reward"
-    proxy = load_reward_model(reward_folder / "proxy", device=settings.policy.device)
-    stopping = load_reward_model(reward_folder / "stopping", device=settings.policy.device)
+    # DPO trains through a trainer of its own, on a base nothing else reads.
+    adapts = ppo.lora_rank > 0 and ppo.estimator != "dpo"
+    base = shared_base(champion, baseline, ppo) if adapts else None
+    proxy, stopping = (
+        load_reward_model(
+            reward_folder / job,
+            device=settings.policy.device,
+            dtype=settings.policy.frozen_dtype,
+            base=base,
+        )
+        for job in ("proxy", "stopping")
+    )
     if ppo.estimator == "dpo":
         pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
         return train_dpo(
@@ -205,6 +223,7 @@ def improve(
         settings=ppo,
         # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
         value_init=reward_folder / "proxy" if ppo.critic == "separate" else None,
+        base=base,
         user=None if settings.training.simulated_user is None else customers,
         report=report,
         keep_going=keep_going,
@@ -216,6 +235,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     from rlhf_pipeline.evaluation.compare import compare
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.plots import write_plots
+    from rlhf_pipeline.policy.adapters import bare_base
     from rlhf_pipeline.reward.model import load_reward_model
 
     settings = turn.settings
@@ -228,18 +248,19 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
             "feedback on more prompts"
         )
     keep_going()
-    rewards = turn.work / "reward"
+    device, dtype = settings.policy.device, settings.policy.frozen_dtype
+    base = bare_base(baseline, device=device, dtype=dtype) if settings.reward.lora_rank else None
+    judges = {
+        job: load_reward_model(turn.work / "reward" / job, device=device, dtype=dtype, base=base)
+        for job in JOBS
+    }
     comparison = compare(
         turn.work / "ppo" / "policy",
         baseline,
         None if champion == baseline else champion,
         prompts[: settings.evaluation.prompts],
-        load_reward_model(rewards / "gate", device=settings.policy.device),
-        {
-            job: load_reward_model(rewards / job, device=settings.policy.device)
-            for job in JOBS
-            if job != "gate"
-        },
+        judges["gate"],
+        {job: judge for job, judge in judges.items() if job != "gate"},
         max_completion_tokens=settings.policy.max_completion_tokens,
         max_prompt_tokens=settings.policy.max_prompt_tokens,
         temperature=settings.policy.temperature,
@@ -247,6 +268,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         bootstrap_samples=settings.evaluation.bootstrap_samples,
         samples_shown=settings.evaluation.samples_shown,
         device=settings.policy.device,
+        dtype=settings.policy.frozen_dtype,
         report=report,
     )
     decision = decide(comparison, settings.promotion.gate)
@@ -328,7 +350,7 @@ def _baseline_completions(
     from rlhf_pipeline.policy.sampling import complete
 
     settings = turn.settings.policy
-    policy: Policy = load_policy(baseline, device=settings.device)
+    policy: Policy = load_policy(baseline, device=settings.device, dtype=settings.frozen_dtype)
     completions = complete(
         policy,
         prompts,

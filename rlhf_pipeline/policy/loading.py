@@ -98,10 +98,11 @@ def load_policy(
     return policy
 
 
-def save_policy(policy: Policy, directory: str | Path) -> None:
+def save_policy(policy: Policy, directory: str | Path, *, base_digest: str | None = None) -> None:
     """Write a plain transformers folder (safetensors) that replaces `directory` in one rename.
 
-    Adapters, if the model carries any, are merged into the copy that is written.
+    Adapters, if the model carries any, are merged into the copy that is written; with the digest of
+    their base they are kept beside it too, so that a later run can train them on.
     """
     model: Any = policy.model
     if hasattr(model, "merge_and_unload"):  # a PeftModel, without the 5 s that importing peft takes
@@ -109,6 +110,10 @@ def save_policy(policy: Policy, directory: str | Path) -> None:
     with new_folder(directory) as folder, no_progress_bars():
         model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
+        if base_digest is not None:
+            from rlhf_pipeline.policy.adapters import keep_adapters
+
+            keep_adapters(policy.model, base_digest, folder)
 
 
 def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:

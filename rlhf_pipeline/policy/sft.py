@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.records import Progress, SftExample, ignore_progress
@@ -46,11 +48,14 @@ def train_sft(
     batch_size: int,
     max_tokens: int,
     seed: int,
+    lora_rank: int = 0,
     report: Progress | None = None,
 ) -> SftResult:
     """Train `policy` in place, save it in `output_dir` and return the loss curve.
 
     1. Lay out the tokens; 2. train with a short warm-up and a linear anneal to 0; 3. save.
+    With lora_rank only adapters of that rank are trained, whatever type the frozen weights have,
+    and merged into them at the end.
     `max_tokens` bounds prompt and completion together; a long prompt loses its beginning.
     `report` hears {"step", "of", "loss", "epoch"} about fifty times.
     Raises NotEnoughData without examples, TrainingError if the loss is not a number.
@@ -64,12 +69,17 @@ def train_sft(
     rows = sft_rows(policy, examples, max_tokens=max_tokens)
     watcher = _Watcher(report or ignore_progress)
     with tempfile.TemporaryDirectory() as scratch:
+        plain: Any = policy.model
+        trained = plain if not lora_rank else _with_adapters(plain, lora_rank, seed)
         trainer = _make_trainer(
-            policy, rows, scratch, epochs, learning_rate, batch_size, seed, watcher
+            policy, trained, rows, scratch, epochs, learning_rate, batch_size, seed, watcher
         )
         trainer.train()
     for wrapped in ("forward", "_original_forward"):  # TRL's fused output layer, autocast
-        policy.model.__dict__.pop(wrapped, None)
+        plain.__dict__.pop(wrapped, None)
+        trained.__dict__.pop(wrapped, None)
+    if lora_rank:
+        policy.model = trained.merge_and_unload()
     policy.model.to(device).eval()
     policy.model.config.use_cache = True
     curve = tuple(watcher.curve)
@@ -109,8 +119,24 @@ def sft_rows(
     return rows
 
 
+def _with_adapters(model: Any, rank: int, seed: int) -> Any:
+    """Return PEFT's wrapper of the model with fresh adapters in float32, the rest frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=ALPHA_PER_RANK * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
 def _make_trainer(
     policy: Policy,
+    trained: Any,
     rows: list[dict[str, list[int]]],
     scratch: str,
     epochs: float,
@@ -151,7 +177,7 @@ def _make_trainer(
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs: one process each, not DataParallel
     trainer = SFTTrainer(
-        model=policy.model,
+        model=trained,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=policy.tokenizer,

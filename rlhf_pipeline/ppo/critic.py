@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -17,8 +18,9 @@ from transformers import AutoModel
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.policy.loading import Policy, load_tokenizer, load_weights
-from rlhf_pipeline.policy.sampling import completion_hidden
+from rlhf_pipeline.policy.adapters import SharedBase, adapter_weights, load_adapters, only
+from rlhf_pipeline.policy.loading import ADAPTER, Policy, load_tokenizer, load_weights
+from rlhf_pipeline.policy.sampling import completion_hidden, trunk_of
 from rlhf_pipeline.ppo.rollout import Tokens
 
 
@@ -73,6 +75,48 @@ class SeparateCritic(nn.Module):
         return head_values(self.head, hidden)
 
 
+class AdapterCritic(nn.Module):
+    """Adapters of its own on the policy's base, and a scalar head: a separate critic for little."""
+
+    SET = "critic"
+
+    def __init__(self, base: SharedBase, head: nn.Linear) -> None:
+        super().__init__()
+        trunk = trunk_of(base.policy.model)
+        self._model = (base.policy.model,)  # in a tuple: its weights are not the critic's own
+        weights = adapter_weights(trunk, self.SET)
+        self.adapters = nn.ParameterDict({n.replace(".", "/"): p for n, p in weights.items()})
+        self.head = head
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """Return values (B, T)."""
+        with only(self._model[0], self.SET):
+            hidden = completion_hidden(
+                self._model[0],
+                tokens.prompt_ids,
+                tokens.prompt_mask,
+                tokens.completion_ids,
+                tokens.completion_mask,
+            )
+        return head_values(self.head, hidden)
+
+
+def load_reward_adapters(directory: Path, base: SharedBase) -> nn.Linear | None:
+    """Put the adapters of the reward model at directory into the base; return its scalar head.
+
+    The head's bias is less the centre offset, as in load_reward_trunk. None where the reward model
+    has no adapters on this base, or reads what a critic cannot.
+    """
+    trunk_dir, settings = directory / "trunk", directory / "reward_model.json"
+    facts = read_json(settings) if settings.is_file() else {}
+    fits = facts.get("base", {}).get("digest") == base.digest
+    fits = fits and facts["reads"] == "last" and not facts.get("likelihood")
+    if not fits or not (trunk_dir / ADAPTER).is_file():
+        return None
+    load_adapters(trunk_of(base.policy.model), AdapterCritic.SET, trunk_dir)
+    return _saved_head(directory, facts)
+
+
 def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Linear] | None:
     """Return the trunk and the scalar head of the reward model kept at directory.
 
@@ -89,9 +133,12 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
         )
     facts = read_json(directory / "reward_model.json")
     same_tokens = load_tokenizer(trunk_dir).get_vocab() == policy.tokenizer.get_vocab()
-    if facts["reads"] != "last" or facts.get("likelihood") or not same_tokens:
+    shares = "base" in facts
+    if facts["reads"] != "last" or facts.get("likelihood") or not same_tokens or shares:
         what = "another vocabulary than the policy"
-        if same_tokens:
+        if same_tokens and shares:
+            what = "no trunk of its own, but adapters for another base or none"
+        elif same_tokens:
             what = "a head that reads likelihoods, or a state other than the last one"
         warnings.warn(
             f"the reward model at {directory} has {what}, so the critic starts from the policy's "
@@ -101,9 +148,13 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
         )
         return None
     trunk: nn.Module = load_weights(AutoModel, trunk_dir, "float32")
-    saved = load_file(head_file)
+    return trunk, _saved_head(directory, facts)
+
+
+def _saved_head(directory: Path, facts: Any) -> nn.Linear:
+    saved = load_file(directory / "head.safetensors")
     head = nn.Linear(saved["weight"].shape[1], 1)
     head.load_state_dict(saved)
     with torch.no_grad():
         head.bias.sub_(float(facts["calibration"]["offset"]))
-    return trunk, head
+    return head

@@ -102,7 +102,8 @@ def train_dpo(
     chosen = choose_update(watcher.looks, max_kl=settings.max_kl)
     watcher.take_back(chosen)
     keep_going()
-    save_policy(Policy(learner.saved_model, learner.policy.tokenizer), output_dir / "policy")
+    trained = Policy(learner.saved_model, learner.policy.tokenizer)
+    save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
     look = next(e for e in watcher.looks if e.update == chosen)
     result = TrainingResult(
         model_path=str(output_dir / "policy"),

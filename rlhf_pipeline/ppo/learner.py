@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.adapters import SharedBase, add_adapters, base_digest, load_base, only
 from rlhf_pipeline.policy.loading import Policy, load_policy, switch_off_dropout
 from rlhf_pipeline.policy.packed import attending_as_now
 from rlhf_pipeline.policy.sampling import (
@@ -23,14 +24,18 @@ from rlhf_pipeline.policy.sampling import (
     trunk_of,
 )
 from rlhf_pipeline.ppo.critic import (
+    AdapterCritic,
     SeparateCritic,
     SharedCritic,
     fresh_head,
     head_values,
+    load_reward_adapters,
     load_reward_trunk,
 )
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
+
+Critic = SharedCritic | SeparateCritic | AdapterCritic
 
 
 @dataclass
@@ -40,9 +45,10 @@ class Learner:
     policy: Policy  # model is the plain causal LM; with LoRA its adapters sit inside it
     saved_model: Any  # what save_policy is given: the PEFT wrapper with LoRA, else the model
     reference_logprobs: Callable[[Tokens], Tensor]  # (B, T), of the fixed reference policy
-    critic: SharedCritic | SeparateCritic | None
+    critic: Critic | None
     optimizer: torch.optim.Optimizer
     settings: PpoSettings
+    base_digest: str | None = None  # with LoRA: of the frozen base, kept with the saved adapters
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
@@ -108,10 +114,7 @@ class Learner:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the weights that training moves, by name: policy/... and critic/..."""
-        named = {f"policy/{n}": p for n, p in self.policy.model.named_parameters()}
-        if self.critic is not None:
-            named |= {f"critic/{n}": p for n, p in self.critic.named_parameters()}
-        return {name: p for name, p in named.items() if p.requires_grad}
+        return trainable_of(self.policy, self.critic)
 
     def set_learning_rate(self, share: float) -> float:
         """Set every rate to `share` of its first value; return the policy's."""
@@ -126,36 +129,84 @@ def build_learner(
     reference_dir: str | Path,
     value_init: Path | None,
     settings: PpoSettings,
+    *,
+    base: SharedBase | None = None,
 ) -> Learner:
     """Return a learner at its start; the same arguments give the same weights.
 
-    With LoRA and a reference that is the base itself, the reference is the policy with its
-    adapters off; otherwise it is a model of its own.
+    With LoRA one base carries the policy's adapters and, where it is separate, the critic's; where
+    that base is the reference, the reference is the base with adapters off, otherwise a model of
+    its own. `base` is what `shared_base` loaded, for reward models that share it.
     """
-    policy = load_policy(policy_dir, device=settings.device)
+    if base is None and settings.lora_rank:
+        base = shared_base(policy_dir, reference_dir, settings)
+    policy = load_policy(policy_dir, device=settings.device) if base is None else base.policy
     check_policy(policy, settings)
     generator = torch.Generator().manual_seed(settings.seed)
-    critic = build_critic(policy, value_init, settings, generator)
-    saved_model: Any = policy.model
-    if settings.lora_rank:
-        saved_model = add_adapters(policy, settings)
-    if settings.lora_rank and is_same_model(policy_dir, reference_dir):
-        reference_logprobs = adapters_off_logprobs(policy, saved_model, settings)
+    critic = build_critic(policy, value_init, settings, generator, base)
+    if base is not None and base.digest == base_digest(reference_dir):
+        reference_logprobs = adapters_off_logprobs(policy, settings)
     else:
         reference_logprobs = own_model_logprobs(policy, reference_dir, settings)
     if settings.gradient_checkpointing:
+        if isinstance(critic, AdapterCritic):
+            raise ConfigError(
+                "ppo.gradient_checkpointing computes layers again with the policy's adapters on, so "
+                "needs ppo.critic shared beside LoRA, found separate; change one of them"
+            )
         allow_recomputing(trunk_of(policy.model))
         if isinstance(critic, SeparateCritic):
             allow_recomputing(critic.base_model)
-    policy_weights = [p for p in policy.model.parameters() if p.requires_grad]
-    groups = [{"params": policy_weights, "lr": settings.learning_rate}]
-    if critic is not None:
-        rate = settings.critic_learning_rate or settings.learning_rate
-        groups.append({"params": list(critic.parameters()), "lr": rate})
+    saved_model: Any = policy.model if base is None else base.wrapper
+    digest = None if base is None else base.digest
+    optimizer = new_optimizer(trainable_of(policy, critic), settings)
+    return Learner(policy, saved_model, reference_logprobs, critic, optimizer, settings, digest)
+
+
+def shared_base(
+    policy_dir: str | Path, reference_dir: str | Path, settings: PpoSettings
+) -> SharedBase:
+    """Return the base, with the policy's adapters, that build_learner and reward models share.
+
+    Its weights are of the settings' precision: nothing trains them.
+    """
+    return load_base(
+        policy_dir,
+        reference_dir,
+        rank=settings.lora_rank,
+        alpha=settings.lora_alpha,
+        seed=settings.seed,
+        device=settings.device,
+        dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
+    )
+
+
+def trainable_of(policy: Policy, critic: Critic | None) -> dict[str, nn.Parameter]:
+    """Return the weights that training moves, by name: policy/... and critic/..."""
+    of_critic = {} if critic is None else dict(critic.named_parameters())
+    apart = {id(p) for p in of_critic.values()}
+    named = {f"policy/{n}": p for n, p in policy.model.named_parameters() if id(p) not in apart}
+    named |= {f"critic/{n}": p for n, p in of_critic.items()}
+    return {name: p for name, p in named.items() if p.requires_grad}
+
+
+def new_optimizer(
+    trainable: Mapping[str, nn.Parameter], settings: PpoSettings
+) -> torch.optim.Optimizer:
+    """Return Adam on these weights, the policy's and the critic's at rates of their own."""
+    rates = {
+        "policy": settings.learning_rate,
+        "critic": settings.critic_learning_rate or settings.learning_rate,
+    }
+    groups = [
+        {"params": [p for n, p in trainable.items() if n.startswith(f"{part}/")], "lr": rate}
+        for part, rate in rates.items()
+    ]
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, eps=settings.adam_eps, weight_decay=0.0, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return Learner(policy, saved_model, reference_logprobs, critic, optimizer, settings)
+    return optimizer
 
 
 def allow_recomputing(trunk: Any) -> None:
@@ -188,20 +239,37 @@ def check_policy(policy: Policy, settings: PpoSettings) -> None:
 
 
 def build_critic(
-    policy: Policy, value_init: Path | None, settings: PpoSettings, generator: torch.Generator
-) -> SharedCritic | SeparateCritic | None:
+    policy: Policy,
+    value_init: Path | None,
+    settings: PpoSettings,
+    generator: torch.Generator,
+    base: SharedBase | None = None,
+) -> Critic | None:
     """Return the critic of the settings, or None where the estimator needs none.
 
     A separate one is the reward model at value_init; without that, the policy's trunk with a fresh
-    head. A shared one is a fresh head on the policy's trunk: a head trained on another trunk means
-    nothing there.
+    head. On a shared base it is adapters there: the reward model's, or fresh ones. A shared critic
+    is a fresh head on the policy's trunk: a head trained on another trunk means nothing there.
     """
     if not settings.has_critic:
         return None
     width = policy.model.config.hidden_size
     if settings.critic == "shared":
         return SharedCritic(fresh_head(width, generator)).to(policy.device)
+    if base is not None and value_init is not None:
+        trained = load_reward_adapters(value_init, base)
+        if trained is not None:
+            return AdapterCritic(base, trained).to(policy.device)
     start = None if value_init is None else load_reward_trunk(value_init, policy)
+    if start is None and base is not None:
+        add_adapters(
+            trunk_of(policy.model),
+            AdapterCritic.SET,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            seed=settings.seed + 1,
+        )
+        return AdapterCritic(base, fresh_head(width, generator)).to(policy.device)
     if start is None:
         start = copy.deepcopy(trunk_of(policy.model)), fresh_head(width, generator)
     trunk, head = start
@@ -209,28 +277,11 @@ def build_critic(
     return SeparateCritic(trunk.eval().requires_grad_(True), head).to(policy.device)
 
 
-def add_adapters(policy: Policy, settings: PpoSettings) -> Any:
-    """Put LoRA adapters into the policy's linear layers, freeze the rest; return PEFT's wrapper."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(settings.seed)  # PEFT draws the adapters' first weights from torch's own
-    config = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(policy.model, config)
-
-
-def adapters_off_logprobs(
-    policy: Policy, wrapper: Any, settings: PpoSettings
-) -> Callable[[Tokens], Tensor]:
+def adapters_off_logprobs(policy: Policy, settings: PpoSettings) -> Callable[[Tokens], Tensor]:
     """Return the reference's log-probabilities as the policy's without its adapters."""
 
     def logprobs(tokens: Tokens) -> Tensor:
-        with wrapper.disable_adapter():
+        with only(policy.model, None):
             return _logprobs(policy, tokens, settings)
 
     return logprobs

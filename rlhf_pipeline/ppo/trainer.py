@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from rlhf_pipeline.errors import CheckpointDamaged, TrainingError
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.chat import encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
@@ -132,6 +133,7 @@ def train_ppo(
     output_dir: Path,
     settings: PpoSettings,
     value_init: Path | None = None,
+    base: SharedBase | None = None,
     user: SimulatedUser | None = None,
     final_reward: RewardFunction | None = None,
     engine: RolloutEngine = sample_completions,
@@ -143,7 +145,8 @@ def train_ppo(
 
     `reward` is maximised; `stopping`, which training never sees, chooses the update whose policy
     is kept, by its mean score on watch_prompts. Without it the last update is kept. reference_dir
-    is the fixed baseline; value_init a reward model's folder the critic starts from.
+    is the fixed baseline; value_init a reward model's folder the critic starts from; base, with
+    LoRA, the base in memory that the rewards read with too (learner.shared_base).
     With settings.max_turns above 1 rollouts are conversations with `user`, `reward` judges by
     settings.reward_timing, and final_reward, if any, is added where a conversation ends.
     `keep_going` is called before every update and every write, and raises to stop the run.
@@ -176,7 +179,7 @@ def train_ppo(
             return finished
 
     # 1. Models and checks.
-    learner = build_learner(policy_dir, reference_dir, value_init, settings)
+    learner = build_learner(policy_dir, reference_dir, value_init, settings, base=base)
     encoded = encode_checked(learner.policy, prompts, settings, "prompts")
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
     check_conversation(settings, user, final_reward)
@@ -282,7 +285,8 @@ def train_ppo(
     # 4. What comes out.
     keep_going()
     chosen = _load_chosen(checkpoints, learner, now, settings)
-    save_policy(Policy(learner.saved_model, learner.policy.tokenizer), output_dir / "policy")
+    trained = Policy(learner.saved_model, learner.policy.tokenizer)
+    save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
     look = next(e for e in now.evaluations if e.update == chosen)
     result = TrainingResult(
         model_path=str(output_dir / "policy"),

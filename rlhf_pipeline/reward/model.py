@@ -2,6 +2,8 @@
 
 On disk it is a folder: trunk/ (a plain transformers folder with its tokenizer), head.safetensors
 (weight, bias) and reward_model.json (what is read, limits, centre offset, calibration temperature).
+One that shares a base keeps no trunk of its own: trunk/ then holds adapters, or nothing but the
+tokenizer where only the head was trained, and reward_model.json says which base.
 The head may also read how likely the trunk's own language model finds the completion: what was said
 to a question like this before is a strong sign of relevance, which a few thousand votes on a small
 trunk do not teach. The mean log-likelihood as a reward is SimPO's (arXiv:2405.14734 eq. 3); here it
@@ -12,6 +14,7 @@ Nothing is pickled, and no code from a model is run.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -26,8 +29,19 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBas
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
+from rlhf_pipeline.policy.adapters import (
+    ALPHA_PER_RANK,
+    SharedBase,
+    adapter_weights,
+    add_adapters,
+    base_digest,
+    load_adapters,
+    only,
+    save_adapters,
+)
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import (
+    ADAPTER,
     choose_device,
     load_tokenizer,
     load_weights,
@@ -47,6 +61,7 @@ Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
+OWN = "reward"  # the name of its adapters where no other reward model shares the base
 TOTAL_SCALE = 1 / 16  # brings the total to the size of the others
 
 
@@ -95,6 +110,8 @@ class RewardModel(nn.Module):
         reads: Reads,
         likelihood: bool,
         pad_id: int,
+        base: str | None = None,
+        adapters: str | None = None,
     ) -> None:
         super().__init__()
         self.trunk = trunk  # with its output layer where `likelihood`
@@ -103,9 +120,20 @@ class RewardModel(nn.Module):
         self.reads = reads
         self.likelihood = likelihood
         self.pad_id = pad_id
+        self.base = base  # folder or hub id the trunk is shared with; None: a trunk of its own
+        self.adapters = adapters  # the name of its adapters on that base; None: the bare base
+
+    def read(self) -> AbstractContextManager[None]:
+        """Return the context in which the trunk computes with this model's adapters, if any."""
+        return nullcontext() if self.base is None else only(self.trunk, self.adapters)
 
     def features(self, rows: Sequence[Row]) -> Tensor:
-        """Return what the head judges, (B, F) float32: the hidden state, then the likelihoods.
+        """Return what the head judges, (B, F) float32: the hidden state, then the likelihoods."""
+        with self.read():
+            return self._features(rows)
+
+    def _features(self, rows: Sequence[Row]) -> Tensor:
+        """Return the features with whatever adapters are on.
 
         A causal trunk has seen everything at the last token (eos, where it fitted); an encoder
         gathers it at the first; "mean" is the mean over all tokens, which a head on a frozen trunk
@@ -182,16 +210,21 @@ def new_reward_model(
     seed: int,
     reads: Reads | None = None,
     likelihood: bool = False,
+    on_base: bool = False,
+    lora_rank: int = 0,
+    dtype: str = "float32",
     device: str = "auto",
 ) -> tuple[RewardModel, PreTrainedTokenizerBase]:
     """Return an untrained reward model on a policy's trunk (output layer dropped) or an encoder.
 
     It reads the last token, an encoder the first, unless told otherwise; with `likelihood` it keeps
     the output layer and reads the completion's likelihoods too.
+    on_base: the trunk stays the base's, frozen, of this dtype, and is not saved; with lora_rank it
+    gets adapters.
     The head starts with deviation 1 / sqrt(H + 1) and no bias, so first scores are small.
     Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
     """
-    trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, base, "float32")
+    trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, base, dtype)
     tokenizer = load_tokenizer(base)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
@@ -210,7 +243,24 @@ def new_reward_model(
             "false, or take a causal base"
         )
     reads = reads or ("first" if encoder else "last")
-    return _assemble(trunk, head, encoder, reads, likelihood, tokenizer, device), tokenizer
+    if on_base:
+        trunk.requires_grad_(False)
+        if lora_rank:
+            inner = trunk_of(trunk) if likelihood else trunk
+            alpha = ALPHA_PER_RANK * lora_rank
+            add_adapters(inner, OWN, rank=lora_rank, alpha=alpha, seed=seed)
+    model = _assemble(
+        trunk,
+        head,
+        encoder,
+        reads,
+        likelihood,
+        tokenizer,
+        device,
+        base=str(base) if on_base else None,
+        adapters=OWN if on_base and lora_rank else None,
+    )
+    return model, tokenizer
 
 
 def save_reward_model(
@@ -223,8 +273,11 @@ def save_reward_model(
 ) -> None:
     """Write the reward model's files into a folder (see files.new_folder for atomicity)."""
     trunk: Any = model.trunk
-    with no_progress_bars():
-        trunk.save_pretrained(folder / TRUNK)
+    if model.base is None:
+        with no_progress_bars():
+            trunk.save_pretrained(folder / TRUNK)
+    elif model.adapters is not None:
+        save_adapters(_inner(model), model.adapters, folder / TRUNK)
     tokenizer.save_pretrained(folder / TRUNK)
     save_file(
         {
@@ -239,15 +292,24 @@ def save_reward_model(
             "encoder": model.encoder,
             "reads": model.reads,
             "likelihood": model.likelihood,
+            **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
             **asdict(limits),
             "calibration": asdict(calibration),
         },
     )
 
 
-def load_reward_model(directory: str | Path, *, device: str = "auto") -> LearnedReward:
+def load_reward_model(
+    directory: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    base: SharedBase | None = None,
+) -> LearnedReward:
     """Return the reward model that `train_reward_model` wrote, ready to score.
 
+    One that was trained on `base` reads with the base that is in memory already; on another, or
+    without `base`, it loads that, with weights of `dtype`.
     Its version is a digest of its weights and settings. Raises ModelError if files are missing or
     do not fit together.
     """
@@ -260,8 +322,16 @@ def load_reward_model(directory: str | Path, *, device: str = "auto") -> Learned
         )
     settings = read_json(root / SETTINGS)
     likelihood = bool(settings.get("likelihood"))
-    auto_class = AutoModelForCausalLM if likelihood else AutoModel
-    trunk = load_weights(auto_class, root / TRUNK, "float32")
+    facts = settings.get("base")
+    shares = base is not None and facts is not None and facts["digest"] == base.digest
+    if base is not None and shares:
+        causal: Any = base.policy.model
+        trunk = causal if likelihood else trunk_of(causal)
+        device = str(base.policy.device)
+    else:
+        auto_class = AutoModelForCausalLM if likelihood else AutoModel
+        source: str | Path = root / TRUNK if facts is None else _base_source(facts, root)
+        trunk = load_weights(auto_class, source, "float32" if facts is None else dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
         head = nn.Linear(trunk.config.hidden_size + LIKELIHOODS * likelihood, 1)
@@ -274,8 +344,27 @@ def load_reward_model(directory: str | Path, *, device: str = "auto") -> Learned
             f"the reward model's trunk, head and settings must belong together in {root}; found: "
             f"{error}; train it again"
         ) from error
-    model = _assemble(trunk, head, encoder, reads, likelihood, tokenizer, device)
-    return LearnedReward(model, tokenizer, limits, calibration, reward_version(root))
+    version = reward_version(root)
+    name = None
+    if facts is not None and (root / TRUNK / ADAPTER).is_file():
+        name = f"reward-{version}"  # several may read with one base
+        inner = trunk_of(trunk) if likelihood else trunk
+        if not adapter_weights(inner, name):  # the same model, loaded again
+            load_adapters(inner, name, root / TRUNK)
+        for weight in adapter_weights(inner, name).values():
+            weight.requires_grad_(False)
+    model = _assemble(
+        trunk,
+        head,
+        encoder,
+        reads,
+        likelihood,
+        tokenizer,
+        device,
+        base=None if facts is None else str(facts["path"]),
+        adapters=name,
+    )
+    return LearnedReward(model, tokenizer, limits, calibration, version)
 
 
 def reward_version(directory: Path) -> str:
@@ -352,6 +441,9 @@ def _assemble(
     likelihood: bool,
     tokenizer: PreTrainedTokenizerBase,
     device: str,
+    *,
+    base: str | None = None,
+    adapters: str | None = None,
 ) -> RewardModel:
     switch_off_dropout(trunk)
     model = RewardModel(
@@ -361,8 +453,40 @@ def _assemble(
         reads=reads,
         likelihood=likelihood,
         pad_id=int(tokenizer.pad_token_id),
+        base=base,
+        adapters=adapters,
     )
     return model.to(choose_device(device)).eval()
+
+
+def _inner(model: RewardModel) -> nn.Module:
+    """Return the trunk without an output layer: where adapters sit."""
+    return trunk_of(model.trunk) if model.likelihood else model.trunk
+
+
+def _base_facts(base: str, parent: Path) -> dict[str, str]:
+    """Return where the base is, from the reward model's parent folder, and what it must be."""
+    folder = Path(base)
+    here = os.path.relpath(folder.resolve(), parent.resolve()) if folder.is_dir() else base
+    return {"path": here, "digest": base_digest(base)}
+
+
+def _base_source(facts: dict[str, str], root: Path) -> str | Path:
+    """Return the base to load: the folder as it was, or the hub id."""
+    folder = (root.resolve().parent / facts["path"]).resolve()
+    if not folder.is_dir():
+        if facts["digest"] == facts["path"]:  # a hub id stands for itself
+            return facts["path"]
+        raise ModelError(
+            f"the reward model at {root} reads with the base it was trained on, found none at "
+            f"{folder}; put that back, or train the reward model again"
+        )
+    if base_digest(folder) != facts["digest"]:
+        raise ModelError(
+            f"the reward model at {root} needs the base it was trained on, found other weights at "
+            f"{folder}; put those back, or train the reward model again"
+        )
+    return folder
 
 
 def _is_encoder(trunk: Any) -> bool:

@@ -118,6 +118,8 @@ def train_reward_model(
     max_completion_tokens: int,
     seed: int,
     reads_likelihood: bool = False,
+    lora_rank: int = 0,
+    dtype: str = "float32",
     min_pairs: int = 2,
     device: str = "auto",
     report: Progress | None = None,
@@ -130,7 +132,9 @@ def train_reward_model(
     `base` is a policy folder or an encoder. With reads_likelihood the head is solved on the frozen
     trunk before all of it is trained: few votes then bend the features less (arXiv:2202.10054).
     With freeze_trunk, epochs, learning_rate and batch_size
-    are unused: the head's problem is convex and is solved. The same seed gives the same model.
+    are unused: the head's problem is convex and is solved. With lora_rank the trunk stays the
+    base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
+    the head alone, so that other models can share the base. The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
@@ -142,6 +146,9 @@ def train_reward_model(
         seed=seed,
         reads="mean" if freeze_trunk or reads_likelihood else None,
         likelihood=reads_likelihood,
+        on_base=lora_rank > 0,
+        lora_rank=0 if freeze_trunk else lora_rank,
+        dtype=dtype if lora_rank else "float32",
         device=device,
     )
     train = encode_pairs(tokenizer, train_pairs, limits)
@@ -309,9 +316,8 @@ def fit_model(
     how it is split does not change its gradient.
     """
     steps = max(1, round(epochs * math.ceil(len(pairs) / batch_size)))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0
-    )
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0)
     anneal = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     lengths = [len(c) + len(r) for c, r in zip(pairs.chosen, pairs.rejected, strict=True)]
     draw = random.Random(seed)
@@ -324,7 +330,7 @@ def fit_model(
         minibatches = minibatches or like_length(lengths, batch_size, draw)
         loss, margins = backward(model, pairs, minibatches.pop())
         seen.update(margins)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         if not (math.isfinite(loss) and math.isfinite(float(norm))):
             raise TrainingError(
                 f"loss and gradient must stay finite, found {loss} and {float(norm)} at step "

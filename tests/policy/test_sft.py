@@ -90,3 +90,18 @@ def test_training_refuses_nothing_and_nonsense(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="the loss must stay finite"):
         train_sft(broken, EXAMPLES[:4], tmp_path / "sft", **{**SETTINGS, "epochs": 1})
     assert not (tmp_path / "sft").exists()
+
+
+def test_adapters_learn_are_merged_and_leave_a_plain_model(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    embeddings = policy.model.get_input_embeddings().weight.detach().clone()
+    result = train_sft(policy, EXAMPLES, tmp_path / "sft", lora_rank=16, **SETTINGS)
+    assert result.loss_curve[-1][1] < 0.7 * result.loss_curve[0][1]
+    assert not (tmp_path / "sft" / "adapter_config.json").exists()
+    loaded = load_policy(tmp_path / "sft", device="cpu")
+    assert torch.equal(loaded.model.get_input_embeddings().weight, embeddings)  # frozen
+    ids = torch.tensor([encode_prompt(policy.tokenizer, EXAMPLES[0].prompt, max_tokens=48)])
+    with torch.no_grad():
+        expected, fresh = policy.model(ids).logits, tiny_policy().model(ids).logits
+        assert torch.allclose(loaded.model(ids).logits, expected, atol=1e-5)
+    assert not torch.allclose(expected, fresh, atol=1e-2)

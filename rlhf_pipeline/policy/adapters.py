@@ -1,0 +1,226 @@
+"""Several sets of low-rank adapters on one base, through peft: LoRA, arXiv:2106.09685.
+
+A set has a name, such as `critic`, and sits in every linear layer of a model's trunk. Which set
+computes is decided by `only`, so one base in memory serves policy, reference (no set), critic and
+reward models. The base's weights are frozen and may be bfloat16; adapters are float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import folder_sha256, read_json, write_json
+from rlhf_pipeline.policy.loading import Policy, load_policy
+from rlhf_pipeline.records import hashed
+
+POLICY = "default"  # the set that PEFT's own wrapper trains, merges and saves
+ALPHA_PER_RANK = 2.0  # adapters of SFT and reward models count alpha / rank = 2
+WEIGHTS = "adapter_model.safetensors"  # beside PEFT's adapter_config.json
+KEPT = "adapter"  # folder of a saved policy: its set before it was merged, for the next turn
+BASE = "base.json"  # in that folder: the digest of the base it belongs to
+
+
+@dataclass(frozen=True)
+class SharedBase:
+    """A policy with adapters whose base other models read with sets of their own."""
+
+    policy: Policy  # the plain causal LM; adapters sit inside it
+    wrapper: Any  # PEFT's, of the policy's own set: what merges and saves it; None without one
+    digest: str  # of the base's weights
+
+
+def load_base(
+    policy_dir: str | Path,
+    reference_dir: str | Path,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
+    device: str = "auto",
+    dtype: str = "float32",
+) -> SharedBase:
+    """Return the policy with trainable adapters of this rank, on the reference where it can be.
+
+    It can where policy_dir is the reference itself (fresh adapters), or was trained on it with
+    adapters of this rank (they go on). Otherwise policy_dir is the base, with fresh adapters.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    kept = Path(policy_dir) / KEPT
+    if (kept / BASE).is_file():
+        digest, its_rank = base_digest(reference_dir), read_json(kept / "adapter_config.json")["r"]
+        if read_json(kept / BASE)["digest"] == digest and its_rank == rank:
+            policy = load_policy(reference_dir, device=device, dtype=dtype)
+            wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
+            return SharedBase(policy, wrapper, digest)
+    policy = load_policy(policy_dir, device=device, dtype=dtype)
+    torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    wrapper = get_peft_model(policy.model, config)
+    return SharedBase(policy, wrapper, base_digest(policy_dir))
+
+
+def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32") -> SharedBase:
+    """Return a base without a policy's adapters, for reward models to read with."""
+    policy = load_policy(folder, device=device, dtype=dtype)
+    policy.model.requires_grad_(False)
+    return SharedBase(policy, None, base_digest(folder))
+
+
+def keep_adapters(wrapper: Any, digest: str, folder: Path) -> None:
+    """Write the policy's own set beside its merged weights, with the digest of its base."""
+    wrapper.save_pretrained(folder / KEPT, save_embedding_layers=False)
+    (folder / KEPT / "README.md").unlink(missing_ok=True)  # PEFT's card of placeholders
+    write_json(folder / KEPT / BASE, {"digest": digest})
+
+
+def linear_names(trunk: nn.Module) -> list[str]:
+    """Return the last part of the names of the trunk's linear layers, adapted ones included.
+
+    PEFT's own "all-linear" would find the matrices of the sets that are there already.
+    """
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    names: set[str] = set()
+    for name, module in trunk.named_modules():
+        inside = ".lora_" in name or name.endswith("base_layer")
+        if isinstance(module, (nn.Linear, Conv1D, LoraLayer)) and not inside:
+            names.add(name.rpartition(".")[2])
+    if not names:
+        raise ModelError(
+            f"adapters need a trunk with linear layers, found none in {type(trunk).__name__}; "
+            "train all weights (lora_rank 0) or take another base"
+        )
+    return sorted(names)
+
+
+def add_adapters(trunk: nn.Module, name: str, *, rank: int, alpha: float, seed: int) -> None:
+    """Put a set of trainable adapters into every linear layer of the trunk.
+
+    Fresh ones change nothing: one of their two matrices is 0. Which set computes, and which other
+    sets are trained, stays as it was; the base is frozen.
+    """
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=linear_names(trunk)
+    )
+    _inject(trunk, name, config, seed)
+
+
+def load_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
+    """Put the set that `save_adapters` wrote into the trunk, trainable, under this name."""
+    from peft import PeftConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        weights = load_file(folder / WEIGHTS)
+        config.inference_mode = False
+        _inject(trunk, name, config, seed=0)
+        with only(trunk, name):
+            found = set_peft_model_state_dict(trunk, weights, adapter_name=name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"adapters for this base are needed at {folder}; found: {error}; train them again"
+        ) from error
+    missing = [key for key in found.missing_keys if f".{name}." in key]
+    if missing or found.unexpected_keys:
+        raise ModelError(
+            f"adapters of exactly this base's layers are needed at {folder}, found "
+            f"{len(missing)} missing and {len(found.unexpected_keys)} unknown; load them on the "
+            "base they were trained on"
+        )
+
+
+def save_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
+    """Write the set as PEFT does: adapter_config.json and adapter_model.safetensors."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    model: Any = trunk
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    save_file({key: t.detach().cpu().contiguous() for key, t in state.items()}, folder / WEIGHTS)
+    model.peft_config[name].save_pretrained(folder)
+
+
+def adapter_weights(trunk: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of one set, by the name they have in the trunk."""
+    return {n: p for n, p in trunk.named_parameters() if f".{name}." in n and ".lora_" in n}
+
+
+@contextmanager
+def only(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Let this set alone compute inside the block; None is the bare base.
+
+    PEFT's own switch would also change which sets are trained, and drop the gradients of the ones
+    that computed before it.
+    """
+    layers = _adapted_layers(model)
+    before = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [] if name is None else [name]
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
+
+
+def base_digest(folder: str | Path) -> str:
+    """Return what tells a base's weights from others': a digest, or the hub id itself."""
+    if not Path(folder).is_dir():
+        return str(folder)
+    files = folder_sha256(folder)
+    weights = [f"{n}:{d}" for n, d in files.items() if n.endswith(".safetensors") and "/" not in n]
+    return hashed(*weights)[:32]
+
+
+def unique_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes the tensors take in memory, storage that is shared counted once."""
+    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(stores.values())
+
+
+def _inject(trunk: nn.Module, name: str, config: Any, seed: int) -> None:
+    from peft import inject_adapter_in_model
+
+    known = _adapted_layers(trunk)
+    active = [layer._active_adapter for layer in known]
+    trained = {n for n, p in trunk.named_parameters() if p.requires_grad and ".lora_" in n}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # on purpose
+        torch.manual_seed(seed)  # PEFT draws first weights from torch's own generator
+        inject_adapter_in_model(config, trunk, name)
+    for layer in _adapted_layers(trunk):
+        layer._active_adapter = []  # a set computes where `only` asks for it
+    for layer, before in zip(known, active, strict=True):
+        layer._active_adapter = before
+    for n, p in trunk.named_parameters():
+        fresh = ".lora_" in n and f".{name}." in n
+        if fresh:
+            p.data = p.data.float()
+        p.requires_grad_(fresh or n in trained)
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
