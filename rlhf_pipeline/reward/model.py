@@ -324,6 +324,7 @@ def load_reward_model(
     likelihood = bool(settings.get("likelihood"))
     facts = settings.get("base")
     shares = base is not None and facts is not None and facts["digest"] == base.digest
+    trunk: Any
     if base is not None and shares:
         causal: Any = base.policy.model
         trunk = causal if likelihood else trunk_of(causal)
