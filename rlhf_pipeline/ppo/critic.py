@@ -88,6 +88,11 @@ class AdapterCritic(nn.Module):
         self.adapters = nn.ParameterDict({n.replace(".", "/"): p for n, p in weights.items()})
         self.head = head
 
+    @property
+    def base_model(self) -> nn.Module:
+        """Return the trunk that the policy and this critic share."""
+        return trunk_of(self._model[0])
+
     def forward(self, tokens: Tokens) -> Tensor:
         """Return values (B, T)."""
         with only(self._model[0], self.SET):

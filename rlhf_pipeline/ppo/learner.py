@@ -151,8 +151,8 @@ def build_learner(
     if settings.gradient_checkpointing:
         if isinstance(critic, AdapterCritic):
             raise ConfigError(
-                "ppo.gradient_checkpointing computes layers again with the policy's adapters on, so "
-                "needs ppo.critic shared beside LoRA, found separate; change one of them"
+                "ppo.gradient_checkpointing computes layers again with the policy's adapters on: "
+                "needed ppo.critic shared beside LoRA, found separate; change one of them"
             )
         allow_recomputing(trunk_of(policy.model))
         if isinstance(critic, SeparateCritic):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.policy.adapters import load_adapters, load_base, only, unique_bytes
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
@@ -240,3 +240,9 @@ def test_no_set_computes_unless_asked(wide: Path, proxy: Path) -> None:
         with only(policy.model, "one"):
             assert not torch.allclose(policy.model(ids).logits, plain, atol=1e-3)
         assert torch.equal(policy.model(ids).logits, plain)
+
+
+def test_recomputing_with_a_critic_of_adapters_is_refused(wide: Path) -> None:
+    settings = changed(lora_rank=2, critic="separate", gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match="critic shared beside LoRA"):
+        build_learner(wide, wide, None, settings)
