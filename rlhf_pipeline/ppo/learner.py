@@ -53,7 +53,7 @@ class Learner:
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
         logprobs, values = self.logprobs_and_shared_values(tokens)
-        if isinstance(self.critic, SeparateCritic):
+        if isinstance(self.critic, (SeparateCritic, AdapterCritic)):
             values = self.values(tokens)
         return logprobs, values
 

@@ -36,7 +36,7 @@ from rlhf_pipeline.ppo.advantages import (
     whiten,
 )
 from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite
-from rlhf_pipeline.ppo.critic import SeparateCritic
+from rlhf_pipeline.ppo.critic import AdapterCritic, SeparateCritic
 from rlhf_pipeline.ppo.kl import estimate_kl, next_kl_coef
 from rlhf_pipeline.ppo.learner import Learner, build_learner
 from rlhf_pipeline.ppo.loss import policy_loss, value_loss
@@ -691,7 +691,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
             weights=None if rollouts.weights is None else rollouts.weights[some, :T],
         )
         facts["policy/loss"] = facts["train/loss"] = float(loss.detach())
-        if isinstance(learner.critic, SeparateCritic):
+        if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
             # The two networks share nothing: one's activations go before the other's come.
             descend(loss)
             loss, values = torch.zeros_like(loss), learner.values(tokens)
