@@ -52,7 +52,7 @@ def add_feedback_route(app: FastAPI, store: FeedbackStore, *, enabled: bool) -> 
         key = request.headers.get("idempotency-key")
         try:
             code, told = await run_in_threadpool(take, store, bytes(body), key)
-        except sa.exc.OperationalError:  # locked, full, read-only or gone
+        except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return _answer(code, told)
 

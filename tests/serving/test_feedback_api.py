@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.serving import feedback_api
 from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, add_feedback_route, take
 
 VOTE: dict[str, Any] = {
@@ -118,16 +117,29 @@ def test_a_form_from_another_page_is_refused(store: FeedbackStore) -> None:
     assert send(store, VOTE, headers={"content-type": "text/plain"}).status_code == 415
 
 
-def test_a_store_that_cannot_be_written_says_to_come_back(
-    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> Any:
-        raise sa.exc.OperationalError("insert", {}, Exception("database or disk is full"))
+@pytest.mark.parametrize("trouble", ["query_only=ON", "max_page_count=1"])
+def test_a_store_that_cannot_be_written_says_to_come_back(trouble: str, tmp_path: Path) -> None:
+    """SQLite itself refuses: a read-only database, and one that may not grow."""
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store = FeedbackStore(database)
+    long = {**VOTE, "comment": "x" * 9000}
+    assert send(store, {**VOTE, "agent_id": "before"}).status_code == 200
 
-    assert send(store, VOTE, enabled=False).status_code == 503
-    monkeypatch.setattr(feedback_api, "take", full)
-    answer = send(store, VOTE)
+    def spoil(connection: Any, *_: Any) -> None:
+        connection.execute(f"PRAGMA {trouble}")
+
+    sa.event.listen(database.engine, "checkout", spoil)
+    answer = send(store, long)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    sa.event.remove(database.engine, "checkout", spoil)
+    database.close()
+    assert send(store, long).status_code == 200
+    assert store.counts("tea") == {"thumbs": 1}
+    database.close()
+
+
+def test_a_closed_door_says_so(store: FeedbackStore) -> None:
+    assert send(store, VOTE, enabled=False).status_code == 503
 
 
 JSON_VALUES = st.recursive(
