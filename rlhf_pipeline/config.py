@@ -85,7 +85,7 @@ class PolicySettings(Section):
 
     base: str = Field(
         "tiny",
-        description="`tiny`, a hub id, a local folder, or models:/name@alias of the registry.",
+        description="`tiny`, a hub id, or a local folder such as `rlhf export` writes.",
     )
     tiny: TinySettings = TinySettings()
     lora: LoraSettings = LoraSettings()
