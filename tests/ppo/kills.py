@@ -70,10 +70,11 @@ def main() -> None:
         run = folder / f"killed-{counts['runs']}"
         counts["runs"] += 1
         for _ in range(5):
+            before = set(run.glob("checkpoints/.*.new-*"))  # what earlier kills left
             if done == kills or attempt(base, run, rng.uniform(0, whole)):
                 break
             done += 1
-            saving = any(run.glob("checkpoints/.*.new-*"))
+            saving = set(run.glob("checkpoints/.*.new-*")) - before
             counts["in_a_save" if saving else "between"] += 1
         attempt(base, run, None)
     sys.stdout.write(json.dumps(counts))
