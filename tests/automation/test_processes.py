@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def environment() -> Iterator[None]:
 @pytest.fixture
 def idle() -> Iterator[subprocess.Popen[bytes]]:
     """A child that waits to be told to end."""
+    # It inherits the signals this process blocks, whatever ran here before.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     child = subprocess.Popen(["sleep", "600"])
     yield child
     child.kill()
