@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,9 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.records import EvaluationPrompt, Prompt
+from rlhf_pipeline.records import EvaluationPrompt
 from rlhf_pipeline.simulation.people import Person, population
-from rlhf_pipeline.simulation.play import Day, play
+from rlhf_pipeline.simulation.play import Day, assistant, play
 
 TURN_TIMEOUT_SECONDS = 3600.0
 
@@ -232,7 +232,7 @@ def _day(
     champion = pipeline.ledger.champion(agent_id)
     if champion is None:
         raise PipelineError(f"agent {agent_id} has no champion to chat with")
-    answer = _answering(settings, pipeline.registry.folder_of(champion), seed)
+    answer = assistant(pipeline.registry.folder_of(champion), settings, seed)
     return play(
         pipeline.store,
         agent_id,
@@ -305,8 +305,8 @@ def _measure(
     if baseline is None or champion is None:
         raise PipelineError(f"agent {agent_id} has no champion to measure")
     bars.show("measuring", {"done": 0, "of": 4})
-    ours = _answering(settings, champion.path, 77)(prompts)
-    base = _answering(settings, baseline.path, 78)
+    ours = assistant(champion.path, settings, 77)(prompts)
+    base = assistant(baseline.path, settings, 78)
     theirs = base(prompts)
     found = compare_hidden(prompts, ours, theirs)
     bars.show("measuring", {"done": 2, "of": 4})
@@ -315,7 +315,7 @@ def _measure(
         load_reward_model(folder / "turns" / mark / "reward" / "proxy"),
         [*twice, *twice],
         [*base([*twice, *twice])],
-        [*_answering(settings, baseline.path, 79)([*twice, *twice])],
+        [*assistant(baseline.path, settings, 79)([*twice, *twice])],
     )
     reports = read_json(folder / "turns" / mark / "reward.json")["result"]
     bars.show("measuring", {"done": 4, "of": 4})
@@ -348,31 +348,6 @@ def _measure(
             proxy.n >= 1000 and proxy.value > 0.85,
         ),
     ]
-
-
-def _answering(
-    settings: Settings, folder: Path, seed: int
-) -> Callable[[Sequence[Prompt]], Sequence[str]]:
-    """Return an assistant that answers from a model folder; every call draws anew."""
-    from rlhf_pipeline.policy.loading import load_policy
-    from rlhf_pipeline.policy.sampling import complete
-
-    policy = load_policy(folder, device=settings.policy.device)
-    calls = iter(range(seed * 1_000_003, sys.maxsize))
-
-    def answer(prompts: Sequence[Prompt]) -> list[str]:
-        completions = complete(
-            policy,
-            prompts,
-            max_completion_tokens=settings.policy.max_completion_tokens,
-            max_prompt_tokens=settings.policy.max_prompt_tokens,
-            temperature=settings.policy.temperature,
-            seed=next(calls),
-            batch_size=256,
-        )
-        return [completion.text for completion in completions]
-
-    return answer
 
 
 def _new_agent(pipeline: Pipeline) -> str:

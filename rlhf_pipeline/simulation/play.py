@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rlhf_pipeline.config import Settings
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Feedback,
@@ -102,6 +105,29 @@ def play(
             day.by_kind[vote.kind.value] = day.by_kind.get(vote.kind.value, 0) + 1
         report({"events": day.events, "of": events})
     return day
+
+
+def assistant(folder: Path, settings: Settings, seed: int) -> Answer:
+    """Return an assistant that answers from a model folder; every call draws anew."""
+    from rlhf_pipeline.policy.loading import load_policy
+    from rlhf_pipeline.policy.sampling import complete
+
+    policy = load_policy(folder, device=settings.policy.device)
+    calls = itertools.count(seed * 1_000_003)
+
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        completions = complete(
+            policy,
+            prompts,
+            max_completion_tokens=settings.policy.max_completion_tokens,
+            max_prompt_tokens=settings.policy.max_prompt_tokens,
+            temperature=settings.policy.temperature,
+            seed=next(calls),
+            batch_size=256,
+        )
+        return [completion.text for completion in completions]
+
+    return answer
 
 
 def _interaction(
