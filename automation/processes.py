@@ -41,7 +41,9 @@ def prepare_home(state_dir: Path) -> Path:
     return home
 
 
-def start(name: str, command: list[str], state_dir: Path) -> "subprocess.Popen[bytes]":
+def start(
+    name: str, command: list[str], state_dir: Path, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
     """Start a child process that logs to <state>/logs/<name>.log."""
     logs = state_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def start(name: str, command: list[str], state_dir: Path) -> "subprocess.Popen[b
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHON": sys.executable},
+            env={**os.environ, "PYTHON": sys.executable, **(environment or {})},
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -75,10 +77,12 @@ def start_mlflow(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
     return start("mlflow", command, state_dir)
 
 
-def start_service(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
-    """Start the chat and review pages on loopback."""
+def start_service(
+    state_dir: Path, port: int, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start the service on loopback: pages, feedback, policies."""
     command = [sys.executable, "-m", "rlhf_pipeline.cli", "--state", str(state_dir.absolute())]
-    return start("service", [*command, "serve", "--port", str(port)], state_dir)
+    return start("service", [*command, "serve", "--port", str(port)], state_dir, environment)
 
 
 def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:

@@ -13,7 +13,14 @@ import structlog
 
 from assets.common import agents
 from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain
-from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
+from resources.pipeline import (
+    AGENT,
+    ASKED_BY,
+    LEARNING_RATE,
+    MAX_STEPS,
+    Pipeline,
+    bootstrap_mark,
+)
 from rlhf_pipeline.continuous import BACK_OFF, Due, due
 from rlhf_pipeline.records import now
 
@@ -115,7 +122,8 @@ def dead_runs(
     requests = []
     known = set(context.instance.get_dynamic_partitions(str(agents.name)))
     for claim in pipeline.claims.stale():
-        for run in _runs_of(context.instance, claim.holder):
+        runs = _runs_of(context.instance, claim.holder)
+        for run in runs:
             if not run.is_finished:
                 words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
                 context.instance.report_run_failed(run, message=words)
@@ -141,9 +149,9 @@ def dead_runs(
             )
             continue
         again = Due(claim.agent_id, claim.fingerprint, claim.watermark, 0, claim.attempt + 1)
-        requests.append(
-            request(again, asked_by="watchdog", deadline_minutes=rules.deadline_minutes)
-        )
+        asked = request(again, asked_by="watchdog", deadline_minutes=rules.deadline_minutes)
+        wishes = {k: r.tags[k] for r in runs for k in (MAX_STEPS, LEARNING_RATE) if k in r.tags}
+        requests.append(asked._replace(tags={**asked.tags, **wishes}))
     if not requests:
         return dg.SkipReason("no claim without a heartbeat that may be tried again")
     fresh = sorted({str(r.partition_key) for r in requests} - known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import file_sha256, folder_sha256
+from rlhf_pipeline.files import file_sha256, folder_sha256, read_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
+MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
+LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -93,7 +96,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
         except ClaimRefused as error:
             raise dg.Failure(str(error), allow_retries=False) from error
-        return self._turn(claim)
+        return self._turn(claim, run.tags)
 
     @contextmanager
     def turn(self, context: dg.AssetExecutionContext) -> Iterator[Turn]:
@@ -107,7 +110,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
         try:
             with self.claims.kept_alive(claim.token):
-                yield self._turn(claim)
+                yield self._turn(claim, context.run.tags)
         except PipelineError as error:
             # What the engine refuses it would refuse again; crashes stay retryable.
             raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
@@ -175,6 +178,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             },
             "data": {name: file_sha256(path) for name, path in lines.items() if path.exists()},
             "reward_models": rewards,
+            **_training_of(turn),
             "base": turn.settings.policy.base,
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
@@ -223,8 +227,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if turn.fingerprint == bootstrap_mark(turn.agent_id):
             self.claims.finish(turn.token, "done", "version 0 trained from seeds")
 
-    def _turn(self, claim: Claim) -> Turn:
-        settings = self.settings(claim.agent_id)
+    def _turn(self, claim: Claim, tags: Mapping[str, str] | None = None) -> Turn:
+        settings = asked_for(self.settings(claim.agent_id), tags or {})
         folder = settings.agent_folder(claim.agent_id)
         ledger = self.ledger
         champion, baseline = ledger.champion(claim.agent_id), ledger.baseline(claim.agent_id)
@@ -241,6 +245,18 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         )
 
 
+def asked_for(settings: Settings, tags: Mapping[str, str]) -> Settings:
+    """Return the settings with what whoever asked for this one run wants otherwise."""
+    wanted: dict[str, Any] = {}
+    if MAX_STEPS in tags:
+        wanted["updates"] = int(tags[MAX_STEPS])
+    if LEARNING_RATE in tags:
+        wanted["learning_rate"] = float(tags[LEARNING_RATE])
+    if not wanted:
+        return settings
+    return settings.model_copy(update={"ppo": dataclasses.replace(settings.ppo, **wanted)})
+
+
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {"a.b": value} for {"a": {"b": value}}."""
     flat: dict[str, Any] = {}
@@ -250,6 +266,21 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _training_of(turn: Turn) -> dict[str, Any]:
+    """Return what PPO reached, where this turn has trained: the proxy's score on watch prompts."""
+    path = turn.work / "ppo" / "result.json"
+    if not path.exists():
+        return {}
+    result = read_json(path)
+    return {
+        "training": {
+            "updates": len(result["reward_history"]),
+            "reward_mean": result["final_reward_mean"],
+            "reward_std": result["final_reward_std"],
+        }
+    }
 
 
 def count_lines(path: Path) -> int:

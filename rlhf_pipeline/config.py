@@ -1,8 +1,8 @@
 """Every setting, in one typed, frozen tree; recipes/*.yaml fill it, unknown keys are refused.
 
 Order, later wins: defaults here, the presets a recipe names, the recipe, environment variables
-(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI, RLHF_WEBHOOK), explicit overrides. A field is
-described once, beside it; `rlhf config show` prints the resolved tree.
+(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI, RLHF_DAGSTER_URL, RLHF_WEBHOOK), explicit
+overrides. A field is described once, beside it; `rlhf config show` prints the resolved tree.
 """
 
 from __future__ import annotations
@@ -218,6 +218,11 @@ class TrainingSettings(Section):
         "customer of the simulated world. Other users are passed to train_ppo.",
     )
     watch_prompts: Positive = Field(128, description="Prompts the stopping reward is measured on.")
+    dagster_url: str = Field(
+        "http://127.0.0.1:3000",
+        pattern=r"^https?://[^\s/]+",
+        description="Where the service asks for training runs: Dagster's page.",
+    )
 
 
 class EvaluationSettings(Section):
@@ -412,6 +417,8 @@ def load_settings(
         "mlflow_uri": os.environ.get("RLHF_MLFLOW_URI"),
     }
     tree = _merged(_read_recipe(name), {key: v for key, v in environment.items() if v})
+    if dagster := os.environ.get("RLHF_DAGSTER_URL"):
+        tree = _merged(tree, {"training": {"dagster_url": dagster}})
     if webhook := os.environ.get("RLHF_WEBHOOK"):
         tree = _merged(tree, {"notifications": {"webhook": webhook}})
     tree = _merged(tree, overrides or {})

@@ -17,6 +17,7 @@
     ├── ModelError             a model cannot be loaded, saved or run
     ├── EvaluationError        a comparison cannot be made
     ├── BackupError            a state folder cannot be copied, or a copy not taken back
+    ├── OrchestratorAway       Dagster does not answer, or refuses a run
     └── RegistryError          the registry or the promotion ledger refuses
         ├── StalePromotion     the champion changed since the caller looked
         └── HashMismatch       a model's files are not the ones that were registered
@@ -95,6 +96,10 @@ class EvaluationError(PipelineError):
 
 class BackupError(PipelineError):
     """A state folder cannot be copied, or a copy not taken back."""
+
+
+class OrchestratorAway(PipelineError):
+    """Dagster does not answer, or refuses a run."""
 
 
 class RegistryError(PipelineError):

@@ -8,6 +8,7 @@ protect against a lost disk: that is what backups are for.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 LOOKUP = 400  # keys per IN (...): SQLite takes 999 variables in its oldest builds
 LONGEST_RAW = 20_000  # characters of a quarantined line that are kept
+ON_A_SCALE = (FeedbackKind.thumbs, FeedbackKind.rating, FeedbackKind.score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class NewFeedback:
     votes: int  # distinct (rater, target, kind)
     newest_seq: int
     newest_received_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """How good people find an agent's completions: mean and standard deviation, 0 to 1."""
+
+    votes: int
+    mean: float | None  # None without votes
+    std: float | None
 
 
 @dataclass(slots=True)
@@ -266,6 +277,26 @@ class FeedbackStore:
                 .order_by(e.c.kind)
             )
             return {str(kind): int(count) for kind, count in connection.execute(query)}
+
+    def received_at(self, feedback_id: str) -> datetime | None:
+        """Return when an event was stored, None where there is no such event."""
+        f = db.feedback.c
+        with self.database.read() as connection:
+            query = sa.select(f.received_at).where(f.feedback_id == feedback_id)
+            return connection.execute(query).scalar()
+
+    def opinion(self, agent_id: str) -> Opinion:
+        """Return what the effective thumbs, ratings and scores say, on the scale from 0 to 1."""
+        e = db.effective_feedback.c
+        on_scale = sa.case((e.kind == FeedbackKind.rating, (e.number - 1) / 4), else_=e.number)
+        query = sa.select(
+            sa.func.count(), sa.func.avg(on_scale), sa.func.avg(on_scale * on_scale)
+        ).where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
+        with self.database.read() as connection:
+            votes, mean, squares = connection.execute(query).one()
+        if not votes:
+            return Opinion(0, None, None)
+        return Opinion(votes, float(mean), math.sqrt(max(0.0, squares - mean * mean)))
 
     def quarantined(self, agent_id: str) -> dict[str, int]:
         """Return how many rows each rule has set aside."""

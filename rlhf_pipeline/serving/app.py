@@ -27,7 +27,9 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
 
     from rlhf_pipeline.database import open_database
     from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.serving.dagster_runs import DagsterRuns
     from rlhf_pipeline.serving.feedback_api import add_feedback_route
+    from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
 
     settings = settings or load_settings()
     database = open_database(settings.resolved_database_url)
@@ -42,6 +44,8 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
         return {"status": "ok"}
 
     add_feedback_route(app, store, enabled=settings.feedback.enabled)
+    runs = DagsterRuns(settings.training.dagster_url)
+    add_policy_routes(app, Policies(settings, store, runs))
     if pages:
         from rlhf_pipeline.registry.ledger import PromotionLedger
         from rlhf_pipeline.registry.models import ModelRegistry

@@ -40,23 +40,31 @@ def add_feedback_route(app: FastAPI, store: FeedbackStore, *, enabled: bool) -> 
 
     async def post_feedback(request: Request) -> JSONResponse:
         """Store one vote, or each of many, and answer with ids once they are synced."""
-        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-            return _answer(NOT_JSON, {"error": "needed content-type application/json"})
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > LONGEST_BODY:
-                return _answer(TOO_LARGE, {"error": f"needed at most {LONGEST_BODY} bytes"})
+        body = await read_body(request)
+        if not isinstance(body, bytes):
+            return body
         if not enabled:
-            return _answer(AWAY, {"error": "feedback.enabled is off"})
+            return answer(AWAY, {"error": "feedback.enabled is off"})
         key = request.headers.get("idempotency-key")
         try:
-            code, told = await run_in_threadpool(take, store, bytes(body), key)
+            code, told = await run_in_threadpool(take, store, body, key)
         except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
-        return _answer(code, told)
+        return answer(code, told)
 
     app.add_api_route("/v1/feedback", post_feedback, methods=["POST"], tags=["feedback"])
+
+
+async def read_body(request: Request) -> bytes | JSONResponse:
+    """Return a JSON request's body, or the answer that refuses it: no JSON, or too long."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        return answer(NOT_JSON, {"error": "needed content-type application/json"})
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LONGEST_BODY:
+            return answer(TOO_LARGE, {"error": f"needed at most {LONGEST_BODY} bytes"})
+    return bytes(body)
 
 
 def take(store: FeedbackStore, body: bytes, key: str | None) -> Answer:
@@ -69,7 +77,7 @@ def take(store: FeedbackStore, body: bytes, key: str | None) -> Answer:
         if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS or len(values) > 1:
             refuse(Rule.wrong_type, f"events alone, a list of 1 to {MOST_EVENTS} rows", type(rows))
     except FeedbackRefused as refusal:
-        return REFUSED, _refused(refusal)
+        return REFUSED, refusal_of(refusal)
     return _take_many(store, rows, key)
 
 
@@ -77,7 +85,7 @@ def _take_one(store: FeedbackStore, values: Mapping[str, Any], key: str | None) 
     try:
         [stored] = store.append([_event(values, key)])
     except FeedbackRefused as refusal:
-        return REFUSED, _refused(refusal)
+        return REFUSED, refusal_of(refusal)
     except FeedbackError as conflict:
         return CONFLICT, {"error": str(conflict)}
     return 200, {"feedback_id": stored.feedback_id, "known": stored.known}
@@ -91,7 +99,7 @@ def _take_many(store: FeedbackStore, rows: list[Any], key: str | None) -> Answer
         try:
             sound.append((i, _event(row, None if key is None else f"{key}:{i}")))
         except FeedbackRefused as refusal:
-            answers[i] = _refused(refusal)
+            answers[i] = refusal_of(refusal)
     lost: dict[int, FeedbackError] = {}
     stored = iter(
         store.append(
@@ -105,7 +113,7 @@ def _take_many(store: FeedbackStore, rows: list[Any], key: str | None) -> Answer
             one = next(stored)
             answers[i] = {"feedback_id": one.feedback_id, "known": one.known}
         elif isinstance(error, FeedbackRefused):
-            answers[i] = _refused(error)
+            answers[i] = refusal_of(error)
         else:
             answers[i] = {"error": str(error), "rule": Rule.idempotency_conflict}
     return 200, {"results": answers}
@@ -128,9 +136,11 @@ def _event(values: Any, key: str | None) -> Feedback:
     return event
 
 
-def _refused(refusal: FeedbackRefused) -> dict[str, Any]:
+def refusal_of(refusal: FeedbackRefused) -> dict[str, Any]:
+    """Return what a refused row's sender is told."""
     return {"error": str(refusal), "rule": str(refusal.rule)}
 
 
-def _answer(code: int, told: dict[str, Any]) -> JSONResponse:
+def answer(code: int, told: Any) -> JSONResponse:
+    """Return the answer; one that says to come back says when."""
     return JSONResponse(told, code, headers={"retry-after": "5"} if code == AWAY else None)

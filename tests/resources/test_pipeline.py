@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from resources.pipeline import Pipeline, bootstrap_mark, code_version, count_lines, flattened
+from resources.pipeline import (
+    LEARNING_RATE,
+    MAX_STEPS,
+    Pipeline,
+    bootstrap_mark,
+    code_version,
+    count_lines,
+    flattened,
+)
+from resources.worker import specification, turn_from
 from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
@@ -43,6 +52,17 @@ def test_an_agent_may_have_a_recipe_of_its_own(pipeline: Pipeline, tmp_path: Pat
     assert pipeline.settings("own").promotion.automatic
     assert not pipeline.settings("plain").promotion.automatic
     assert not pipeline.settings("never heard of").promotion.automatic
+
+
+def test_a_run_may_be_asked_for_with_other_settings(pipeline: Pipeline) -> None:
+    claim = pipeline.claims.claim("asked", "f" * 64, 1, holder="run", asked_by="api")
+    plain = pipeline._turn(claim).settings
+    turn = pipeline._turn(claim, {MAX_STEPS: "3", LEARNING_RATE: "0.0002", "other": "x"})
+    ppo = turn.settings.ppo
+    assert (ppo.updates, ppo.learning_rate) == (3, 0.0002)
+    assert (plain.ppo.updates, plain.ppo.learning_rate) != (3, 0.0002)
+    assert ppo.rollouts_per_update == plain.ppo.rollouts_per_update
+    assert turn_from(specification(turn)).settings.ppo == ppo  # it reaches the stage's process
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,368 @@
+"""Agent policies: a small published contract for programs that send scores and ask for training.
+
+    POST /api/policies/feedback/{agent_id}      one score of one answer
+    POST /api/policies/train_policy/{agent_id}  what training would take, or a training run
+    GET  /api/policies/{agent_id}               the agent's versions
+
+A step is one PPO update. `runId` in feedback is the caller's: the id of an interaction, which then
+says what was answered, or any other, and the texts count as sent; a run that scores the same answer
+again has changed its mind. Rewards are the proxy's scores, centred on the baseline's completions.
+Training is Dagster's (dagster_runs.py): 503 where none answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, OrchestratorAway
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.feedback.rules import AGENT_ID, LONGEST_KEY, Rule, check_event, refuse
+from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, now, user_prompt, uuid7
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.serving.dagster_runs import FINGERPRINT, LEARNING_RATE, MAX_RUNTIME, MAX_STEPS
+from rlhf_pipeline.serving.feedback_api import (
+    AWAY,
+    CONFLICT,
+    REFUSED,
+    Answer,
+    answer,
+    read_body,
+    refusal_of,
+)
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.serving.dagster_runs import DagsterRuns
+
+MIN_SAMPLES = 10  # published; validation.min_rows may ask for more
+UPSTREAM_FAILED = 502
+LOOK_SECONDS = 1.0  # between looks at a run somebody waits for
+MINUTES_PER_STEP = 0.1  # of a whole turn, before the agent's own turns say: recipe tiny, two cores
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    """A request's body: no other fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ScoreBody(_Strict):
+    """One score of one answer."""
+
+    prompt: str
+    response: str
+    score: Annotated[float, Field(ge=0, le=1)]
+    runId: Annotated[str, Field(min_length=1, max_length=LONGEST_KEY)]
+    notes: str | None = None
+
+
+class TrainBody(_Strict):
+    """What to train, or what training would take."""
+
+    dryRun: bool = False
+    maxSteps: Annotated[int, Field(ge=1, le=100_000)] | None = None  # None: the recipe's
+    learningRate: Annotated[float, Field(gt=0, le=1)] | None = None  # None: the recipe's
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What the routes work with."""
+
+    settings: Settings
+    store: FeedbackStore
+    runs: DagsterRuns
+    one_at_a_time: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
+
+    @property
+    def claims(self) -> ClaimBook:
+        """Return the claims of this store."""
+        return ClaimBook(self.store.database)
+
+    @property
+    def ledger(self) -> PromotionLedger:
+        """Return the versions of this store."""
+        return PromotionLedger(self.store.database, self.settings.state_dir)
+
+    def settings_of(self, agent_id: str) -> Settings:
+        """Return the agent's settings: its own recipe's, where it has one."""
+        row = self.store.agent(agent_id)
+        if row is None or row.recipe is None:
+            return self.settings
+        return load_settings(row.recipe, {"state_dir": self.settings.state_dir})
+
+
+def add_policy_routes(app: FastAPI, policies: Policies) -> None:
+    """Add the three routes."""
+
+    async def post_score(agent_id: str, request: Request) -> JSONResponse:
+        """Store one score, and answer with its id once it is synced."""
+        if not policies.settings.feedback.enabled:
+            return answer(AWAY, {"error": "feedback.enabled is off"})
+        body = await read_body(request)
+        if not isinstance(body, bytes):
+            return body
+        key = request.headers.get("idempotency-key")
+        return answer(*await _settled(take_score, policies, agent_id, body, key))
+
+    async def post_training(
+        agent_id: str, request: Request, wait: bool = False, again: bool = False
+    ) -> JSONResponse:
+        """Say what training would take, or ask Dagster for it and, with `wait`, follow it.
+
+        `again` trains once more from feedback that was trained on already.
+        """
+        body = await read_body(request)
+        if not isinstance(body, bytes):
+            return body
+        # Asked twice in one moment, the second finds the first one's run.
+        async with policies.one_at_a_time[agent_id]:
+            code, told = await _settled(train, policies, agent_id, body, again)
+        limit = 60 * policies.settings.continuous_learning.deadline_minutes
+        deadline = time.monotonic() + limit
+        while wait and told.get("status") == "started" and time.monotonic() < deadline:
+            if await request.is_disconnected():
+                break  # the run goes on without who asked
+            await asyncio.sleep(LOOK_SECONDS)
+            code, told = await _settled(outcome, policies, agent_id, told["runId"])
+        return answer(code, told)
+
+    async def list_policies(agent_id: str) -> JSONResponse:
+        """List the agent's versions, oldest first."""
+        return answer(*await _settled(listed, policies, agent_id))
+
+    at, tags = "/api/policies", ["policies"]
+    for path, route, model in (
+        (f"{at}/feedback/{{agent_id}}", post_score, ScoreBody),
+        (f"{at}/train_policy/{{agent_id}}", post_training, TrainBody),
+    ):
+        schema = {"application/json": {"schema": model.model_json_schema()}}
+        extra = {"requestBody": {"required": True, "content": schema}}
+        app.add_api_route(path, route, methods=["POST"], tags=list(tags), openapi_extra=extra)
+    app.add_api_route(f"{at}/{{agent_id}}", list_policies, methods=["GET"], tags=list(tags))
+
+
+async def _settled(call: Callable[..., tuple[int, Any]], *arguments: Any) -> tuple[int, Any]:
+    """Run the call in a thread and return its answer; every refusal has its status here."""
+    try:
+        return await run_in_threadpool(call, *arguments)
+    except FeedbackRefused as refusal:
+        return REFUSED, refusal_of(refusal)
+    except FeedbackError as conflict:
+        return CONFLICT, {"error": str(conflict)}
+    except ConfigError as error:
+        return REFUSED, {"error": str(error)}
+    except OrchestratorAway as error:
+        return AWAY, {"error": str(error)}
+    except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
+        return AWAY, {"error": "the store cannot be used now; send it again"}
+
+
+def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) -> Answer:
+    """Store one score; about an interaction where runId is one's id, else about the texts."""
+    _check_agent(agent_id)
+    said = _read(ScoreBody, body)
+    store = policies.store
+    voter = hash_rater(agent_id, f"run:{said.runId}")
+    event = Feedback(
+        agent_id=agent_id,
+        kind=FeedbackKind.score,
+        idempotency_key=key or f"sent:{uuid7()}",
+        prompt=user_prompt(said.prompt),
+        completion=said.response,
+        number=said.score,
+        rater_id=voter,
+        origin="policies",
+        comment=said.notes,
+    )
+    interaction = store.interaction(said.runId) if len(said.runId) <= 36 else None
+    if interaction is not None and interaction.agent_id == agent_id:
+        if interaction.completion.strip() != said.response.strip():
+            refuse(
+                Rule.two_targets,
+                "the response that the interaction named by runId gave, or another runId",
+                said.response,
+            )
+        event = replace(event, interaction_id=said.runId, prompt=None, completion=None)
+    check_event(event)
+    [stored] = store.append([event])
+    created = store.received_at(stored.feedback_id)
+    return 200, {
+        "id": stored.feedback_id,
+        "agentId": agent_id,
+        "score": said.score,
+        "createdAt": None if created is None else created.isoformat(),
+    }
+
+
+def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer:
+    """Return what training would take, or ask Dagster for a run and return its id."""
+    _check_agent(agent_id)
+    asked = _read(TrainBody, body)
+    settings = policies.settings_of(agent_id)
+    count = sum(policies.store.counts(agent_id).values())
+    needed = max(MIN_SAMPLES, settings.validation.min_rows)
+    if count < needed:
+        return REFUSED, {
+            "error": f"needed {needed} feedback samples, found {count}; send {needed - count} more",
+            "feedbackCount": count,
+            "missing": needed - count,
+        }
+    if asked.dryRun:
+        return 200, _estimate(policies, settings, agent_id, asked, count)
+    row = policies.store.agent(agent_id)
+    if not settings.training.enabled or (row is not None and row.paused_reason is not None):
+        why = "training.enabled is off" if row is None else f"paused: {row.paused_reason}"
+        return AWAY, {"error": f"agent {agent_id} does not train now: {why}"}
+    claims = policies.claims
+    held = claims.held(agent_id)
+    busy = held.holder if held and held.expires_at > now() else policies.runs.at_work(agent_id)
+    if busy is not None:
+        return CONFLICT, {"error": f"agent {agent_id} is being trained", "runId": busy}
+    watermark = snapshot.newest_seq(policies.store.database, agent_id)
+    mark = snapshot.fingerprint(policies.store.database, agent_id, watermark)
+    done = [c for c in claims.history(agent_id) if c.fingerprint == mark and c.state == "done"]
+    if done and not again:
+        words = f"these {count} samples were trained on already; send new ones, or ask ?again=true"
+        return CONFLICT, {"error": words, "runId": done[-1].holder}
+    run_id = policies.runs.start(
+        agent_id,
+        {"watermark": watermark, "again": again},
+        {
+            FINGERPRINT: mark[:32],
+            MAX_RUNTIME: str(60 * settings.continuous_learning.deadline_minutes),
+            MAX_STEPS: None if asked.maxSteps is None else str(asked.maxSteps),
+            LEARNING_RATE: None if asked.learningRate is None else repr(asked.learningRate),
+        },
+    )
+    return 200, {"status": "started", "runId": run_id}
+
+
+def outcome(policies: Policies, agent_id: str, run_id: str) -> Answer:
+    """Return what a run has trained, why it failed, or that it has started."""
+    state = policies.runs.state(run_id)
+    if state == "at work":
+        return 200, {"status": "started", "runId": run_id}
+    claim = policies.claims.of_holder(run_id)
+    versions = [
+        v
+        for v in policies.ledger.versions(agent_id)
+        if claim is not None and v.lineage.get("token") == claim.token and "training" in v.lineage
+    ]
+    if state == "failed" or not versions or claim is None:
+        why = policies.runs.why(run_id) if state == "failed" else "it left no version"
+        return UPSTREAM_FAILED, {"error": f"training failed: {why}", "runId": run_id}
+    version = versions[-1]
+    turn = policies.settings.agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+    reached = version.lineage["training"]
+    return 200, {
+        "status": "trained",
+        "policyId": _policy_id(version),
+        "version": version.label,
+        "modelPath": str(version.path),
+        "rewardModelPath": str(turn / "reward" / "proxy"),
+        "feedbackCount": version.lineage.get("votes", 0),
+        "trainingSteps": reached["updates"],
+        "rewardMean": reached["reward_mean"],
+        "rewardStd": reached["reward_std"],
+    }
+
+
+def listed(policies: Policies, agent_id: str) -> tuple[int, list[dict[str, Any]]]:
+    """Return every version; one that no reward was maximised for (the baseline) has none."""
+    _check_agent(agent_id)
+    return 200, [
+        {
+            "id": _policy_id(version),
+            "agentId": agent_id,
+            "version": version.label,
+            "createdAt": version.created_at.isoformat(),
+            "metrics": {
+                "feedbackCount": version.lineage.get("votes", 0),
+                "rewardMean": version.lineage.get("training", {}).get("reward_mean"),
+                "rewardStd": version.lineage.get("training", {}).get("reward_std"),
+            },
+        }
+        for version in policies.ledger.versions(agent_id)
+    ]
+
+
+def _estimate(
+    policies: Policies, settings: Settings, agent_id: str, asked: TrainBody, count: int
+) -> dict[str, Any]:
+    ppo = settings.ppo
+    wanted: dict[str, Any] = {"updates": asked.maxSteps, "learning_rate": asked.learningRate}
+    ppo = replace(ppo, **{key: value for key, value in wanted.items() if value is not None})
+    opinion = policies.store.opinion(agent_id)
+    per_step = _minutes_per_step(policies, agent_id)
+    return {
+        "status": "dry_run",
+        "feedbackCount": count,
+        "estimatedSteps": ppo.updates,
+        "estimatedTimeMinutes": round(per_step * ppo.updates, 2),
+        "scoreMean": opinion.mean,
+        "scoreStd": opinion.std,
+        "modelConfig": {
+            "base_model": settings.policy.base,
+            "use_lora": settings.policy.lora.enabled,
+            "learning_rate": ppo.learning_rate,
+        },
+    }
+
+
+def _minutes_per_step(policies: Policies, agent_id: str) -> float:
+    """Return the median over the agent's last turns of a turn's minutes per update."""
+    tokens = {
+        v.lineage.get("token"): v.lineage["training"]["updates"]
+        for v in policies.ledger.versions(agent_id)
+        if "training" in v.lineage
+    }
+    seen = [
+        (claim.heartbeat_at - claim.created_at).total_seconds() / 60 / tokens[claim.token]
+        for claim in policies.claims.history(agent_id)
+        if claim.state == "done" and tokens.get(claim.token)
+    ]
+    return statistics.median(seen[-5:]) if seen else MINUTES_PER_STEP
+
+
+def _policy_id(version: ModelVersion) -> str:
+    return f"{version.agent_id}:{version.version}"
+
+
+def _check_agent(agent_id: str) -> None:
+    if not AGENT_ID.fullmatch(agent_id):
+        refuse(Rule.bad_agent, "an agent id of 1 to 64 letters, digits, - and _", agent_id)
+
+
+def _read(model: type[Body], body: bytes) -> Body:
+    """Return the body as its model. Raises FeedbackRefused naming the field that is wrong."""
+    values = parse(RawRow(1, body))
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        name = ascii(".".join(str(part) for part in problem["loc"]))[:80]
+        rule = {"missing": Rule.missing_field, "extra_forbidden": Rule.unknown_field}.get(
+            problem["type"], Rule.wrong_type
+        )
+        raise FeedbackRefused(rule, f"{name}: {problem['msg']}; mend it and send again") from error

@@ -1,0 +1,375 @@
+"""The published contract of agent policies, with a Dagster that is a table of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from gql import GraphQLRequest
+from gql.transport import Transport
+from gql.transport.exceptions import TransportConnectionFailed
+from graphql import ExecutionResult, OperationDefinitionNode
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.serving import dagster_runs, policies_api
+from rlhf_pipeline.serving.dagster_runs import DagsterRuns
+from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
+
+SCORE: dict[str, Any] = {"prompt": "hi", "response": "hello", "score": 0.75, "runId": "r1"}
+
+
+class FakeDagster(Transport):
+    """Answers what Dagster's GraphQL answers, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.launched: list[dict[str, Any]] = []
+        self.partitions: list[str] = []
+        self.states: dict[str, str] = {}
+        self.failure: dict[str, Any] | None = None
+        self.away = False
+        self.on_status: Callable[[str], None] = lambda run_id: None
+
+    def execute(self, request: GraphQLRequest, *args: Any, **kwargs: Any) -> ExecutionResult:
+        if self.away:
+            raise TransportConnectionFailed("nobody listens")
+        [operation] = [
+            d for d in request.document.definitions if isinstance(d, OperationDefinitionNode)
+        ]
+        name: str = operation.selection_set.selections[0].name.value  # type: ignore[attr-defined]
+        said = getattr(self, f"_{name}")(request.variable_values or {})
+        return ExecutionResult(data={name: said})
+
+    def _repositoriesOrError(self, asked: dict[str, Any]) -> dict[str, Any]:
+        jobs = [{"name": "retrain"}, {"name": "bootstrap"}]
+        node = {"name": "__repository__", "location": {"name": "here"}, "jobs": jobs}
+        return {"__typename": "RepositoryConnection", "nodes": [node]}
+
+    def _addDynamicPartition(self, asked: dict[str, Any]) -> dict[str, Any]:
+        known = asked["key"] in self.partitions
+        self.partitions.append(asked["key"])
+        kind = "DuplicateDynamicPartitionError" if known else "AddDynamicPartitionSuccess"
+        return {"__typename": kind}
+
+    def _launchPipelineExecution(self, asked: dict[str, Any]) -> dict[str, Any]:
+        run_id = f"run-{len(self.launched)}"
+        self.launched.append(asked["executionParams"])
+        self.states[run_id] = "STARTED"
+        return {"__typename": "LaunchRunSuccess", "run": {"runId": run_id}}
+
+    def _runsOrError(self, asked: dict[str, Any]) -> dict[str, Any]:
+        [tag] = asked["filter"]["tags"]
+        runs = [
+            {"runId": run_id}
+            for (run_id, state), launched in zip(self.states.items(), self.launched, strict=True)
+            if state in asked["filter"]["statuses"] and tag in launched["executionMetadata"]["tags"]
+        ]
+        return {"__typename": "Runs", "results": runs}
+
+    def _pipelineRunOrError(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.on_status(asked["runId"])
+        return {"__typename": "Run", "status": self.states[asked["runId"]]}
+
+    def _logsForRun(self, asked: dict[str, Any]) -> dict[str, Any]:
+        events = [{"__typename": "MaterializationEvent"}, self.failure]
+        return {"__typename": "EventConnection", "events": [e for e in events if e]}
+
+
+class Service:
+    """The routes on a store of their own."""
+
+    def __init__(self, state: Path) -> None:
+        self.dagster = FakeDagster()
+        self.database = Database(f"sqlite:///{state}/feedback.db")
+        self.store = FeedbackStore(self.database)
+        self.policies = Policies(
+            load_settings("tiny", {"state_dir": state}),
+            self.store,
+            DagsterRuns("http://dagster.test", transport=lambda: self.dagster),
+        )
+        self.app = FastAPI()
+        add_policy_routes(self.app, self.policies)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        async def asked() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                if isinstance(body, bytes):
+                    kind = {"content-type": "application/json"}
+                    return await client.request(method, path, content=body, headers=kind)
+                return await client.request(method, path, json=body, headers=headers)
+
+        return asyncio.run(asked())
+
+    def score(self, agent_id: str, body: Any, **headers: str) -> httpx.Response:
+        return self.ask("POST", f"/api/policies/feedback/{agent_id}", body, **headers)
+
+    def train(self, agent_id: str, query: str = "", **body: Any) -> httpx.Response:
+        return self.ask("POST", f"/api/policies/train_policy/{agent_id}{query}", body)
+
+    def filled(self, agent_id: str, scores: int = 12) -> str:
+        for i in range(scores):
+            sent = {**SCORE, "prompt": f"q{i}", "score": (i % 4) / 4, "runId": f"r{i}"}
+            assert self.score(agent_id, sent).status_code == 200
+        return agent_id
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    made = Service(tmp_path_factory.mktemp("policies"))
+    yield made
+    made.database.close()
+
+
+def test_the_names_that_dagster_knows_are_its_own() -> None:
+    from assets.common import agents
+    from automation import jobs
+    from resources import pipeline
+
+    ours = dagster_runs
+    assert (jobs.retrain.name, agents.name) == (ours.JOB, ours.PARTITIONS)
+    assert (ours.AGENT, ours.ASKED_BY) == (pipeline.AGENT, pipeline.ASKED_BY)
+    assert (ours.MAX_STEPS, ours.LEARNING_RATE) == (pipeline.MAX_STEPS, pipeline.LEARNING_RATE)
+    assert ours.FINGERPRINT == jobs.FINGERPRINT
+
+
+def test_a_score_is_answered_with_exactly_the_published_names(service: Service) -> None:
+    first = service.score("names", {**SCORE, "notes": "fine"}, **{"idempotency-key": "k"})
+    assert first.status_code == 200
+    assert set(first.json()) == {"id", "agentId", "score", "createdAt"}
+    assert (first.json()["agentId"], first.json()["score"]) == ("names", 0.75)
+    again = service.score("names", {**SCORE, "notes": "fine"}, **{"idempotency-key": "k"})
+    assert again.json() == first.json()
+    other = service.score("names", {**SCORE, "score": 0.0}, **{"idempotency-key": "k"})
+    assert other.status_code == 409
+
+
+def test_a_run_that_scores_again_has_changed_its_mind(service: Service) -> None:
+    for score, run in ((0.0, "a"), (1.0, "a"), (0.5, "b"), (0.0, "a")):
+        service.score("mind", {**SCORE, "score": score, "runId": run})
+    assert service.store.counts("mind") == {"score": 2}
+    assert service.store.opinion("mind").mean == 0.25
+
+
+def test_a_run_id_that_is_an_interactions_is_about_what_it_answered(service: Service) -> None:
+    interaction = Interaction(uuid7(), "tied", user_prompt("hi"), "hello", 3, now())
+    service.store.add_interactions([interaction])
+    run_id = interaction.interaction_id
+    assert service.score("tied", {**SCORE, "runId": run_id}).status_code == 200
+    put = service.score("tied", {**SCORE, "runId": run_id, "response": "put in my mouth"})
+    assert (put.status_code, put.json()["rule"]) == (422, "two_targets")
+    assert service.score("other", {**SCORE, "runId": run_id}).status_code == 200  # only a text
+    with service.database.read() as connection:
+        rows = connection.exec_driver_sql(
+            "SELECT agent_id, interaction_id, completion FROM feedback WHERE agent_id IN "
+            "('tied', 'other') ORDER BY seq"
+        ).all()
+    assert [tuple(row) for row in rows] == [("tied", run_id, None), ("other", None, "hello")]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"score": 1.01}, "score"),
+        ({"score": "0.5"}, "score"),
+        ({"score": True}, "score"),
+        ({"runId": None}, "runId"),
+        ({"response": "\ud800"}, "surrogate"),
+        ({"prompt": "\x00"}, "NUL"),
+        ({"notes": "x" * 10_001}, "comment"),
+        ({"rating": 3}, "rating"),
+    ],
+)
+def test_a_body_that_breaks_the_contract_names_the_field(
+    service: Service, change: dict[str, Any], says: str
+) -> None:
+    refused = service.score("wrong", json.dumps({**SCORE, **change}).encode())
+    assert refused.status_code == 422
+    assert says in refused.json()["error"]
+    assert service.store.counts("wrong") == {}
+
+
+def test_not_a_number_and_a_strange_agent_are_refused(service: Service) -> None:
+    body = json.dumps({**SCORE, "score": float("nan")}).encode()
+    assert service.score("wrong", body).status_code == 422
+    assert service.score("..%2Fx", SCORE).status_code in (404, 422)
+    assert service.score("a b", SCORE).json()["rule"] == "bad_agent"
+
+
+def test_too_few_samples_say_how_many_more(service: Service) -> None:
+    service.filled("few", 7)
+    for dry in (True, False):
+        refused = service.train("few", dryRun=dry)
+        assert refused.status_code == 422
+        assert "3 more" in refused.json()["error"]
+    assert "10 more" in service.train("nobody", dryRun=False).json()["error"]
+    assert service.dagster.launched == []
+
+
+def test_a_dry_run_says_what_training_would_take(service: Service) -> None:
+    told = service.train(service.filled("dry"), dryRun=True, maxSteps=20, learningRate=1e-4)
+    assert told.status_code == 200
+    assert told.json() == {
+        "status": "dry_run",
+        "feedbackCount": 12,
+        "estimatedSteps": 20,
+        "estimatedTimeMinutes": pytest.approx(20 * policies_api.MINUTES_PER_STEP),
+        "scoreMean": pytest.approx(0.375),
+        "scoreStd": pytest.approx((5 / 64) ** 0.5),  # of 0, ¼, ½, ¾
+        "modelConfig": {"base_model": "tiny", "use_lora": False, "learning_rate": 1e-4},
+    }
+    assert service.dagster.launched == []
+
+
+def test_training_is_asked_of_dagster_once(service: Service) -> None:
+    before = len(service.dagster.launched)
+    told = service.train(service.filled("real"), maxSteps=5, learningRate=0.0002)
+    assert told.status_code == 200, told.text
+    run_id = told.json()["runId"]
+    assert told.json() == {"status": "started", "runId": run_id}
+    [launched] = service.dagster.launched[before:]
+    assert launched["selector"]["pipelineName"] == "retrain"
+    config = launched["runConfigData"]["ops"]["feedback_snapshot"]["config"]
+    assert config["watermark"] > 0
+    assert config["again"] is False
+    tags = {t["key"]: t["value"] for t in launched["executionMetadata"]["tags"]}
+    assert tags["dagster/partition"] == tags["rlhf/agent"] == "real"
+    assert (tags["rlhf/max_steps"], tags["rlhf/learning_rate"]) == ("5", "0.0002")
+    assert tags["rlhf/asked_by"] == "api"
+    assert "real" in service.dagster.partitions
+    busy = service.train("real")
+    assert (busy.status_code, busy.json()["runId"]) == (409, run_id)
+    service.dagster.states[run_id] = "FAILURE"
+    assert service.train("real").status_code == 200
+
+
+def test_a_turn_somebody_else_holds_is_named(service: Service) -> None:
+    claim = service.policies.claims.claim(
+        service.filled("held"), "f" * 64, 1, holder="run-of-sensor", asked_by="sensor"
+    )
+    busy = service.train("held")
+    assert (busy.status_code, busy.json()["runId"]) == (409, "run-of-sensor")
+    service.policies.claims.finish(claim.token, "done")
+    assert service.train("held").status_code == 200
+
+
+def test_who_waits_is_told_what_was_trained(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
+    agent_id, claims, ledger = (
+        service.filled("waits"),
+        service.policies.claims,
+        service.policies.ledger,
+    )
+
+    def trains(run_id: str) -> None:
+        if claims.of_holder(run_id) is not None:
+            service.dagster.states[run_id] = "SUCCESS"
+            return
+        [launched] = service.dagster.launched[-1:]
+        watermark = launched["runConfigData"]["ops"]["feedback_snapshot"]["config"]["watermark"]
+        from rlhf_pipeline.feedback import snapshot
+
+        mark = snapshot.fingerprint(service.database, agent_id, watermark)
+        claim = claims.claim(agent_id, mark, watermark, holder=run_id, asked_by="api")
+        files = {"model.safetensors": "0" * 64}
+        where = service.policies.settings.state_dir
+        lineage = {"votes": 12, "token": claim.token, "fingerprint": mark}
+        ledger.add_baseline(
+            agent_id, label="v12", path=where / "m0", files=files, lineage=lineage, actor="test"
+        )
+        ledger.add_version(
+            agent_id,
+            label="v12",
+            path=where / "m1",
+            files={"model.safetensors": "1" * 64},
+            lineage={
+                **lineage,
+                "training": {"updates": 7, "reward_mean": 0.5, "reward_std": 0.25},
+            },
+            gate={"passed": False, "results": []},
+            fingerprint=mark,
+            token=claim.token,
+        )
+        claims.finish(claim.token, "done")
+
+    service.dagster.on_status = trains
+    told = service.train(agent_id, "?wait=true")
+    service.dagster.on_status = lambda run_id: None
+    assert told.status_code == 200, told.text
+    mark = claims.history(agent_id)[-1].fingerprint[:16]
+    state = service.policies.settings.state_dir
+    assert told.json() == {
+        "status": "trained",
+        "policyId": "waits:1",
+        "version": "v12",
+        "modelPath": str(state / "m1"),
+        "rewardModelPath": str(state / "agents" / "waits" / "turns" / mark / "reward" / "proxy"),
+        "feedbackCount": 12,
+        "trainingSteps": 7,
+        "rewardMean": 0.5,
+        "rewardStd": 0.25,
+    }
+    listed = service.ask("GET", "/api/policies/waits").json()
+    assert [p["id"] for p in listed] == ["waits:0", "waits:1"]
+    assert set(listed[1]) == {"id", "agentId", "version", "createdAt", "metrics"}
+    assert listed[0]["metrics"] == {"feedbackCount": 12, "rewardMean": None, "rewardStd": None}
+    assert listed[1]["metrics"] == {"feedbackCount": 12, "rewardMean": 0.5, "rewardStd": 0.25}
+    twice = service.train(agent_id)
+    assert (twice.status_code, twice.json()["runId"]) == (409, claims.history(agent_id)[-1].holder)
+    assert service.train(agent_id, "?again=true").status_code == 200
+    service.dagster.states = dict.fromkeys(service.dagster.states, "SUCCESS")
+    # The next estimate knows how long a step of this agent's took.
+    spent = claims.history(agent_id)[-1]
+    minutes = (spent.heartbeat_at - spent.created_at) / timedelta(minutes=1)
+    assert service.train(agent_id, dryRun=True, maxSteps=14).json()[
+        "estimatedTimeMinutes"
+    ] == pytest.approx(2 * minutes, abs=0.01)
+
+
+def test_who_waits_is_told_why_it_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
+    fail = {"message": "wrapped", "causes": [{"message": "NotEnoughData: needed 30 pairs\n"}]}
+    service.dagster.failure = {
+        "__typename": "ExecutionStepFailureEvent",
+        "stepKey": "reward_model",
+        "error": fail,
+    }
+    service.dagster.on_status = lambda run_id: service.dagster.states.update({run_id: "FAILURE"})
+    told = service.train(service.filled("fails"), "?wait=true")
+    service.dagster.on_status = lambda run_id: None
+    assert told.status_code == 502
+    assert told.json()["error"] == "training failed: reward_model: NotEnoughData: needed 30 pairs"
+    assert told.json()["runId"].startswith("run-")
+
+
+def test_without_dagster_the_answer_says_how_to_start_it(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.dagster.away = True
+    away = service.train(service.filled("away"))
+    assert (away.status_code, away.headers["retry-after"]) == (503, "5")
+    assert "make ui" in away.json()["error"]
+    nobody = DagsterRuns("http://127.0.0.1:9")  # the discard port: a real transport, no server
+    service.policies = replace(service.policies, runs=nobody)
+    service.app = FastAPI()
+    add_policy_routes(service.app, service.policies)
+    assert "127.0.0.1:9" in service.train("away").json()["error"]
+    assert service.train("away", dryRun=True).status_code == 200
+    service.database.close()
+
+
+def test_a_paused_agent_does_not_train(service: Service) -> None:
+    service.store.set_agent(service.filled("paused"), paused_reason="audit")
+    away = service.train("paused")
+    assert (away.status_code, "audit" in away.text) == (503, True)
