@@ -77,8 +77,12 @@ class _Ticket:
 class FeedbackStore:
     """Interactions, feedback and quarantine of every agent, in one database."""
 
-    def __init__(self, database: db.Database) -> None:
+    def __init__(
+        self, database: db.Database, *, on_stored: Callable[[Feedback], None] = lambda event: None
+    ) -> None:
+        """Open the store; `on_stored` hears of every new event once it is synced."""
         self.database = database
+        self._on_stored = on_stored
         self._waiting: list[_Ticket] = []
         self._queue = threading.Lock()
         self._leader = threading.Lock()
@@ -157,6 +161,8 @@ class FeedbackStore:
         for event, outcome in zip(events, ticket.outcomes, strict=True):
             if isinstance(outcome, Stored):
                 stored.append(outcome)
+                if not outcome.known:
+                    self._on_stored(event)
             elif on_refused is None:
                 raise outcome
             else:
@@ -297,6 +303,12 @@ class FeedbackStore:
         if not votes:
             return Opinion(0, None, None)
         return Opinion(votes, float(mean), math.sqrt(max(0.0, squares - mean * mean)))
+
+    @property
+    def waiting(self) -> int:
+        """Return how many events wait for the next commit."""
+        with self._queue:
+            return sum(len(ticket.events) for ticket in self._waiting)
 
     def quarantined(self, agent_id: str) -> dict[str, int]:
         """Return how many rows each rule has set aside."""

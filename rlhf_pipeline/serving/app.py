@@ -29,11 +29,15 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
     from rlhf_pipeline.serving.feedback_api import add_feedback_route
+    from rlhf_pipeline.serving.health import add_health_routes
+    from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
 
     settings = settings or load_settings()
     database = open_database(settings.resolved_database_url)
-    store = FeedbackStore(database)
+    metrics = Metrics()
+    store = FeedbackStore(database, on_stored=metrics.count_feedback)
+    metrics.watch_queue("feedback", lambda: store.waiting)
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
 
     @app.get("/health")
@@ -46,6 +50,7 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
     add_feedback_route(app, store, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
     add_policy_routes(app, Policies(settings, store, runs))
+    add_health_routes(app, database, settings)
     if pages:
         from rlhf_pipeline.registry.ledger import PromotionLedger
         from rlhf_pipeline.registry.models import ModelRegistry
@@ -57,6 +62,7 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
         registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
         mount_pages(app, Desk(settings, store, registry))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
+    add_metrics(app, metrics)
     return app
 
 

@@ -34,7 +34,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pip
         processes.prepare_home(state)
         for started, address in (
             (processes.start_webserver(state, dagster), f"http://127.0.0.1:{dagster}/server_info"),
-            (processes.start_service(state, port, asks_at), f"http://127.0.0.1:{port}/health"),
+            (processes.start_service(state, port, asks_at), f"http://127.0.0.1:{port}/readyz"),
         ):
             stack.callback(processes.stop, started)
             processes.wait_for(address, started)
@@ -86,3 +86,7 @@ def test_scores_in_a_trained_version_out(service: tuple[str, Pipeline]) -> None:
         assert (found["updates"], found["learning_rate"]) == (5, 0.002)
         again = client.post(train, json={})
         assert (again.status_code, again.json()["runId"]) == (409, busy.json()["runId"])
+        ready = client.get(f"{address}/readyz")
+        assert ready.json() == {"ready": True, "checks": {"store": "ok", "models": "ok"}}
+        numbers = client.get(f"{address}/metrics").text
+        assert 'rlhf_feedback_total{kind="score"} 1.0' in numbers

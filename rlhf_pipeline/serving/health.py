@@ -1,0 +1,121 @@
+"""Is the service alive, and can it do its work? `/healthz` and `/readyz`, for whoever restarts it.
+
+Alive: the process answers. Ready: the store takes a write, its disk has room, the ledger can be
+read, and every agent that has models has one whose files are the registered ones. An agent whose
+champion is damaged is still answered by its baseline, which the answer then says; names and paths
+go to the log, not to whoever asks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+import structlog
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.records import now
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rlhf_pipeline.config import Settings
+
+log = structlog.get_logger()
+ROOM_BYTES = 64 << 20  # below it the disk of the embedded store counts as full
+PROBE = "readyz-probe"  # an agent that is never committed
+
+Seen = dict[tuple[str, int], tuple[tuple[tuple[int, int], ...], bool]]
+
+
+def add_health_routes(app: FastAPI, database: db.Database, settings: Settings) -> None:
+    """Add `/healthz` and `/readyz`."""
+    ledger = PromotionLedger(database, settings.state_dir)
+    seen: Seen = {}
+
+    async def healthz() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    async def readyz() -> JSONResponse:
+        """Say whether requests may come: 200, or 503 with what is wrong."""
+        ready, checks = await run_in_threadpool(look, database, ledger, seen, settings.state_dir)
+        headers = None if ready else {"retry-after": "5"}
+        return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
+
+    app.add_api_route("/healthz", healthz, methods=["GET"], tags=["operations"])
+    app.add_api_route("/readyz", readyz, methods=["GET"], tags=["operations"])
+
+
+def look(
+    database: db.Database, ledger: PromotionLedger, seen: Seen, state_dir: Path
+) -> tuple[bool, dict[str, str]]:
+    """Return whether everything works, and a word about each part."""
+    checks = {
+        "store": _told(lambda: _write(database, state_dir)),
+        "models": _told(lambda: _models(ledger, seen)),
+    }
+    return all(word.startswith("ok") for word in checks.values()), checks
+
+
+def _told(check: Callable[[], str]) -> str:
+    try:
+        return check()
+    except (sa.exc.SQLAlchemyError, OSError) as error:
+        log.warning("not ready", reason=type(error).__name__)
+        return "it cannot be read or written now"
+
+
+def _write(database: db.Database, state_dir: Path) -> str:
+    """Write a row and take it back: what a read-only or locked store refuses."""
+    with database.write() as connection:
+        connection.execute(db.agents.insert().values(agent_id=PROBE, created_at=now()))
+        connection.rollback()
+    if database.is_sqlite:
+        folder = Path(database.url.database or state_dir).parent
+        free = shutil.disk_usage(folder).free
+        if free < ROOM_BYTES:
+            return f"needed {ROOM_BYTES >> 20} MiB free on its disk, found {free >> 20}"
+    return "ok"
+
+
+def _models(ledger: PromotionLedger, seen: Seen) -> str:
+    """Look at every agent's champion, and at its baseline where the champion is damaged."""
+    lost = degraded = 0
+    with ledger.database.read() as connection:
+        agents = list(connection.execute(sa.select(db.promotions.c.agent_id).distinct()).scalars())
+    for agent_id in agents:
+        champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
+        if champion is None or _sound(champion, seen):
+            continue
+        answered = baseline is not None and _sound(baseline, seen)
+        log.warning("champion damaged", agent=agent_id, version=champion.version, answers=answered)
+        degraded, lost = degraded + answered, lost + (not answered)
+    if lost:
+        return f"{lost} of {len(agents)} agents have neither a sound champion nor a baseline"
+    if degraded:
+        return f"ok, but {degraded} of {len(agents)} agents are answered by their baseline"
+    return "ok"
+
+
+def _sound(version: ModelVersion, seen: Seen) -> bool:
+    """Say whether the files are the registered ones; hashed again only when one has changed."""
+    if not version.path.is_dir():
+        return False
+    try:
+        stats = [(version.path / name).stat() for name in version.files]
+    except FileNotFoundError:
+        return False
+    look = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    key = (version.agent_id, version.version)
+    if key not in seen or seen[key][0] != look:
+        hashes = {name: file_sha256(version.path / name) for name in version.files}
+        seen[key] = (look, hashes == dict(version.files))
+    return seen[key][1]

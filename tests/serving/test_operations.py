@@ -1,0 +1,171 @@
+"""Health, readiness and metrics of the whole application."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse, StreamingResponse
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.serving import health
+from rlhf_pipeline.serving.app import create_app
+from rlhf_pipeline.serving.metrics import Metrics, add_metrics
+
+VOTE = {"agent_id": "tea", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "hello"}
+
+
+def ask(app: FastAPI, path: str, body: Any = None) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await (client.get(path) if body is None else client.post(path, json=body))
+
+    return asyncio.run(asked())
+
+
+def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return {(name, label values): number} of what Prometheus would read."""
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    state = tmp_path_factory.mktemp("operations")
+    return create_app(load_settings("tiny", {"state_dir": state}), pages=False)
+
+
+def test_what_the_service_does_is_counted(app: FastAPI) -> None:
+    assert ask(app, "/healthz").json() == {"status": "ok"}
+    assert ask(app, "/v1/feedback", VOTE).status_code == 200
+    assert ask(app, "/v1/feedback", {**VOTE, "value": "sideways"}).status_code == 422
+    assert ask(app, "/api/policies/tea").json() == []
+    assert ask(app, "/api/policies/milk").json() == []
+    assert ask(app, "/nowhere/1").status_code == 404
+    told = ask(app, "/metrics")
+    assert told.headers["content-type"].startswith("text/plain; version=")
+    found = samples(told.text)
+    seconds = "rlhf_http_request_seconds_count"
+    assert found[seconds, ("POST", "/v1/feedback", "200")] == 1
+    assert found[seconds, ("POST", "/v1/feedback", "422")] == 1
+    assert found[seconds, ("GET", "/api/policies/{agent_id}", "200")] == 2  # the template
+    assert found[seconds, ("GET", "none", "404")] == 1
+    assert found["rlhf_feedback_total", ("thumbs",)] == 1
+    assert found["rlhf_queue_depth", ("feedback",)] == 0
+    assert found["rlhf_http_requests_under_way", ()] == 1  # this one
+    assert not [key for key in found if key[0] == "rlhf_http_errors_total"]
+
+
+def test_errors_streams_and_mounted_pages_are_measured() -> None:
+    app, metrics = FastAPI(), Metrics()
+
+    async def pieces() -> Any:
+        for piece in ("a", "b"):
+            await asyncio.sleep(0.02)
+            yield piece
+
+    def broken() -> None:
+        raise RuntimeError("boom")
+
+    app.add_api_route("/stream", lambda: StreamingResponse(pieces()))
+    app.add_api_route("/broken", broken)
+    inner = FastAPI()
+    inner.add_api_route("/deep/{i}", lambda i: PlainTextResponse(i))
+    app.mount("/ui", inner)
+    add_metrics(app, metrics)
+    assert ask(app, "/stream").text == "ab"
+    assert ask(app, "/broken").status_code == 500
+    assert ask(app, "/ui/deep/7").text == "7"
+    metrics.count_tokens("tea", "completion", 12)
+    found = samples(metrics.shown().decode())
+    assert found["rlhf_http_request_seconds_sum", ("GET", "/stream", "200")] >= 0.04
+    assert found["rlhf_http_first_byte_seconds_sum", ("GET", "/stream")] >= 0.02
+    assert found["rlhf_http_errors_total", ("GET", "/broken")] == 1
+    assert found["rlhf_tokens_total", ("tea", "completion")] == 12
+    routes = {key[1][1] for key in found if key[0] == "rlhf_http_request_seconds_count"}
+    assert routes == {"/stream", "/broken", "/ui"}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    made = Database(f"sqlite:///{tmp_path}/feedback.db")
+    yield made
+    made.close()
+
+
+def test_ready_means_that_the_store_takes_a_write(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, settings = FastAPI(), load_settings("tiny", {"state_dir": tmp_path})
+    health.add_health_routes(app, database, settings)
+    ready = ask(app, "/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
+    assert FeedbackStore(database).agents() == []  # the probe was taken back
+
+    def spoil(connection: Any, *_: Any) -> None:
+        connection.execute("PRAGMA query_only=ON")
+
+    sa.event.listen(database.engine, "checkout", spoil)
+    away = ask(app, "/readyz")
+    assert (away.status_code, away.headers["retry-after"]) == (503, "5")
+    assert "cannot be" in away.json()["checks"]["store"]
+    assert ask(app, "/healthz").status_code == 200  # alive, though of no use now
+    sa.event.remove(database.engine, "checkout", spoil)
+    database.close()
+    monkeypatch.setattr(health, "ROOM_BYTES", 1 << 62)
+    full = ask(app, "/readyz")
+    assert (full.status_code, "free" in full.json()["checks"]["store"]) == (503, True)
+
+
+def test_ready_means_that_somebody_answers_for_every_agent(
+    database: Database, tmp_path: Path
+) -> None:
+    ledger = PromotionLedger(database, tmp_path)
+    for number in (0, 1):
+        folder = tmp_path / f"m{number}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes([number]) * 64)
+        files = {"model.safetensors": file_sha256(folder / "model.safetensors")}
+        if number == 0:
+            ledger.add_baseline(
+                "tea", label="v0", path=folder, files=files, lineage={}, actor="test"
+            )
+        else:
+            ledger.add_version(
+                "tea",
+                label="v12",
+                path=folder,
+                files=files,
+                lineage={},
+                gate={"passed": True, "results": []},
+                fingerprint="f" * 64,
+            )
+    ledger.promote("tea", 1, actor="test", reason="better", expected_champion=0)
+    app = FastAPI()
+    health.add_health_routes(app, database, load_settings("tiny", {"state_dir": tmp_path}))
+    assert ask(app, "/readyz").json()["checks"]["models"] == "ok"
+    champion = tmp_path / "m1" / "model.safetensors"
+    champion.write_bytes(b"\x02" * 64)
+    os.utime(champion, ns=(1, 1))
+    degraded = ask(app, "/readyz")
+    assert degraded.status_code == 200
+    assert "1 of 1 agents are answered by their baseline" in degraded.json()["checks"]["models"]
+    (tmp_path / "m0" / "model.safetensors").unlink()
+    lost = ask(app, "/readyz")
+    assert (lost.status_code, "neither" in lost.json()["checks"]["models"]) == (503, True)
