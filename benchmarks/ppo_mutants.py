@@ -72,7 +72,7 @@ MUTANTS = (
     mutant(
         "EOS penalty with the wrong stop token",
         (
-            "ppo/trainer.py",
+            "ppo/measuring.py",
             "    ended = ends_with_stop_token(tokens, learner.policy.eos_id)\n    final_scores",
             "    ended = ends_with_stop_token(tokens, learner.policy.pad_id)\n    final_scores",
         ),
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     mutant(
         "advantages not whitened",
-        ("ppo/trainer.py", "        advantages = whiten(advantages, mask)\n", "        pass\n"),
+        ("ppo/measuring.py", "        advantages = whiten(advantages, mask)\n", "        pass\n"),
     ),
     mutant(
         "value targets from clipped values",
@@ -120,7 +120,7 @@ MUTANTS = (
     mutant(
         "KL counted on prompt tokens",
         (
-            "ppo/trainer.py",
+            "ppo/measuring.py",
             "    rewards = rewards_per_token(batch.scores",
             "    from rlhf_pipeline.ppo.rollout import Tokens\n"
             "    ids, real = tokens.prompt_ids, tokens.prompt_mask\n"
@@ -156,9 +156,11 @@ MUTANTS = (
     mutant(
         "old log-probabilities recomputed after the first step",
         (
-            "ppo/trainer.py",
+            "ppo/optimising.py",
             "            facts = accumulate_gradients(learner, rollouts, members)\n",
             "            if steps:\n"
+            "                from dataclasses import replace\n"
+            "                from rlhf_pipeline.ppo.rollout import measure\n"
             "                fresh = measure(\n"
             "                    lambda t: learner.logprobs_and_values(t)[0],\n"
             "                    rollouts.tokens,\n"
@@ -187,7 +189,7 @@ MUTANTS = (
     mutant(
         "microbatch-dependent loss",
         (
-            "ppo/trainer.py",
+            "ppo/optimising.py",
             "        T = tokens.completion_ids.shape[1]\n        logprobs, values",
             "        T = tokens.completion_ids.shape[1]\n"
             "        token_count = int(tokens.completion_mask.sum())\n        logprobs, values",
@@ -196,14 +198,14 @@ MUTANTS = (
     mutant(
         "gradient clip inert",
         (
-            "ppo/trainer.py",
+            "ppo/optimising.py",
             "clip_grad_norm_(weights, learner.settings.max_grad_norm)",
             "clip_grad_norm_(weights, 1e9)",
         ),
     ),
     mutant(
         "minibatch setting inert",
-        ("ppo/trainer.py", ".tensor_split(settings.minibatches)", ".tensor_split(1)"),
+        ("ppo/optimising.py", ".tensor_split(settings.minibatches)", ".tensor_split(1)"),
     ),
     mutant(
         "GAE without the mask",
@@ -222,7 +224,7 @@ MUTANTS = (
     mutant(
         "GAE lambda and gamma swapped",
         (
-            "ppo/trainer.py",
+            "ppo/measuring.py",
             "            gamma=settings.gamma,\n            gae_lambda=settings.gae_lambda,\n",
             "            gamma=settings.gae_lambda,\n            gae_lambda=settings.gamma,\n",
         ),
@@ -255,7 +257,7 @@ MUTANTS = (
     mutant(
         "replayed tokens without the cap",
         (
-            "ppo/trainer.py",
+            "ppo/measuring.py",
             "torch.where(replayed, settings.replay_cap,",
             "torch.where(replayed, 1e9,",
         ),
@@ -263,7 +265,7 @@ MUTANTS = (
     mutant(
         "replayed tokens held against the policy that sampled them",
         (
-            "ppo/trainer.py",
+            "ppo/measuring.py",
             "    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)\n",
             "    logprobs = batch.logprobs\n",
         ),
@@ -271,7 +273,7 @@ MUTANTS = (
     mutant(
         "replay lost on resume",
         (
-            "ppo/trainer.py",
+            "ppo/state.py",
             '    replay.restore(saved.tensors["replay"], learner.policy.device)\n',
             "",
         ),
@@ -304,7 +306,7 @@ MUTANTS = (
     mutant(
         "optimizer state lost on resume",
         (
-            "ppo/trainer.py",
+            "ppo/state.py",
             "    checkpoint.restore_optimizer("
             'learner.optimizer, trainable, saved.tensors["optimizer"])\n',
             "",
@@ -313,7 +315,7 @@ MUTANTS = (
     mutant(
         "RNG lost on resume",
         (
-            "ppo/trainer.py",
+            "ppo/state.py",
             "    checkpoint.restore_random_states("
             'saved.tensors["random"], saved.state["random"], generators)\n',
             "",
@@ -322,8 +324,9 @@ MUTANTS = (
     mutant(
         "KL coefficient lost on resume",
         (
-            "ppo/trainer.py",
+            "ppo/state.py",
             '    return Progressed.from_json(saved.state["progressed"])\n',
+            "    from dataclasses import replace\n"
             '    now = Progressed.from_json(saved.state["progressed"])\n'
             "    return replace(now, kl_coef=learner.settings.kl_coef)\n",
         ),

@@ -77,10 +77,12 @@ class Machine:
 
 def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
     """Run our engine's updates as the protocol asks for them."""
+    from rlhf_pipeline.ppo.collecting import sample_for
     from rlhf_pipeline.ppo.learner import build_learner
+    from rlhf_pipeline.ppo.measuring import make_rollouts
+    from rlhf_pipeline.ppo.optimising import train_on
     from rlhf_pipeline.ppo.rollout import Tokens
     from rlhf_pipeline.ppo.settings import PpoSettings
-    from rlhf_pipeline.ppo.trainer import make_rollouts, sample_for, train_on
 
     worker = Worker()
     torch.set_num_threads(case.threads)

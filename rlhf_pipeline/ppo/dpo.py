@@ -21,27 +21,15 @@ from transformers import TrainerCallback
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.ppo.collecting import Task, encode_checked, probe_rewards
 from rlhf_pipeline.ppo.learner import Learner, build_learner, is_same_model
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.ppo.trainer import (
-    Task,
-    choose_update,
-    encode_checked,
-    evaluate,
-    probe_rewards,
-    run_fingerprint,
-    watch_facts,
-)
-from rlhf_pipeline.records import (
-    PreferencePair,
-    Progress,
-    Prompt,
-    RewardFunction,
-    ignore_progress,
-)
+from rlhf_pipeline.ppo.state import run_fingerprint
+from rlhf_pipeline.ppo.watching import choose_update, evaluate, watch_facts
+from rlhf_pipeline.records import PreferencePair, Progress, Prompt, RewardFunction, ignore_progress
 
 
 def train_dpo(

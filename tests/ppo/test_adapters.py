@@ -20,8 +20,8 @@ from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.critic import AdapterCritic
 from rlhf_pipeline.ppo.learner import Learner, build_learner, shared_base
+from rlhf_pipeline.ppo.optimising import accumulate_gradients, clipped_step
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.ppo.trainer import accumulate_gradients, clipped_step
 from rlhf_pipeline.records import PreferencePair, RewardInput, user_prompt
 from rlhf_pipeline.reward.model import LearnedReward, load_reward_model
 from rlhf_pipeline.reward.training import train_reward_model

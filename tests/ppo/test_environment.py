@@ -17,9 +17,9 @@ from rlhf_pipeline.errors import ConfigError, ShapeMismatch, TrainingError
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import completion_logprobs
+from rlhf_pipeline.ppo.collecting import sample_for
 from rlhf_pipeline.ppo.environment import ChatEnv, ChatTask, ChatVectorEnv, play
 from rlhf_pipeline.ppo.rollout import SampledCompletions
-from rlhf_pipeline.ppo.trainer import sample_for
 from rlhf_pipeline.records import Message, Prompt, RewardInput, user_prompt
 from tests.ppo.world import changed, learner_at, tiny_policy
 

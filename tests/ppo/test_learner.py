@@ -18,8 +18,8 @@ from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head
 from rlhf_pipeline.ppo.learner import allow_recomputing, check_policy, is_same_model
+from rlhf_pipeline.ppo.optimising import accumulate_gradients
 from rlhf_pipeline.ppo.rollout import Tokens
-from rlhf_pipeline.ppo.trainer import accumulate_gradients
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,

@@ -8,13 +8,9 @@ import psutil
 import pytest
 import torch
 
-from rlhf_pipeline.ppo.trainer import (
-    encode_checked,
-    make_rollouts,
-    next_prompts,
-    sample_for,
-    train_on,
-)
+from rlhf_pipeline.ppo.collecting import encode_checked, next_prompts, sample_for
+from rlhf_pipeline.ppo.measuring import make_rollouts
+from rlhf_pipeline.ppo.optimising import train_on
 from tests.ppo.world import PROMPTS, changed, learner_at
 
 MIB = 2**20

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from rlhf_pipeline.ppo.checkpoint import latest_checkpoint
+from rlhf_pipeline.ppo.collecting import encode_checked, sample_for
 from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.measuring import make_rollouts
+from rlhf_pipeline.ppo.optimising import accumulate_gradients
 from rlhf_pipeline.ppo.replay import Collected, Replay, join
 from rlhf_pipeline.ppo.rollout import Rollouts, Tokens
-from rlhf_pipeline.ppo.trainer import (
-    accumulate_gradients,
-    encode_checked,
-    make_rollouts,
-    sample_for,
-)
 from tests.ppo.world import PROMPTS, changed, learner_at, train
 
 MASK = torch.tensor([[True, True], [True, False]])

@@ -18,24 +18,19 @@ from rlhf_pipeline.policy.chat import decode_completions
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import unpack_bits
 from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.ppo.collecting import encode_checked, next_prompts, sample_for, shape_scores
 from rlhf_pipeline.ppo.learner import Learner
-from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
-from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments, sample_completions
-from rlhf_pipeline.ppo.trainer import (
-    Progressed,
+from rlhf_pipeline.ppo.measuring import make_rollouts
+from rlhf_pipeline.ppo.optimising import (
     accumulate_gradients,
     check_first_ratio,
-    choose_update,
     clipped_step,
-    encode_checked,
-    make_rollouts,
-    next_prompts,
-    reason_to_stop,
-    sample_for,
-    shape_scores,
     train_on,
-    updates_by_preference,
 )
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
+from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments, sample_completions
+from rlhf_pipeline.ppo.state import Progressed
+from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
 from rlhf_pipeline.records import Prompt, RewardInput, user_prompt
 from tests.ppo.test_advantages import slow_advantages
 from tests.ppo.test_learner import wider

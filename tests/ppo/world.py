@@ -14,17 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.ppo.collecting import encode_checked, next_prompts, sample_for
 from rlhf_pipeline.ppo.learner import Learner, build_learner
+from rlhf_pipeline.ppo.measuring import make_rollouts
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.rollout import Rollouts
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.ppo.trainer import (
-    encode_checked,
-    make_rollouts,
-    next_prompts,
-    sample_for,
-    train_ppo,
-)
+from rlhf_pipeline.ppo.trainer import train_ppo
 from rlhf_pipeline.records import Message, Prompt, RewardInput, user_prompt
 
 PROMPTS: list[Prompt] = [

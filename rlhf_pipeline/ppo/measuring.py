@@ -1,0 +1,176 @@
+"""Scored completions to rollouts: log-probabilities, values, rewards and advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.ppo.advantages import (
+    estimate_turn_advantages,
+    explained_variance,
+    leave_one_out_advantages,
+    masked_mean,
+    scale_to_unit_variance,
+    whiten,
+)
+from rlhf_pipeline.ppo.kl import estimate_kl
+from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.replay import Collected, Replay
+from rlhf_pipeline.ppo.rollout import (
+    Episodes,
+    Rollouts,
+    SampledCompletions,
+    apply_eos_trick,
+    ends_with_stop_token,
+    importance_weights,
+    measure,
+    rewards_per_token,
+)
+
+
+def collect(
+    learner: Learner,
+    sampled: SampledCompletions,
+    scores: Sequence[float],
+    episodes: Episodes | None = None,
+) -> Collected:
+    """Return what stays true of completions: reference log-probabilities and final scores.
+
+    `scores` are those of the completions that were judged, after shaping; the others have 0.
+    Without `episodes` every completion was judged and is a conversation of its own.
+    """
+    settings, tokens, mask = learner.settings, sampled.tokens, sampled.tokens.completion_mask
+    reference_logprobs = measure(
+        learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
+    )
+    all_scores = torch.tensor(scores, device=mask.device)
+    turn = torch.zeros(len(tokens), dtype=torch.long, device=mask.device)
+    next_turn = torch.full_like(turn, -1)
+    if episodes is not None:
+        judged = torch.tensor(episodes.judged, device=mask.device)
+        all_scores = torch.zeros(len(tokens), device=mask.device).masked_scatter(judged, all_scores)
+        turn, next_turn = turn.new_tensor(episodes.turn), turn.new_tensor(episodes.next_turn)
+    ended = ends_with_stop_token(tokens, learner.policy.eos_id)
+    final_scores = apply_eos_trick(all_scores, ended, settings.missing_eos_score)
+    return Collected(tokens, sampled.logprobs, reference_logprobs, final_scores, turn, next_turn)
+
+
+def make_rollouts(
+    learner: Learner,
+    sampled: SampledCompletions,
+    scores: Sequence[float],
+    kl_coef: float,
+    *,
+    episodes: Episodes | None = None,
+    replay: Replay | None = None,
+) -> tuple[Rollouts, dict[str, float]]:
+    """Return rollouts with rewards and advantages, and the facts of the rollout phase.
+
+    The log-probabilities of sampling are the old log-probabilities: no pass recomputes them, but
+    with importance_cap. Those of earlier updates in `replay`, which takes the fresh ones in, are
+    held against the policy and the critic as they are now. Facts are of the fresh ones alone.
+    """
+    settings = learner.settings
+    replay = replay or Replay(0)
+    fresh = collect(learner, sampled, scores, episodes)
+    batch, ages = replay.beside(fresh)
+    replay.keep(fresh)
+    tokens, mask, reference_logprobs = (
+        batch.tokens,
+        batch.tokens.completion_mask,
+        batch.reference_logprobs,
+    )
+    budget = settings.tokens_per_microbatch
+    values = measure(learner.values, tokens, token_budget=budget)
+    logprobs, weights, facts = old_logprobs(learner, batch, ages)
+
+    kl = estimate_kl(
+        torch.where(ages[:, None] > 0, logprobs, batch.logprobs),
+        reference_logprobs,
+        settings.kl_estimator,
+    )
+    rewards = rewards_per_token(batch.scores, kl, mask, kl_coef=kl_coef)
+    totals = rewards.sum(1)
+    if settings.whiten_rewards:
+        rewards = scale_to_unit_variance(rewards, mask)
+    if settings.estimator == "gae":
+        advantages, returns = estimate_turn_advantages(
+            rewards,
+            values,
+            mask,
+            batch.turn,
+            batch.next_turn,
+            gamma=settings.gamma,
+            gae_lambda=settings.gae_lambda,
+            turn_gamma=settings.turn_gamma,
+            turn_gae_lambda=settings.turn_gae_lambda,
+        )
+    else:
+        advantages = leave_one_out_advantages(
+            rewards, mask, completions_per_prompt=settings.completions_per_prompt
+        )
+        returns = torch.zeros_like(rewards)
+    if settings.whiten_advantages:
+        advantages = whiten(advantages, mask)
+
+    n, said = len(fresh), fresh.tokens.completion_mask
+    log_ratio = estimate_kl(fresh.logprobs, fresh.reference_logprobs, "k1")
+    ended = ends_with_stop_token(fresh.tokens, learner.policy.eos_id)
+    facts |= {
+        "rollout/reward_mean": float(totals[:n].mean()),
+        "rollout/kl_mean": float(masked_mean(log_ratio, said)),
+        "rollout/kl_per_completion": float(log_ratio.sum(1).mean()),
+        "rollout/entropy": -float(masked_mean(fresh.logprobs, said)),
+        "rollout/length_mean": float(said.sum(1).float().mean()),
+        "rollout/eos_share": float(ended.float().mean()),
+    }
+    if settings.has_critic:
+        facts["critic/explained_variance"] = explained_variance(values[:n], returns[:n], mask[:n])
+    rollouts = Rollouts(
+        tokens, logprobs, reference_logprobs, values, rewards, advantages, returns, weights
+    )
+    return rollouts, facts
+
+
+def old_logprobs(
+    learner: Learner, batch: Collected, ages: Tensor
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Return PPO's old log-probabilities, their importance weights (None: all 1), and facts.
+
+    They are sampling's for fresh rollouts (age 0), unless importance_cap is set, and the policy's
+    as it is now for replayed ones.
+    """
+    settings, mask = learner.settings, batch.tokens.completion_mask
+    replayed = ages > 0
+    remeasured = replayed if settings.importance_cap is None else torch.ones_like(replayed)
+    if not bool(remeasured.any()):
+        return batch.logprobs, None, {}
+    members = remeasured.nonzero()[:, 0]
+    now = measure(
+        lambda t: learner.logprobs_and_values(t)[0],
+        batch.tokens,
+        token_budget=settings.tokens_per_microbatch,
+        members=members,
+    )
+    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)
+    caps = torch.where(replayed, settings.replay_cap, settings.importance_cap or 1.0)[:, None]
+    weights = importance_weights(logprobs, batch.logprobs, mask, cap=caps)
+    facts = {}
+    gap = (logprobs - batch.logprobs).abs()
+    if settings.importance_cap is not None:
+        fresh = ~replayed
+        facts["policy/logprob_gap"] = float(masked_mean(gap[fresh], mask[fresh]))
+    if bool(replayed.any()):
+        again = mask[replayed]
+        capped = logprobs - batch.logprobs > math.log(settings.replay_cap)
+        facts |= {
+            "replay/share": float(replayed.float().mean()),
+            "replay/staleness": float(ages[replayed].float().mean()),
+            "replay/logprob_gap": float(masked_mean(gap[replayed], again)),
+            "replay/weight_mean": float(masked_mean(weights[replayed], again)),
+            "replay/capped_share": float(masked_mean(capped[replayed].float(), again)),
+        }
+    return logprobs, weights, facts

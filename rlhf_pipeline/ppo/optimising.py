@@ -1,0 +1,120 @@
+"""The optimizer steps of one update: gradients over microbatches, checked, clipped and taken."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.ppo.critic import AdapterCritic, SeparateCritic
+from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.loss import policy_loss, value_loss
+from rlhf_pipeline.ppo.rollout import Rollouts, microbatches
+
+
+class NotFinite(TrainingError):
+    """A gradient is NaN or infinite; no step was taken with it."""
+
+
+def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -> dict[str, float]:
+    """Take epochs x minibatches optimizer steps on the rollouts; return the facts of training.
+
+    Raises TrainingError if the first minibatch shows another policy than the one that sampled, and
+    NotFinite before a step with a gradient that is NaN or infinite.
+    """
+    settings = learner.settings
+    steps: list[dict[str, float]] = []
+    for _ in range(settings.epochs):
+        order = torch.randperm(len(rollouts), generator=generator)
+        for members in order.to(rollouts.rewards.device).tensor_split(settings.minibatches):
+            facts = accumulate_gradients(learner, rollouts, members)
+            if not steps:
+                check_first_ratio(facts, settings.ratio_tolerance)
+            facts["policy/grad_norm"] = clipped_step(learner)
+            steps.append(facts)
+    first, last = steps[0], steps[-1]
+    means = {n: statistics.fmean(s[n] for s in steps) for n in first if "/" in n}
+    return {
+        **means,
+        "policy/first_ratio": first["ratio"],
+        "policy/logprob_gap": first["abs_log_ratio"],
+        "policy/last_approx_kl": last["policy/approx_kl"],
+    }
+
+
+def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) -> dict[str, float]:
+    """Add one minibatch's gradient to the weights' and return its facts.
+
+    Losses are divided by the minibatch's token count, so microbatches add up to the same gradient
+    however they are cut.
+    """
+    settings = learner.settings
+    token_count = max(int(rollouts.tokens.completion_mask[members].sum()), 1)
+    sums = {"train/loss": 0.0}
+    budget = settings.tokens_per_microbatch
+    for some in microbatches(rollouts.tokens, members, token_budget=budget):
+        tokens = rollouts.tokens.rows(some)
+        T = tokens.completion_ids.shape[1]
+        logprobs, values = learner.logprobs_and_shared_values(tokens)
+        loss, facts = policy_loss(
+            logprobs,
+            rollouts.logprobs[some, :T],
+            rollouts.advantages[some, :T],
+            tokens.completion_mask,
+            clip_range=settings.clip_range,
+            token_count=token_count,
+            weights=None if rollouts.weights is None else rollouts.weights[some, :T],
+        )
+        facts["policy/loss"] = facts["train/loss"] = float(loss.detach())
+        if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
+            # The two networks share nothing: one's activations go before the other's come.
+            descend(loss)
+            loss, values = torch.zeros_like(loss), learner.values(tokens)
+        if values is not None:
+            critic_loss, critic_facts = value_loss(
+                values,
+                rollouts.values[some, :T],
+                rollouts.returns[some, :T],
+                tokens.completion_mask,
+                value_clip_range=settings.value_clip_range,
+                token_count=token_count,
+            )
+            facts |= {**critic_facts, "critic/loss": float(critic_loss.detach())}
+            facts["train/loss"] += settings.value_coef * facts["critic/loss"]
+            loss = loss + settings.value_coef * critic_loss
+        descend(loss)
+        for name, share in facts.items():
+            sums[name] = sums.get(name, 0.0) + share
+    return sums
+
+
+def descend(loss: Tensor) -> None:
+    """Add the loss's gradient to the weights'."""
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+
+
+def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
+    """Raise TrainingError unless the policy that trains is the one that sampled."""
+    gap, approx_kl = facts["abs_log_ratio"], facts["policy/approx_kl"]
+    if not (gap <= tolerance and abs(approx_kl) <= tolerance):
+        raise TrainingError(
+            "before the first step of an update the policy must be the one that sampled: needed a "
+            f"mean |log ratio| and an approximate KL of at most {tolerance}, found {gap:.4g} and "
+            f"{approx_kl:.4g}; look at dropout, temperature, padding and position ids"
+        )
+
+
+def clipped_step(learner: Learner) -> float:
+    """Clip the gradient's global norm, step, and return the norm before clipping."""
+    weights = [w for group in learner.optimizer.param_groups for w in group["params"]]
+    norm = float(clip_grad_norm_(weights, learner.settings.max_grad_norm))
+    if not math.isfinite(norm):
+        learner.optimizer.zero_grad()
+        raise NotFinite("the loss or its gradient")
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return norm

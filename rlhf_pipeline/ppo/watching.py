@@ -1,0 +1,151 @@
+"""Looks at the watch prompts, and what follows from them: the update to keep, when to stop."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from rlhf_pipeline.errors import CheckpointDamaged
+from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.ppo.alarms import find_alarms
+from rlhf_pipeline.ppo.collecting import Task, play_episodes
+from rlhf_pipeline.ppo.kl import estimate_kl
+from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.result import Evaluation
+from rlhf_pipeline.ppo.rollout import ends_with_stop_token, measure, score_completions
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.state import Progressed
+from rlhf_pipeline.records import Progress, RewardFunction
+
+
+def evaluate(
+    learner: Learner, task: Task, stopping: RewardFunction | None, update: int
+) -> Evaluation:
+    """Return one look at the task's prompts: raw scores, no EOS trick, always the same draws.
+
+    The stopping reward judges what the proxy judged: every turn, or the last one.
+    """
+    settings = learner.settings
+    generator = torch.Generator().manual_seed(settings.seed + 2)
+    everyone = range(len(task.prompts))
+    episodes = play_episodes(learner, task, everyone, generator, lambda phase: nullcontext())
+    sampled = episodes.sampled
+    tokens, mask = sampled.tokens, sampled.tokens.completion_mask
+    reference_logprobs = measure(
+        learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
+    )
+    scores = episodes.judged_scores
+    stopping_mean = None
+    if stopping is not None:
+        judged = [i for i, flag in enumerate(episodes.judged) if flag]
+        stopping_mean = statistics.fmean(
+            score_completions(
+                stopping,
+                [episodes.prompts[i] for i in judged],
+                [sampled.texts[i] for i in judged],
+                name="stopping",
+            )
+        )
+    ended = ends_with_stop_token(tokens, learner.policy.eos_id)
+    return Evaluation(
+        update=update,
+        score_mean=statistics.fmean(scores),
+        score_std=statistics.pstdev(scores),
+        stopping_mean=stopping_mean,
+        kl=float(estimate_kl(sampled.logprobs, reference_logprobs, "k1").sum(1).mean()),
+        length_mean=float(mask.sum(1).float().mean()),
+        eos_share=float(ended.float().mean()),
+    )
+
+
+def watch_facts(look: Evaluation) -> dict[str, float]:
+    """Return a look at the watch prompts as metrics."""
+    facts = {
+        "watch/score_mean": look.score_mean,
+        "watch/score_std": look.score_std,
+        "watch/kl": look.kl,
+        "watch/length_mean": look.length_mean,
+        "watch/eos_share": look.eos_share,
+    }
+    if look.stopping_mean is not None:
+        facts["watch/stopping_mean"] = look.stopping_mean
+    return facts
+
+
+def choose_update(evaluations: Sequence[Evaluation], *, max_kl: float | None) -> int:
+    """Return the update to keep: `updates_by_preference`'s first."""
+    return updates_by_preference(evaluations, max_kl=max_kl)[0]
+
+
+def updates_by_preference(evaluations: Sequence[Evaluation], *, max_kl: float | None) -> list[int]:
+    """Return evaluated updates, best first: by stopping score, the earlier one among equals.
+
+    Where there is no stopping reward, later is better. Updates beyond max_kl come last, the one
+    nearest to the reference first among them.
+    """
+
+    def key(look: Evaluation) -> tuple[bool, float, float]:
+        beyond = max_kl is not None and look.kl > max_kl
+        if beyond:
+            return (True, look.kl, look.update)
+        if look.stopping_mean is None:
+            return (False, -look.update, 0.0)
+        return (False, -look.stopping_mean, look.update)
+
+    return [look.update for look in sorted(evaluations, key=key)]
+
+
+def reason_to_stop(now: Progressed, settings: PpoSettings) -> str | None:
+    """Return why training ends here, or None where it goes on; a function of the history alone."""
+    if now.history and settings.max_kl is not None:
+        kl = now.history[-1]["rollout/kl_per_completion"]
+        if kl > settings.max_kl:
+            return f"KL to the reference is {kl:.2f} nats per completion, over {settings.max_kl}"
+    looks = [e for e in now.evaluations if e.stopping_mean is not None]
+    if settings.patience is not None and looks:
+        best = choose_update(looks, max_kl=settings.max_kl)
+        waited = sum(e.update > best for e in looks)
+        if waited >= settings.patience:
+            return (
+                f"the stopping score has not risen for {waited} looks; "
+                f"it was best after update {best}"
+            )
+    return "all updates are made" if now.update >= settings.updates else None
+
+
+def load_chosen(root: Path, learner: Learner, now: Progressed, settings: PpoSettings) -> int:
+    """Put the chosen update's weights into the policy and return the update."""
+    kept = set(checkpoint.checkpoint_updates(root))
+    policy_weights = {n: p for n, p in learner.trainable().items() if n.startswith("policy/")}
+    for update in updates_by_preference(now.evaluations, max_kl=settings.max_kl):
+        if update not in kept:
+            continue
+        try:
+            saved = checkpoint.checkpoint_at(root, update)
+        except CheckpointDamaged as error:
+            warnings.warn(f"the best checkpoint cannot be taken: {error}", stacklevel=2)
+            continue
+        checkpoint.restore_parameters(policy_weights, saved.tensors["policy"])
+        return update
+    raise CheckpointDamaged(
+        f"a whole checkpoint of an evaluated update is needed in {root}, found none; "
+        "train again with resume=False"
+    )
+
+
+def raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> None:
+    """Keep and report alarms that have not been raised before in this run."""
+    known = {alarm.name for alarm in now.alarms}
+    for alarm in find_alarms(
+        now.history,
+        kl_target=settings.kl_target,
+        max_completion_tokens=settings.max_completion_tokens,
+    ):
+        if alarm.name not in known:
+            now.alarms.append(alarm)
+            report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
