@@ -8,7 +8,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import write_json
 
-SNAPSHOT, VALIDATED, DRIFT = "feedback.parquet", "validated.parquet", "drift.json"
+SNAPSHOT, VALIDATED, DRIFT = snapshot.FILE, "validated.parquet", "drift.json"
 
 
 class SnapshotConfig(dg.Config):

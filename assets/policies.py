@@ -145,12 +145,16 @@ def ppo_policy(
         outcome = compute.run_stage(context, "ppo", turn)
         result = read_json(Path(outcome["result"]))
         images = [turn.work / "ppo" / name for name in result["plots"]]
+        shown = [sample for look in result["evaluations"] for sample in look["samples"]]
+        kept = [sample for sample in shown if sample["update"] == result["chosen_update"]]
         with pipeline.tracked(turn) as run:
             for update, metrics in enumerate(result["history"], 1):
                 run.log_metrics({f"ppo/{name}": v for name, v in metrics.items()}, step=update)
             for path in images:
                 run.log_file(path, "ppo")
             run.log_json("ppo/result.json", result)
+            if shown:
+                run.log_table("ppo/samples.json", shown)
     return dg.MaterializeResult(
         metadata={
             "path": dg.MetadataValue.path(outcome["path"]),
@@ -159,6 +163,7 @@ def ppo_policy(
             "stopped because": result["stopped_because"],
             "score": result["final_reward_mean"],
             "kl": result["kl_history"][-1],
+            "samples of the chosen update": table(kept),
             **plots(images),
         },
         check_results=[

@@ -217,6 +217,11 @@ class TrainingSettings(Section):
         description="Who answers the assistant where ppo.max_turns is above 1: `shop` is a "
         "customer of the simulated world. Other users are passed to train_ppo.",
     )
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (),
+        description="Where the metrics of every update go beside MLflow: tensorboard (files in "
+        "the turn's ppo/tracking), wandb.",
+    )
     watch_prompts: Positive = Field(128, description="Prompts the stopping reward is measured on.")
     dagster_url: str = Field(
         "http://127.0.0.1:3000",

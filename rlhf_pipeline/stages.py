@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
-from rlhf_pipeline.feedback import datasets
+from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
@@ -161,7 +161,17 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Improve the champion on the proxy, or on its pairs; the stopping model chooses the update."""
-    result = improve(turn, turn.work / "ppo", turn.settings.ppo, report, keep_going)
+    from rlhf_pipeline.ppo.trackers import reporting
+
+    asked, folder = turn.settings.training.report_to, turn.work / "ppo"
+    name = f"{turn.agent_id}-{turn.fingerprint[:16]}"
+    with reporting(asked, folder / "tracking", name) as track:
+
+        def tell(facts: Mapping[str, float | int | str]) -> None:
+            report(facts)
+            track(facts)
+
+        result = improve(turn, folder, turn.settings.ppo, tell, keep_going)
     return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
 
 
@@ -197,6 +207,8 @@ def improve(
         )
         for job in ("proxy", "stopping")
     )
+    votes = turn.data / snapshot.FILE
+    feedback_count = snapshot.count(votes) if votes.exists() else None
     if ppo.estimator == "dpo":
         pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
         return train_dpo(
@@ -209,6 +221,7 @@ def improve(
             watch_prompts=prompts[:watched],
             output_dir=output_dir,
             settings=ppo,
+            feedback_count=feedback_count,
             report=report,
             keep_going=keep_going,
         )
@@ -225,6 +238,7 @@ def improve(
         value_init=reward_folder / "proxy" if ppo.critic == "separate" else None,
         base=base,
         user=None if settings.training.simulated_user is None else customers,
+        feedback_count=feedback_count,
         report=report,
         keep_going=keep_going,
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CHUNK_ROWS = 50_000
+FILE = "feedback.parquet"  # in the turn's data folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,14 @@ def read(path: str | Path) -> pd.DataFrame:
     import pandas as pd
 
     return pd.read_parquet(path).reset_index(drop=True)
+
+
+def count(path: Path) -> int:
+    """Return how many votes a snapshot's file holds, from its last bytes."""
+    import pyarrow.parquet as pq
+
+    rows: int = pq.read_metadata(path).num_rows
+    return rows
 
 
 def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[Any]:

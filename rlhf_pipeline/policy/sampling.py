@@ -44,6 +44,7 @@ class Sampled:
     completion_mask: Tensor  # (B, T) bool; True on completion tokens, eos among them
     logprobs: Tensor  # (B, T) float32, nats, at the sampling temperature; 0 where the mask is False
     finished: Tensor  # (B,) bool; True where the completion ends with eos
+    likeliest: Tensor  # (B, T) bool; True where no token was likelier than the one taken
     support: Tensor | None = None  # (B, T, V / 8) uint8, `pack_bits` of the tokens in reach
 
 
@@ -121,6 +122,7 @@ def decode(
     trunk = trunk_of(model)
     completion_ids = torch.full((B, T), pad_id, dtype=torch.long, device=device)
     logprobs = torch.zeros(B, T, device=device)
+    likeliest = torch.zeros(B, T, dtype=torch.bool, device=device)
     support: Tensor | None = None
     if keeps_support and (top_k or top_p < 1):
         V = output_head(model).weight.shape[0]
@@ -146,6 +148,7 @@ def decode(
             support[rows, t] = pack_bits(logits.isfinite())
         completion_ids[rows, t] = tokens
         logprobs[rows, t] = token_logprobs
+        likeliest[rows, t] = tokens == logits.argmax(-1)
         ended |= tokens == eos_id
         inputs, last = tokens[:, None], last + 1
         if (t + 1) % look_every == 0:
@@ -169,6 +172,7 @@ def decode(
         completion_mask,
         logprobs[:, :longest].masked_fill(~completion_mask, 0.0),
         finished,
+        likeliest[:, :longest] & completion_mask,
         None if support is None else support[:, :longest],
     )
 

@@ -108,6 +108,12 @@ def retain(root: Path, *, latest: int, best: Iterable[int]) -> None:
         shutil.rmtree(_folder(root, update))
 
 
+def remove_half_written(root: Path) -> None:
+    """Remove what a run left that was killed while it wrote a checkpoint."""
+    for aside in root.glob(".update-*.new-*"):
+        shutil.rmtree(aside)
+
+
 def remove_all(root: Path) -> None:
     """Remove every checkpoint, for a run that begins at the beginning."""
     if root.exists():

@@ -42,6 +42,7 @@ def train_dpo(
     watch_prompts: Sequence[Prompt],
     output_dir: Path,
     settings: PpoSettings,
+    feedback_count: int | None = None,
     report: Progress = ignore_progress,
     keep_going: Callable[[], None] = lambda: None,
 ) -> TrainingResult:
@@ -96,7 +97,7 @@ def train_dpo(
     result = TrainingResult(
         model_path=str(output_dir / "policy"),
         reward_model_path=None,
-        feedback_count=None,
+        feedback_count=feedback_count,
         chosen_update=chosen,
         stopped_because="all updates are made",
         final_reward_mean=look.score_mean,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from rlhf_pipeline.ppo.critic import (
     load_reward_adapters,
     load_reward_trunk,
 )
+from rlhf_pipeline.ppo.memory import keep_large_blocks_apart
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
 
@@ -44,7 +45,7 @@ class Learner:
 
     policy: Policy  # model is the plain causal LM; with LoRA its adapters sit inside it
     saved_model: Any  # what save_policy is given: the PEFT wrapper with LoRA, else the model
-    reference_logprobs: Callable[[Tokens], Tensor]  # (B, T), of the fixed reference policy
+    reference: Policy | None  # fixed; None where it is the policy's base with adapters off
     critic: Critic | None
     optimizer: torch.optim.Optimizer
     settings: PpoSettings
@@ -83,6 +84,28 @@ class Learner:
             with self._recomputing(self.critic.base_model):
                 values: Tensor = self.critic(tokens)
             return values
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Policy]:
+        """Yield the fixed reference policy; where it shares the base, adapters are off inside."""
+        if self.reference is not None:
+            yield self.reference
+        else:
+            with only(self.policy.model, None):
+                yield self.policy
+
+    def reference_logprobs(self, tokens: Tokens) -> Tensor:
+        """Return the reference policy's log-probabilities (B, T), without gradients."""
+        with torch.no_grad(), self.autocast(), self.as_reference() as reference:
+            return completion_logprobs(
+                reference.model,
+                tokens.prompt_ids,
+                tokens.prompt_mask,
+                tokens.completion_ids,
+                tokens.completion_mask,
+                temperature=self.settings.temperature,
+                support=tokens.support,
+            )
 
     @contextmanager
     def _recomputing(self, trunk: nn.Module) -> Iterator[None]:
@@ -144,10 +167,8 @@ def build_learner(
     check_policy(policy, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     critic = build_critic(policy, value_init, settings, generator, base)
-    if base is not None and base.digest == base_digest(reference_dir):
-        reference_logprobs = adapters_off_logprobs(policy, settings)
-    else:
-        reference_logprobs = own_model_logprobs(policy, reference_dir, settings)
+    shares_base = base is not None and base.digest == base_digest(reference_dir)
+    reference = None if shares_base else load_reference(policy, reference_dir, settings)
     if settings.gradient_checkpointing:
         if isinstance(critic, AdapterCritic):
             raise ConfigError(
@@ -160,7 +181,9 @@ def build_learner(
     saved_model: Any = policy.model if base is None else base.wrapper
     digest = None if base is None else base.digest
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
-    return Learner(policy, saved_model, reference_logprobs, critic, optimizer, settings, digest)
+    if policy.device.type == "cpu":
+        keep_large_blocks_apart([p for group in optimizer.param_groups for p in group["params"]])
+    return Learner(policy, saved_model, reference, critic, optimizer, settings, digest)
 
 
 def shared_base(
@@ -277,20 +300,8 @@ def build_critic(
     return SeparateCritic(trunk.eval().requires_grad_(True), head).to(policy.device)
 
 
-def adapters_off_logprobs(policy: Policy, settings: PpoSettings) -> Callable[[Tokens], Tensor]:
-    """Return the reference's log-probabilities as the policy's without its adapters."""
-
-    def logprobs(tokens: Tokens) -> Tensor:
-        with only(policy.model, None):
-            return _logprobs(policy, tokens, settings)
-
-    return logprobs
-
-
-def own_model_logprobs(
-    policy: Policy, reference_dir: str | Path, settings: PpoSettings
-) -> Callable[[Tokens], Tensor]:
-    """Return the log-probabilities of the model at reference_dir, which nothing trains."""
+def load_reference(policy: Policy, reference_dir: str | Path, settings: PpoSettings) -> Policy:
+    """Return the model at reference_dir, which nothing trains."""
     reference = load_policy(reference_dir, device=settings.device)
     if reference.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ModelError(
@@ -298,11 +309,7 @@ def own_model_logprobs(
             "use the baseline this policy was trained from"
         )
     reference.model.requires_grad_(False)
-
-    def logprobs(tokens: Tokens) -> Tensor:
-        return _logprobs(reference, tokens, settings)
-
-    return logprobs
+    return reference
 
 
 def is_same_model(one: str | Path, other: str | Path) -> bool:
@@ -320,16 +327,3 @@ def autocast(device: torch.device, settings: PpoSettings) -> AbstractContextMana
         device.type, dtype=torch.bfloat16, enabled=wanted
     )
     return context
-
-
-def _logprobs(policy: Policy, tokens: Tokens, settings: PpoSettings) -> Tensor:
-    with torch.no_grad(), autocast(policy.device, settings):
-        return completion_logprobs(
-            policy.model,
-            tokens.prompt_ids,
-            tokens.prompt_mask,
-            tokens.completion_ids,
-            tokens.completion_mask,
-            temperature=settings.temperature,
-            support=tokens.support,
-        )

@@ -113,17 +113,23 @@ def make_rollouts(
             rewards, mask, completions_per_prompt=settings.completions_per_prompt
         )
         returns = torch.zeros_like(rewards)
+    n = len(fresh)
+    facts |= advantage_facts(advantages[:n], mask[:n])
     if settings.whiten_advantages:
         advantages = whiten(advantages, mask)
 
-    n, said = len(fresh), fresh.tokens.completion_mask
+    said = fresh.tokens.completion_mask
     log_ratio = estimate_kl(fresh.logprobs, fresh.reference_logprobs, "k1")
     ended = ends_with_stop_token(fresh.tokens, learner.policy.eos_id)
+    entropy = -float(masked_mean(fresh.logprobs, said))
+    if sampled.likeliest is not None:
+        facts["rollout/token_accuracy"] = float(masked_mean(sampled.likeliest.float(), said))
     facts |= {
         "rollout/reward_mean": float(totals[:n].mean()),
         "rollout/kl_mean": float(masked_mean(log_ratio, said)),
         "rollout/kl_per_completion": float(log_ratio.sum(1).mean()),
-        "rollout/entropy": -float(masked_mean(fresh.logprobs, said)),
+        "rollout/entropy": entropy,
+        "rollout/perplexity": math.exp(entropy),
         "rollout/length_mean": float(said.sum(1).float().mean()),
         "rollout/eos_share": float(ended.float().mean()),
     }
@@ -133,6 +139,19 @@ def make_rollouts(
         tokens, logprobs, reference_logprobs, values, rewards, advantages, returns, weights
     )
     return rollouts, facts
+
+
+def advantage_facts(advantages: Tensor, completion_mask: Tensor) -> dict[str, float]:
+    """Return mean, deviation and range of advantages (B, T) over the tokens that count."""
+    counted_ones = advantages[completion_mask]
+    if not len(counted_ones):
+        return {}
+    return {
+        "rollout/advantage_mean": float(counted_ones.mean()),
+        "rollout/advantage_std": float(counted_ones.std(correction=0)),
+        "rollout/advantage_min": float(counted_ones.min()),
+        "rollout/advantage_max": float(counted_ones.max()),
+    }
 
 
 def old_logprobs(

@@ -21,6 +21,7 @@ class Metric(NamedTuple):
 
 _ROLLOUTS = "mean over the update's rollouts"
 _TOKENS = "mean over the update's completion tokens"
+_FRESH_TOKENS = "mean over the update's completion tokens, not the replayed"
 _TRAINED = "share of all that are trained on"
 _REPLAYED = "mean over replayed rollouts"
 _MINIBATCHES = "mean over the update's optimizer steps"
@@ -38,6 +39,14 @@ METRICS: Mapping[str, Metric] = {
     "rollout/entropy": Metric(
         "nats per token", ">= 0", _TOKENS, "minus the sampled log-probability: unbiased"
     ),
+    "rollout/perplexity": Metric("tokens", ">= 1", _TOKENS, "exp of rollout/entropy"),
+    "rollout/token_accuracy": Metric(
+        "share", "0 to 1", _TOKENS, "the sampled token was the policy's likeliest"
+    ),
+    "rollout/advantage_mean": Metric("reward", "any", _FRESH_TOKENS, "before whitening"),
+    "rollout/advantage_std": Metric("reward", ">= 0", "deviation over tokens", "before whitening"),
+    "rollout/advantage_min": Metric("reward", "any", "least of all tokens", "before whitening"),
+    "rollout/advantage_max": Metric("reward", "any", "most of all tokens", "before whitening"),
     "rollout/length_mean": Metric("tokens", ">= 1", _ROLLOUTS, "completion tokens with the end"),
     "rollout/eos_share": Metric("share", "0 to 1", _ROLLOUTS, "completions with an end token"),
     "rollout/turns_mean": Metric(
@@ -93,6 +102,11 @@ METRICS: Mapping[str, Metric] = {
     "time/score": Metric("seconds", ">= 0", "this update", "the reward function"),
     "time/measure": Metric("seconds", ">= 0", "this update", "reference log-probs and values"),
     "time/train": Metric("seconds", ">= 0", "this update", "forward, backward, step"),
+    "time/tokens_per_second": Metric(
+        "tokens per second", "> 0", "this update", "completion tokens over all four phases"
+    ),
+    "memory/process_peak": Metric("MiB", "> 0", "since the process began", "resident memory"),
+    "memory/gpu_peak": Metric("MiB", "> 0", "since training began", "allocated by torch, on a GPU"),
 }
 
 

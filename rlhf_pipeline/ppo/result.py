@@ -23,6 +23,10 @@ class Evaluation:
     kl: float  # nats per completion to the reference
     length_mean: float  # tokens
     eos_share: float  # 0 to 1
+    samples: tuple[Mapping[str, Any], ...] = ()  # prompt, baseline, completion, score of a few
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", tuple(self.samples))  # JSON knows lists only
 
 
 @dataclass(frozen=True, slots=True)

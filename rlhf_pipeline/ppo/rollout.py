@@ -95,14 +95,17 @@ class SampledCompletions:
     tokens: Tokens
     logprobs: Tensor  # (B, T)
     texts: list[str]
+    likeliest: Tensor | None = None  # (B, T) bool, Sampled's; None where an engine does not say
 
 
 def join_sampled(parts: Sequence[SampledCompletions]) -> SampledCompletions:
     """Return the completions of all parts, in order."""
+    likeliest = [part.likeliest for part in parts if part.likeliest is not None]
     return SampledCompletions(
         join_tokens([part.tokens for part in parts]),
         join_rows([part.logprobs for part in parts]),
         [text for part in parts for text in part.texts],
+        join_rows(likeliest) if len(likeliest) == len(parts) else None,
     )
 
 
@@ -171,6 +174,7 @@ def sample_completions(
     ids = torch.full((len(prompts), T), policy.pad_id, device=policy.device)
     mask = torch.zeros(len(prompts), T, dtype=torch.bool, device=policy.device)
     logprobs = torch.zeros(len(prompts), T, device=policy.device)
+    likeliest = torch.zeros_like(mask)
     support: Tensor | None = None
     for start in range(0, len(prompts), at_once):
         some = slice(start, start + at_once)
@@ -190,6 +194,7 @@ def sample_completions(
         ids[some, :longest] = sampled.completion_ids
         mask[some, :longest] = sampled.completion_mask
         logprobs[some, :longest] = sampled.logprobs
+        likeliest[some, :longest] = sampled.likeliest
         if sampled.support is not None:
             if support is None:
                 support = sampled.support.new_zeros(len(prompts), T, sampled.support.shape[2])
@@ -203,7 +208,7 @@ def sample_completions(
         for row, length in zip(tokens.completion_ids.tolist(), mask.sum(1).tolist(), strict=True)
     ]
     texts = decode_completions(policy.tokenizer, rows)
-    return SampledCompletions(tokens, logprobs[:, :longest], texts)
+    return SampledCompletions(tokens, logprobs[:, :longest], texts, likeliest[:, :longest])
 
 
 def score_completions(

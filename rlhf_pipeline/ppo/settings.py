@@ -136,6 +136,8 @@ class PpoSettings:
     # stopping
     evaluate_every: int = 5
     """Updates between looks at the watch prompts: the scores that choose the checkpoint."""
+    samples_shown: int = 4
+    """Watch prompts whose completions every look keeps, beside the baseline's; 0 keeps none."""
     patience: int | None = None
     """Stop after this many looks without a better stopping score; None never does."""
     max_kl: float | None = None
@@ -180,7 +182,7 @@ class PpoSettings:
             _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         _need(self, "clip_range", self.clip_range < 1, "below 1")
         _need(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        for name in ("top_k", "lora_rank", "replay_updates"):
+        for name in ("top_k", "lora_rank", "replay_updates", "samples_shown"):
             _need(self, name, getattr(self, name) >= 0, "0 or more")
         _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
         for name, allowed in _CHOICES.items():

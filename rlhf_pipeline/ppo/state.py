@@ -24,7 +24,7 @@ from rlhf_pipeline.records import Prompt, hashed, prompt_to_json
 
 MACHINE_SETTINGS = (
     "device completions_at_once tokens_per_microbatch gradient_checkpointing checkpoint_every "
-    "keep_checkpoints"
+    "keep_checkpoints samples_shown"
 ).split()  # may differ when a run is resumed: they change no result beyond rounding
 
 

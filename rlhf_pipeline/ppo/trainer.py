@@ -7,6 +7,7 @@ it goes on from its last checkpoint and, on a CPU, ends with the very same weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from rlhf_pipeline.ppo.collecting import (
 from rlhf_pipeline.ppo.kl import next_kl_coef
 from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
+from rlhf_pipeline.ppo.memory import peak_memory
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.optimising import NotFinite, train_on
 from rlhf_pipeline.ppo.plots import draw_plots
@@ -46,8 +48,11 @@ from rlhf_pipeline.ppo.watching import (
     raise_alarms,
     reason_to_stop,
     watch_facts,
+    write_samples,
 )
 from rlhf_pipeline.records import Progress, Prompt, RewardFunction, SimulatedUser, ignore_progress
+
+PHASES = ("sample", "score", "measure", "train")
 
 
 def train_ppo(
@@ -65,6 +70,7 @@ def train_ppo(
     user: SimulatedUser | None = None,
     final_reward: RewardFunction | None = None,
     engine: RolloutEngine = sample_completions,
+    feedback_count: int | None = None,
     resume: bool = True,
     report: Progress = ignore_progress,
     keep_going: Callable[[], None] = lambda: None,
@@ -77,6 +83,7 @@ def train_ppo(
     LoRA, the base in memory that the rewards read with too (learner.shared_base).
     With settings.max_turns above 1 rollouts are conversations with `user`, `reward` judges by
     settings.reward_timing, and final_reward, if any, is added where a conversation ends.
+    feedback_count, the votes behind all this, is for the result to say.
     `keep_going` is called before every update and every write, and raises to stop the run.
 
     1. Load the models and check prompts and rewards before anything is trained.
@@ -123,7 +130,13 @@ def train_ppo(
 
     def look_at_watch_prompts() -> None:
         with now.timed("watch"):
-            now.evaluations.append(evaluate(learner, watch, stopping, now.update))
+            baselines = [
+                sample["baseline"] for look in now.evaluations[:1] for sample in look.samples
+            ]
+            now.evaluations.append(
+                evaluate(learner, watch, stopping, now.update, baselines=baselines)
+            )
+            write_samples(output_dir / "samples.jsonl", now.evaluations)
 
     def write_checkpoint() -> None:
         keep_going()
@@ -133,6 +146,7 @@ def train_ppo(
             checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
 
     # 2. Where to begin.
+    checkpoint.remove_half_written(checkpoints)
     if not resume:
         checkpoint.remove_all(checkpoints)
     latest = checkpoint.latest_checkpoint(checkpoints)
@@ -193,8 +207,11 @@ def train_ppo(
                 episodes=settings.rollouts_per_update,
             )
         facts["train/optimizer_steps"] = now.optimizer_steps
-        for phase in ("sample", "score", "measure", "train"):
+        for phase in PHASES:
             facts[f"time/{phase}"] = now.seconds[phase] - before.get(phase, 0.0)
+        spent = math.fsum(facts[f"time/{phase}"] for phase in PHASES)
+        facts["time/tokens_per_second"] = int(episodes.sampled.tokens.completion_mask.sum()) / spent
+        facts |= peak_memory(learner.policy.device)
 
         # 3.5 Watch prompts, checkpoint.
         is_last = now.update == settings.updates
@@ -219,7 +236,7 @@ def train_ppo(
     result = TrainingResult(
         model_path=str(output_dir / "policy"),
         reward_model_path=None if value_init is None else str(value_init),
-        feedback_count=None,
+        feedback_count=feedback_count,
         chosen_update=chosen,
         stopped_because=stopped_because,
         final_reward_mean=look.score_mean,

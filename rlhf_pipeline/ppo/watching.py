@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from rlhf_pipeline.errors import CheckpointDamaged
+from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.alarms import find_alarms
-from rlhf_pipeline.ppo.collecting import Task, play_episodes
+from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.result import Evaluation
@@ -24,11 +27,17 @@ from rlhf_pipeline.records import Progress, RewardFunction
 
 
 def evaluate(
-    learner: Learner, task: Task, stopping: RewardFunction | None, update: int
+    learner: Learner,
+    task: Task,
+    stopping: RewardFunction | None,
+    update: int,
+    *,
+    baselines: Sequence[str] = (),
 ) -> Evaluation:
     """Return one look at the task's prompts: raw scores, no EOS trick, always the same draws.
 
-    The stopping reward judges what the proxy judged: every turn, or the last one.
+    The stopping reward judges what the proxy judged: every turn, or the last one. `baselines` are
+    the reference policy's completions of the samples shown; without them they are sampled here.
     """
     settings = learner.settings
     generator = torch.Generator().manual_seed(settings.seed + 2)
@@ -52,6 +61,19 @@ def evaluate(
             )
         )
     ended = ends_with_stop_token(tokens, learner.policy.eos_id)
+    baselines = baselines or sample_baselines(learner, task)
+    samples = [
+        {
+            "update": update,
+            "prompt": prompt[-1].content,
+            "baseline": baseline,
+            "completion": text,
+            "score": score,
+        }
+        for prompt, text, score, baseline in zip(
+            episodes.prompts, sampled.texts, episodes.scores, baselines, strict=False
+        )
+    ]
     return Evaluation(
         update=update,
         score_mean=statistics.fmean(scores),
@@ -60,7 +82,26 @@ def evaluate(
         kl=float(estimate_kl(sampled.logprobs, reference_logprobs, "k1").sum(1).mean()),
         length_mean=float(mask.sum(1).float().mean()),
         eos_share=float(ended.float().mean()),
+        samples=tuple(samples),
     )
+
+
+def sample_baselines(learner: Learner, task: Task) -> list[str]:
+    """Return the reference policy's completions of the first prompts, drawn as a look draws."""
+    settings = learner.settings
+    shown = task.encoded[: settings.samples_shown]
+    if not shown:
+        return []
+    generator = torch.Generator().manual_seed(settings.seed + 2)
+    with learner.as_reference() as reference:
+        return sample_for(replace(learner, policy=reference), shown, generator).texts
+
+
+def write_samples(path: Path, looks: Sequence[Evaluation]) -> None:
+    """Write the samples of every look, one JSON object a line, in one rename."""
+    lines = [json.dumps(sample, ensure_ascii=False) for look in looks for sample in look.samples]
+    if lines:
+        write_text(path, "\n".join(lines) + "\n")
 
 
 def watch_facts(look: Evaluation) -> dict[str, float]:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,13 @@ class TrackedRun:
         """Keep a value as a JSON file with the run."""
         with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
             self.client.log_dict(self.run_id, value, name)
+
+    def log_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep rows of like columns as a JSON file that MLflow's page shows as a table."""
+        columns = list(rows[0])
+        data = [[row[column] for column in columns] for row in rows]
+        self.log_json(name, {"columns": columns, "data": data})
+        self.set_tags({"mlflow.loggedArtifacts": [{"path": name, "type": "table"}]})
 
     def log_text(self, name: str, text: str) -> None:
         """Keep a text, e.g. a markdown table, with the run."""

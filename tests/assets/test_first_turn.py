@@ -154,6 +154,8 @@ def test_one_mlflow_run_holds_parameters_metrics_per_step_and_plots(
         for item in client.list_artifacts(run.info.run_id, folder)
     }
     assert {"ppo/result.json", "ppo/training.png", "evaluation/gate.md"} <= kept
+    assert "ppo/samples.json" in kept
+    assert version.label == f"v{result['feedback_count']}"
     assert any(path.startswith("reward/proxy/") and path.endswith(".png") for path in kept)
 
 

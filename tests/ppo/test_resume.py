@@ -74,7 +74,8 @@ def without_clocks(result: TrainingResult) -> dict[str, Any]:
     for name in ("seconds", "resumed_from", "model_path", "settings", "fingerprint"):
         facts.pop(name)
     facts["history"] = [
-        {k: v for k, v in row.items() if not k.startswith("time/")} for row in facts["history"]
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))}
+        for row in facts["history"]
     ]
     return facts
 

@@ -355,7 +355,8 @@ def test_a_short_run_keeps_its_promises(base: Path, tmp_path: Path) -> None:
     assert result.updates == 3
     updates = [f for f in heard if "rollout/score_mean" in f]
     assert [f["update"] for f in updates] == [1, 2, 3]
-    assert {p.name for p in tmp_path.iterdir()} == {"checkpoints", "policy", "plots", "result.json"}
+    names = {"checkpoints", "policy", "plots", "result.json", "samples.jsonl"}
+    assert {p.name for p in tmp_path.iterdir()} == names
     assert result.plots == ("plots/training.png", "plots/over_optimisation.png")
     assert all((tmp_path / p).stat().st_size > 10_000 for p in result.plots)
     trained = load_policy(result.model_path)

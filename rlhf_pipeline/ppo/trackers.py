@@ -1,0 +1,61 @@
+"""Metrics to TensorBoard or Weights & Biases, through accelerate's trackers.
+
+MLflow gets every metric from the pipeline itself; these are for people who look elsewhere too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.records import Progress
+
+TRACKERS = ("tensorboard", "wandb")
+
+
+@contextmanager
+def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Progress]:
+    """Yield a Progress that logs the numbers of every update to the trackers with these names.
+
+    TensorBoard's files go under folder/run_name; Weights & Biases asks for its own sign-in, or
+    takes WANDB_MODE=offline. Raises ConfigError where a tracker is unknown or not installed.
+    """
+    for name in names:
+        if name not in TRACKERS or find_spec(name) is None:
+            raise ConfigError(
+                f"training.report_to needs each of {', '.join(names)} to be one of "
+                f"{', '.join(TRACKERS)} and installed, found {name!r} is not; "
+                f"pip install {name if name in TRACKERS else TRACKERS[0]}, or leave it out"
+            )
+    if not names:
+        yield lambda facts: None
+        return
+
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()  # trackers log on the main process only, and ask it which that is
+    folder.mkdir(parents=True, exist_ok=True)
+    trackers = []
+    for name in names:
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        places = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
+        trackers.append(kind(run_name, **places))
+    for tracker in trackers:
+        tracker.start()
+
+    def report(facts: Mapping[str, float | int | str]) -> None:
+        update = facts.get("update")
+        numbers = {k: v for k, v in facts.items() if "/" in k and isinstance(v, (int, float))}
+        if isinstance(update, int) and numbers:
+            for tracker in trackers:
+                tracker.log(numbers, step=update)
+
+    try:
+        yield report
+    finally:
+        for tracker in trackers:
+            tracker.finish()
