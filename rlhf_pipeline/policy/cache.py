@@ -49,6 +49,29 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
             self.buffers = (self.buffers[0][indices], self.buffers[1][indices])
             self._look_at(length)
 
+    def take_in(self, other: RoomyLayer, left: int, others_left: int) -> None:
+        """Add another layer's rows below these, each side moved right by its columns of padding."""
+        mine, theirs = (self.keys, self.values), (other.keys, other.values)
+        length = left + self.keys.shape[-2]
+        rows = self.keys.shape[0]
+        merged = []
+        for own, added in zip(mine, theirs, strict=True):
+            _, heads, _, width = own.shape
+            buffer = own.new_zeros(rows + added.shape[0], heads, length + ROOM, width)
+            buffer[:rows, :, left:length] = own
+            buffer[rows:, :, others_left:length] = added
+            merged.append(buffer)
+        self.buffers = (merged[0], merged[1])
+        self._look_at(length)
+
+    def drop_left(self, columns: int) -> None:
+        """Forget the first columns, which are padding in every row."""
+        if self.buffers is not None:
+            length = self.get_seq_length() - columns
+            keys, values = self.buffers
+            self.buffers = (keys[..., columns:, :], values[..., columns:, :])
+            self._look_at(length)
+
     def _look_at(self, length: int) -> None:
         assert self.buffers is not None
         self.keys = self.buffers[0][..., :length, :]
@@ -62,6 +85,25 @@ def empty_cache(config: Any) -> DynamicCache:
         RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
     return cache
+
+
+def can_merge(cache: DynamicCache) -> bool:
+    """Say whether rows of another cache can join this one: every layer keeps the whole past."""
+    return all(type(layer) is RoomyLayer for layer in cache.layers)
+
+
+def merge(cache: DynamicCache, other: DynamicCache) -> tuple[int, int]:
+    """Add the other cache's rows below this one's, both ending together.
+
+    Returns the columns of padding that each side (this, other) was moved to the right by: the
+    shorter one's rows get so many more on their left.
+    """
+    mine, theirs = cache.get_seq_length(), other.get_seq_length()
+    length = max(mine, theirs)
+    left, others_left = length - mine, length - theirs
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        layer.take_in(added, left, others_left)
+    return left, others_left
 
 
 def _larger(current: Tensor, filled: int, states: Tensor, needed: int) -> Tensor:

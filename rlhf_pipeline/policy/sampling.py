@@ -138,7 +138,7 @@ def decode(
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     inputs, last = prompt_ids, positions[:, -1:]
     for t in range(T):
-        hidden = _run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
+        hidden = run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
         logits = logits_of(model, hidden)
         if support is None:
             tokens, token_logprobs = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
@@ -336,7 +336,7 @@ def completion_hidden(
     mask = torch.cat([prompt_mask, completion_mask[:, :-1]], dim=1)
     trunk, before = trunk_of(model), prompt_ids.shape[1] - 1
     if not can_pack(trunk):
-        return _run_trunk(trunk, ids, mask.long(), position_ids(mask), None)[:, before:]
+        return run_trunk(trunk, ids, mask.long(), position_ids(mask), None)[:, before:]
     # A row's own last token predicts nothing either, unless the row is a prompt alone.
     mask[:, before + 1 :] &= completion_mask[:, 1:]
     packed, where = packed_hidden(trunk, ids, mask)
@@ -507,9 +507,10 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
     return ids, torch.arange(width)[None] < lengths[:, None]
 
 
-def _run_trunk(
+def run_trunk(
     trunk: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None
 ) -> Tensor:
+    """Return the trunk's last hidden states (B, T, H); mask (B, past + T), positions (B, T)."""
     forward: Callable[..., Any] = type(trunk).forward
     places = {"position_ids": positions} if _takes_positions(forward) else {}
     hidden: Tensor = trunk(

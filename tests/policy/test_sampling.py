@@ -221,13 +221,13 @@ def _logprobs_by_the_whole_rectangle(
 def test_rows_leave_the_batch_when_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     sizes = []
-    original = sampling._run_trunk
+    original = sampling.run_trunk
 
     def counting(trunk: Any, ids: Tensor, *rest: Any) -> Tensor:
         sizes.append(ids.shape[0])
         return original(trunk, ids, *rest)
 
-    monkeypatch.setattr(sampling, "_run_trunk", counting)
+    monkeypatch.setattr(sampling, "run_trunk", counting)
     ids, mask = pad_left([[5, 6]] * 64, PAD)
     got = sample(
         model,
