@@ -311,6 +311,81 @@ class PagesSettings(Section):
     )
 
 
+class GuardrailSettings(Section):
+    """What the chat service lets in and out; null or an empty list switches a rule off."""
+
+    unsafe_requests: tuple[str, ...] = Field(
+        (
+            r"\b(build|make|assemble)\b.{0,40}\b(bomb|explosive|nerve agent|pipe ?bomb)",
+            r"\bhow (to|do i|can i)\b.{0,40}\bkill (myself|someone|him|her|them)\b",
+            r"\bhow (to|do i|can i)\b.{0,40}\bpoison (someone|somebody|my|him|her|them)\b",
+            r"\bsynthesi[sz]e\b.{0,40}\b(sarin|ricin|methamphetamine|fentanyl)",
+            r"\bsexual\b.{0,40}\b(child|minor|underage)",
+        ),
+        description="Regular expressions, case ignored, that a user's newest message must not "
+        "match; the baseline answers instead. A list catches words, not intentions.",
+    )
+    max_prompt_characters: Positive = Field(
+        20_000, description="All messages of a request together."
+    )
+    max_completion_characters: Positive | None = 20_000
+    pii: bool = Field(
+        True,
+        description="Block completions with an email address, phone, card, key or IP address that "
+        "the request did not hold.",
+    )
+    max_repeats: Positive | None = Field(
+        8, description="How often in a row a completion may say the same one to eight words."
+    )
+    release: Literal["words", "whole"] = Field(
+        "words",
+        description="What a stream may show before all is checked: `words` shows each once it is "
+        "whole, and can only be cut when a later one is blocked; `whole` waits, so that the "
+        "baseline can still answer.",
+    )
+
+    @model_validator(mode="after")
+    def _expressions_compile(self) -> GuardrailSettings:
+        for expression in self.unsafe_requests:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(
+                    f"unsafe_requests needs regular expressions, found {expression!r}: {error}; "
+                    "correct it"
+                ) from error
+        return self
+
+
+class UpstreamSettings(Section):
+    """An OpenAI-compatible server that answers for an agent instead of a model in this process."""
+
+    url: str = Field(pattern=r"^https?://[^\s]+$", description="Ends with /v1, as clients take it.")
+    model: str = Field(description="The model's name there.")
+    version: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="The ledger's version it serves; None: none of the ledger's."
+    )
+    key_variable: str | None = Field(
+        None, description="Environment variable that holds the API key; None: no key."
+    )
+
+
+class ServingSettings(Section):
+    """The chat service."""
+
+    batch_rows: Positive = Field(16, description="Requests that decode together on one model.")
+    admission_limit: Positive = Field(
+        32, description="Requests answered or waiting at once; the next ones are refused with 429."
+    )
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="After which the champion is given up, and then the baseline."
+    )
+    upstreams: Mapping[str, UpstreamSettings] = Field(
+        default_factory=dict, description="By agent: where its champion is served instead."
+    )
+    guardrails: GuardrailSettings = GuardrailSettings()
+
+
 class NotificationSettings(Section):
     """Who hears of failures."""
 
@@ -339,6 +414,7 @@ class Settings(Section):
     continuous_learning: ContinuousLearningSettings = ContinuousLearningSettings()
     experiments: ExperimentSettings = ExperimentSettings()
     pages: PagesSettings = PagesSettings()
+    serving: ServingSettings = ServingSettings()
     notifications: NotificationSettings = NotificationSettings()
 
     @model_validator(mode="after")

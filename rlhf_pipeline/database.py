@@ -204,6 +204,19 @@ promotions = sa.Table(
     sa.Column("created_at", UtcDateTime, nullable=False),
 )
 
+chat_events = sa.Table(
+    "chat_events",
+    metadata,
+    sa.Column("seq", BigId, primary_key=True, autoincrement=True),
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("interaction_id", sa.String(36)),  # the answer's, whether or not there was one
+    sa.Column("arm", sa.String(32), nullable=False),  # champion or baseline: whose trouble it was
+    sa.Column("rule", sa.String(64), nullable=False),  # a guardrail's name, or what failed
+    sa.Column("detail", sa.Text, nullable=False),  # nothing that anybody wrote
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Index("ix_chat_events_agent_seq", "agent_id", "seq"),
+)
+
 
 class Database:
     """One database: `read()` and `write()` hand out connections in a transaction."""

@@ -16,6 +16,9 @@
     │   └── CheckpointDamaged  a checkpoint's files do not match its manifest
     ├── ModelError             a model cannot be loaded, saved or run
     ├── EvaluationError        a comparison cannot be made
+    ├── ChatError              a chat request has no answer
+    │   ├── ChatRefused        it breaks an input rule; carries the rule's name
+    │   └── ChatAway           neither the champion nor the baseline could answer
     ├── BackupError            a state folder cannot be copied, or a copy not taken back
     ├── OrchestratorAway       Dagster does not answer, or refuses a run
     └── RegistryError          the registry or the promotion ledger refuses
@@ -92,6 +95,22 @@ class ModelError(PipelineError):
 
 class EvaluationError(PipelineError):
     """A comparison cannot be made."""
+
+
+class ChatError(PipelineError):
+    """A chat request has no answer."""
+
+
+class ChatRefused(ChatError):
+    """A chat request breaks an input rule; `rule` names it."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class ChatAway(ChatError):
+    """Neither the champion nor the baseline could answer."""
 
 
 class BackupError(PipelineError):

@@ -14,21 +14,26 @@ from rlhf_pipeline.config import Settings, load_settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+GRACE_SECONDS = 10  # for streams in flight when the service is asked to stop
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastAPI:
     """Return the application of a state folder; without arguments the embedded one.
 
-    Without pages it is the API alone, which starts in a moment and loads no model.
+    Without pages it is the API alone, which starts in a moment. Models load when first asked.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from rlhf_pipeline.database import open_database
     from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.chat_api import add_chat_routes
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
     from rlhf_pipeline.serving.feedback_api import add_feedback_route
+    from rlhf_pipeline.serving.gateway import Gateway
     from rlhf_pipeline.serving.health import add_health_routes
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
@@ -51,16 +56,17 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
     runs = DagsterRuns(settings.training.dagster_url)
     add_policy_routes(app, Policies(settings, store, runs))
     add_health_routes(app, database, settings)
+    ledger = PromotionLedger(database, settings.state_dir)
+    folder = settings.state_dir.resolve() / "mlflow"
+    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
+    gateway = Gateway(settings, store, registry, metrics)
+    metrics.watch_queue("chat", lambda: gateway.waiting)
+    add_chat_routes(app, gateway)
     if pages:
-        from rlhf_pipeline.registry.ledger import PromotionLedger
-        from rlhf_pipeline.registry.models import ModelRegistry
         from rlhf_pipeline.serving.pages.desk import Desk
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
-        ledger = PromotionLedger(database, settings.state_dir)
-        folder = settings.state_dir.resolve() / "mlflow"
-        registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
-        mount_pages(app, Desk(settings, store, registry))
+        mount_pages(app, Desk(settings, store, registry, gateway))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
     add_metrics(app, metrics)
     return app
@@ -72,4 +78,11 @@ def run(settings: Settings, port: int, *, pages: bool = True) -> None:
 
     # No access log: a line a request would bury what matters.
     app = create_app(settings, pages=pages)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )

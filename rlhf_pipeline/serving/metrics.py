@@ -74,6 +74,12 @@ class Metrics:
             ("kind",),
             registry=self.registry,
         )
+        self._chat_events = Counter(
+            "rlhf_chat_events_total",
+            "Replies blocked, and models that failed, by rule.",
+            ("rule",),
+            registry=self.registry,
+        )
         self._queues = Gauge(
             "rlhf_queue_depth", "What waits, by queue.", ("queue",), registry=self.registry
         )
@@ -85,6 +91,10 @@ class Metrics:
     def count_tokens(self, agent_id: str, side: Literal["prompt", "completion"], n: int) -> None:
         """Count tokens that a model of the agent read or wrote."""
         self._tokens.labels(agent_id, side).inc(n)
+
+    def count_chat_event(self, rule: str) -> None:
+        """Count one block or failure of the chat."""
+        self._chat_events.labels(rule).inc()
 
     def watch_queue(self, name: str, depth: Callable[[], float]) -> None:
         """Show a queue's depth, asked for whenever somebody looks."""

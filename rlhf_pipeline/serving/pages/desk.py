@@ -6,20 +6,17 @@ same rules as one from anywhere else. What this does not do: keep people apart w
 
 from __future__ import annotations
 
-import random
-import threading
-import time
+import asyncio
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import FeedbackError, PipelineError, RegistryError
+from rlhf_pipeline.errors import FeedbackError, PipelineError
 from rlhf_pipeline.feedback.datasets import unit_interval
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.records import (
@@ -32,19 +29,20 @@ from rlhf_pipeline.records import (
     now,
     uuid7,
 )
+from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.guardrails import output_block
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import PolicySettings, Settings
+    from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.store import FeedbackStore
-    from rlhf_pipeline.policy.loading import Policy
-    from rlhf_pipeline.registry.ledger import ModelVersion
     from rlhf_pipeline.registry.models import ModelRegistry
 
 log = structlog.get_logger(__name__)
 
-LOOK_EVERY_SECONDS = 3.0  # how long a new champion may go unseen
 REMEMBERED = 200  # answers that say what a usual disagreement is
 ENOUGH = 20  # of them before anything counts as unusual
+T = TypeVar("T")
+
 ALTERNATIVES = 2  # further answers sampled to see whether the model agrees with itself
 
 
@@ -57,33 +55,26 @@ class Answer:
     other: Interaction | None = None  # a second answer to the same prompt, to be compared
 
 
-@dataclass(slots=True)
-class _Seat:
-    """The model that answers for an agent."""
-
-    version: ModelVersion
-    policy: Policy
-    limits: PolicySettings
-    looked_at: float
-
-
 class Desk:
     """Answers and votes of every agent in one state folder."""
 
-    def __init__(self, settings: Settings, store: FeedbackStore, registry: ModelRegistry) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: FeedbackStore,
+        registry: ModelRegistry,
+        gateway: Gateway | None = None,
+    ) -> None:
         self.settings = settings
         self.store = store
         self.registry = registry
-        self._seats: dict[str, _Seat] = {}
-        self._seating = threading.Lock()
-        self._generating = threading.Lock()  # one answer at a time: cores are shared anyway
+        self.gateway = gateway or Gateway(settings, store, registry)
         self._tracing = ThreadPoolExecutor(1, "traces")  # nobody waits for MLflow to answer
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def agents(self) -> list[str]:
-        """Return the agents that have a champion."""
-        known = self.store.agents()
-        return [agent for agent in known if self.registry.ledger.champion(agent) is not None]
+        """Return the agents that can answer."""
+        return self.gateway.agents()
 
     # -- answering ------------------------------------------------------------------------------
 
@@ -96,61 +87,46 @@ class Desk:
         With `pair`, or where they differ more than nine out of ten did before, one of them comes
         along to be compared. Raises RegistryError where the agent has no model.
         """
-        from rlhf_pipeline.policy.sampling import complete
-        from rlhf_pipeline.policy.streaming import stream
+        others = ALTERNATIVES if pair or self.settings.pages.active_learning else 0
 
-        seat = self._seat(agent_id)
-        limits = seat.limits
-        sizes: dict[str, Any] = {
-            "max_completion_tokens": limits.max_completion_tokens,
-            "max_prompt_tokens": limits.max_prompt_tokens,
-            "temperature": limits.temperature,
-        }
-        seed = random.SystemRandom().randrange(2**31)
-        text, began = "", time.monotonic()
-        with self._generating:
-            for piece in stream(seat.policy, prompt, seed=seed, **sizes):
-                if isinstance(piece, str):
-                    yield piece
-                else:
-                    text = piece.text
-        took = time.monotonic() - began
-        others: list[str] = []
-        if pair or self.settings.pages.active_learning:
-            with self._generating:
-                drawn = complete(seat.policy, [prompt] * ALTERNATIVES, seed=seed + 1, **sizes)
-            others = [completion.text for completion in drawn]
-        disagreement = disagreement_of([text, *others]) if others else None
-        said: dict[str, Any] = {
-            "agent_id": agent_id,
-            "prompt": prompt,
-            "model_version": seat.version.version,
-            "session_id": session_id,
-            "user_id": hash_rater(agent_id, person),
-        }
-        sampling = {"temperature": limits.temperature, "seed": seed, "disagreement": disagreement}
-        this = Interaction(
-            interaction_id=uuid7(),
-            completion=text,
-            created_at=now(),
-            sampling=sampling,
-            latency_seconds=took,
-            **said,
+        def note(text: str, also: Sequence[str]) -> dict[str, Any]:
+            return {"disagreement": disagreement_of([text, *also]) if also else None}
+
+        reply: Reply | None = None
+        pieces = self.gateway.reply(
+            agent_id,
+            prompt,
+            Wishes(),
+            session_id=session_id,
+            user_id=hash_rater(agent_id, person),
+            others=others,
+            note=note,
         )
+        for piece in _in_turn(pieces):
+            if isinstance(piece, str):
+                yield piece
+            else:
+                reply = piece
+        assert reply is not None  # a reply ends with a Reply
+        this = reply.interaction
+        disagreement = this.sampling["disagreement"]
         unusual = disagreement is not None and self._is_unusual(agent_id, disagreement)
-        different = next((other for other in others if other.strip() != text.strip()), None)
+        text, rules = this.completion.strip(), self.settings.serving.guardrails
+        fit = (o for o in reply.others if not output_block(o, prompt, rules, whole=True))
+        different = next((other for other in fit if other.strip() != text), None)
         shown = None
         if different is not None and (pair or unusual):
-            sampling = {"temperature": limits.temperature, "seed": seed + 1}
-            shown = Interaction(
+            drawn = {k: v for k, v in this.sampling.items() if k not in ("disagreement", "events")}
+            n = 1 + reply.others.index(different)
+            shown = replace(
+                this,
                 interaction_id=uuid7(),
                 completion=different,
                 created_at=now(),
-                sampling=sampling,
-                **said,
+                sampling={**drawn, "seed": drawn["seed"] + n},
+                latency_seconds=None,
             )
-        self.store.ensure_agent(agent_id)
-        self.store.add_interactions([this] if shown is None else [this, shown])
+            self.store.add_interactions([shown])
         if self.settings.pages.log_traces:
             self._tracing.submit(self._trace, this)
         share = unit_interval("ask", this.interaction_id)
@@ -173,36 +149,6 @@ class Desk:
         if len(ordered) < ENOUGH:
             return False
         return disagreement > ordered[int(0.9 * len(ordered))]
-
-    def _seat(self, agent_id: str) -> _Seat:
-        """Return the champion, loaded; its files are checked against the ledger's hashes first."""
-        with self._seating:
-            seat = self._seats.get(agent_id)
-            if seat is not None and time.monotonic() - seat.looked_at < LOOK_EVERY_SECONDS:
-                return seat
-            version = self.registry.ledger.champion(agent_id)
-            if version is None:
-                raise RegistryError(
-                    f"agent {agent_id!r} needs a champion to answer, found none; its first turn "
-                    "trains version 0"
-                )
-            if seat is None or seat.version.version != version.version:
-                from rlhf_pipeline.policy.loading import load_policy
-
-                limits = self._limits(agent_id)
-                folder = self.registry.folder_of(version)
-                policy = load_policy(folder, device=limits.device, dtype=limits.dtype)
-                seat = _Seat(version, policy, limits, 0.0)
-            seat.looked_at = time.monotonic()
-            self._seats[agent_id] = seat
-            return seat
-
-    def _limits(self, agent_id: str) -> PolicySettings:
-        """Return how the agent's model runs: as its own recipe says, where it has one."""
-        row = self.store.agent(agent_id)
-        if row is None or row.recipe is None:
-            return self.settings.policy
-        return load_settings(row.recipe, {"state_dir": self.settings.state_dir}).policy
 
     # -- voting ---------------------------------------------------------------------------------
 
@@ -236,6 +182,21 @@ class Desk:
         )
         check_event(event)
         return self.store.append([event])[0].feedback_id
+
+
+def _in_turn(pieces: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Yield what an asynchronous generator gives, for callers in a thread of their own."""
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(pieces))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(pieces.aclose())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
 
 def said_so_far(history: Sequence[tuple[str, str]], question: str) -> Prompt:

@@ -1,0 +1,342 @@
+"""One decoding thread per loaded model: several requests share a batch, and a cache.
+
+A request joins between two tokens and leaves when it has ended, so nobody waits for anybody else's
+completion. The arithmetic is policy/sampling.py's, and each request draws from random numbers of
+its own: it gets the tokens that `streaming.stream` gives for the same seed, whoever is beside it
+(but for ties within rounding).
+
+Whoever asked and is gone (its generator was closed, or its event loop) leaves at the next token.
+What this does not bound is how many wait: the gateway does (serving/gateway.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.policy.cache import can_merge, empty_cache, merge
+from rlhf_pipeline.policy.chat import encode_prompt
+from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.sampling import (
+    Completion,
+    draw,
+    logits_of,
+    pad_left,
+    position_ids,
+    run_trunk,
+    trunk_of,
+)
+from rlhf_pipeline.policy.streaming import UNFINISHED
+from rlhf_pipeline.records import Prompt
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one completion is to be drawn."""
+
+    max_completion_tokens: int
+    max_prompt_tokens: int
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # texts before which the completion ends
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """One request: what it asked for, where its tokens go, what it has."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    uniforms: Tensor  # (T,)
+    loop: asyncio.AbstractEventLoop
+    tokens: asyncio.Queue[int | Exception]
+    written: int = 0
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows that decode together; L columns in the cache, each row's first `starts` padding."""
+
+    rows: list[_Row]
+    cache: Any
+    starts: Tensor  # (B,)
+    inputs: Tensor  # (B, 1), the token each row wrote last
+
+
+class Decoder:
+    """A loaded policy and the thread that writes with it."""
+
+    def __init__(self, policy: Policy, *, rows: int) -> None:
+        self.policy = policy
+        self._trunk = trunk_of(policy.model)
+        # Caches that forget (sliding windows) cannot be merged: there one request at a time.
+        self._most = rows if can_merge(empty_cache(self._trunk.config)) else 1
+        self._waiting: deque[_Row] = deque()
+        self._changed = threading.Condition()
+        self._retired = False
+        self.decoding = 0  # rows in the batch now
+        self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait for a place in the batch."""
+        return len(self._waiting)
+
+    def retire(self) -> None:
+        """Take no new request; the thread ends when those in flight have their completions."""
+        with self._changed:
+            self._retired = True
+            self._changed.notify()
+
+    @property
+    def retired(self) -> bool:
+        """Say whether it takes no new requests."""
+        return self._retired
+
+    def prompt_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
+        """Return the prompt's tokens. Raises ModelError where prompt and completion do not fit."""
+        longest = sampling.max_prompt_tokens + sampling.max_completion_tokens
+        if sampling.max_completion_tokens < 1 or longest > self.policy.context_length:
+            raise ModelError(
+                f"prompt and completion must fit a context of {self.policy.context_length} tokens, "
+                f"found {sampling.max_prompt_tokens} + {sampling.max_completion_tokens}; lower one "
+                "of the two"
+            )
+        return encode_prompt(self.policy.tokenizer, prompt, max_tokens=sampling.max_prompt_tokens)
+
+    async def pieces(
+        self, ids: Sequence[int], sampling: Sampling, *, deadline: float
+    ) -> AsyncGenerator[str | Completion, None]:
+        """Yield the completion's text piece by piece, and last the whole `Completion`.
+
+        `deadline` is a time.monotonic() moment. Closing the iterator takes the row out of the
+        batch. Raises TimeoutError at the deadline, ModelError where the model writes no numbers or
+        the decoder has retired.
+        """
+        generator = torch.Generator().manual_seed(sampling.seed)
+        uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0]
+        row = _Row(ids, sampling, uniforms, asyncio.get_running_loop(), asyncio.Queue())
+        with self._changed:
+            if self._retired:
+                raise ModelError("a decoder in service is needed, found a retired one; ask again")
+            self._waiting.append(row)
+            self._changed.notify()
+        text = Text(self.policy, sampling.stop)
+        try:
+            for n in range(1, sampling.max_completion_tokens + 1):
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    token = await row.tokens.get()
+                if isinstance(token, Exception):
+                    raise token
+                finished = token == self.policy.eos_id
+                piece = "" if finished else text.add(token)
+                if piece:
+                    yield piece
+                if finished or text.stopped or n == sampling.max_completion_tokens:
+                    if rest := text.rest():
+                        yield rest
+                    yield Completion(text.shown, n, finished or text.stopped)
+                    return
+        finally:
+            row.gone = True
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """1. Take in who waits; 2. one token for every row; 3. hand them on and drop who ended."""
+        batch: _Batch | None = None
+        while True:
+            with self._changed:
+                while batch is None and not self._waiting and not self._retired:
+                    self._changed.wait()
+                if batch is None and not self._waiting:
+                    return  # retired, and nobody is left
+                room = self._most - (len(batch.rows) if batch else 0)
+                joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            joining = [row for row in joining if not row.gone]
+            self.decoding = len(joining) + (len(batch.rows) if batch else 0)
+            try:
+                with torch.inference_mode():
+                    if batch is not None:
+                        batch = self._step(batch)
+                    if joining:
+                        batch = self._join(batch, joining)
+            except Exception as error:  # one batch's trouble must not end the service
+                log.exception("decoding failed", rows=self.decoding)
+                failure = ModelError(f"the model failed while it wrote: {error}; see the log")
+                lost = {id(row): row for row in [*(batch.rows if batch else ()), *joining]}
+                _deliver([(row, failure) for row in lost.values()])
+                batch = None
+            self.decoding = len(batch.rows) if batch else 0
+
+    def _join(self, batch: _Batch | None, joining: list[_Row]) -> _Batch | None:
+        """Run the prompts of new rows together, draw their first tokens, add them to the batch."""
+        ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
+        ids, mask = ids.to(self.policy.device), mask.to(self.policy.device)
+        cache = empty_cache(self._trunk.config)
+        hidden = run_trunk(self._trunk, ids, mask.long(), position_ids(mask), cache)[:, -1]
+        new = _Batch(joining, cache, (~mask).sum(1), ids[:, :1])
+        added = self._draw(new, hidden)
+        if batch is None or added is None:
+            return added or batch
+        left, others_left = merge(batch.cache, added.cache)
+        batch.rows += added.rows
+        batch.starts = torch.cat([batch.starts + left, added.starts + others_left])
+        batch.inputs = torch.cat([batch.inputs, added.inputs])
+        return batch
+
+    def _step(self, batch: _Batch) -> _Batch | None:
+        """Write one more token in every row; return the rows that go on."""
+        length = batch.cache.get_seq_length()
+        columns = torch.arange(length + 1, device=batch.starts.device)
+        mask = (columns[None] >= batch.starts[:, None]).long()
+        positions = (length - batch.starts)[:, None]
+        hidden = run_trunk(self._trunk, batch.inputs, mask, positions, batch.cache)[:, -1]
+        return self._draw(batch, hidden)
+
+    def _draw(self, batch: _Batch, hidden: Tensor) -> _Batch | None:
+        """Draw each row's token and hand it on; return the batch without those who ended."""
+        rows = batch.rows
+        logits = logits_of(self.policy.model, hidden).float()
+        sound = torch.isfinite(logits).all(-1).tolist()
+        logits = logits.nan_to_num()
+        uniforms = torch.stack([row.uniforms[row.written] for row in rows]).to(logits.device)
+        tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        alike: dict[tuple[float, float], list[int]] = {}
+        for i, row in enumerate(rows):
+            alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(i)
+        for (temperature, top_p), members in alike.items():
+            drawn, _ = draw(logits[members], uniforms[members], temperature, 0, top_p)
+            tokens[members] = drawn
+        told: list[tuple[_Row, int | Exception]] = []
+        keep: list[int] = []
+        for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            if not sound[i]:
+                told.append((row, ModelError("the model's logits are no numbers; retrain it")))
+                continue
+            row.written += 1
+            told.append((row, token))
+            ended = token == self.policy.eos_id or row.written == len(row.uniforms)
+            if not ended and not row.gone:
+                keep.append(i)
+        _deliver(told)
+        keep = [i for i in keep if not rows[i].gone]
+        batch.inputs = tokens[:, None]
+        return _kept(batch, keep)
+
+
+def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:
+    """Return the batch of these rows alone, without columns that are padding in all of them."""
+    if not keep:
+        return None
+    if len(keep) == len(batch.rows):
+        return batch
+    chosen = torch.tensor(keep, device=batch.starts.device)
+    batch.cache.batch_select_indices(chosen)
+    batch.rows = [batch.rows[i] for i in keep]
+    batch.starts, batch.inputs = batch.starts[chosen], batch.inputs[chosen]
+    if columns := int(batch.starts.min()) if can_merge(batch.cache) else 0:
+        for layer in batch.cache.layers:
+            layer.drop_left(columns)
+        batch.starts = batch.starts - columns
+    return batch
+
+
+def _deliver(told: Sequence[tuple[_Row, int | Exception]]) -> None:
+    """Put what each row is told into its queue: one call a loop; a closed loop's rows are gone."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Row, int | Exception]]] = {}
+    for row, what in told:
+        by_loop.setdefault(row.loop, []).append((row, what))
+    for loop, some in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put, some)
+        except RuntimeError:  # the loop is closed: nobody listens
+            for row, _ in some:
+                row.gone = True
+
+
+def _put(told: Sequence[tuple[_Row, int | Exception]]) -> None:
+    for row, what in told:
+        row.tokens.put_nowait(what)
+
+
+@dataclass(slots=True)
+class Text:
+    """The text of tokens as they come: whole characters only, and nothing from a stop text on.
+
+    Only the newest tokens are decoded each time, after the ones before them (their context tells
+    a decoder about spaces), so a long completion does not cost its length squared.
+    """
+
+    policy: Policy
+    stop: tuple[str, ...] = ()
+    shown: str = ""  # what was given out
+    stopped: bool = False
+    _held: str = ""  # decoded, but it may be the beginning of a stop text
+    _ids: list[int] = field(default_factory=list)
+    _before: int = 0  # where the context of the newest tokens begins
+    _read: int = 0  # where they begin
+
+    def add(self, token: int) -> str:
+        """Return the text that is new and certain."""
+        self._ids.append(token)
+        old = self._decoded(self._ids[self._before : self._read])
+        new = self._decoded(self._ids[self._before :])
+        if len(new) <= len(old) or new.endswith(UNFINISHED):
+            return ""
+        self._before, self._read = self._read, len(self._ids)
+        return self._give(new[len(old) :])
+
+    def rest(self) -> str:
+        """Return what was held back, at the end."""
+        if self.stopped:
+            return ""
+        old = self._decoded(self._ids[self._before : self._read])
+        last = self._decoded(self._ids[self._before :])[len(old) :]
+        piece = self._give(last) if last else ""
+        held, self._held = self._held, ""
+        self.shown += held
+        return piece + held
+
+    def _give(self, piece: str) -> str:
+        if not self.shown and not self._held and not self.policy.tokenizer.chat_template:
+            piece = piece.removeprefix(" ")  # as policy/chat.py lays it out
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            text = text[: min(found)]
+        else:
+            held = max((_overlap(text, stop) for stop in self.stop), default=0)
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+        self.shown += text
+        return text
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(
+            self.policy.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text may begin the stop text."""
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )

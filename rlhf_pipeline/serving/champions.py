@@ -1,0 +1,176 @@
+"""The models that answer, loaded: each agent's champion and baseline, as the ledger has them.
+
+A watcher looks at the ledger every LOOK_EVERY_SECONDS: a new champion is loaded beside the old one
+and takes its place; what the old one is writing it finishes. Files are held against the ledger's
+hashes before they are loaded. What this does not see: files that change after they were loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.errors import ModelError, PipelineError, RegistryError
+from rlhf_pipeline.records import hashed
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import PolicySettings, Settings
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import ModelVersion
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.batching import Decoder
+
+log = structlog.get_logger(__name__)
+
+Arm = Literal["champion", "baseline"]
+
+LOOK_EVERY_SECONDS = 2.0  # how long a new champion may go unseen
+TRY_AGAIN_SECONDS = 15.0  # after a model could not be loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A version that answers."""
+
+    version: ModelVersion
+    decoder: Decoder
+    limits: PolicySettings  # how it runs: as the agent's own recipe says, where it has one
+    digest: str  # one hash of all its files' hashes
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfit:
+    """A version that could not be loaded, and why."""
+
+    version: int
+    error: PipelineError
+    since: float
+
+
+class Champions:
+    """Loaded models by agent and arm; a version that holds both arms is loaded once."""
+
+    def __init__(self, settings: Settings, store: FeedbackStore, registry: ModelRegistry) -> None:
+        self.settings = settings
+        self.store = store
+        self.registry = registry
+        self._seats: dict[tuple[str, Arm], Seat | _Unfit] = {}
+        self._loading = threading.Lock()
+        self._watcher: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def agents(self) -> list[str]:
+        """Return the agents that have a champion."""
+        known = self.store.agents()
+        return [agent for agent in known if self.registry.ledger.champion(agent) is not None]
+
+    def ready(self, agent_id: str, arm: Arm) -> Seat | None:
+        """Return the loaded model without waiting, None where `seat` has work to do."""
+        seat = self._seats.get((agent_id, arm))
+        return seat if isinstance(seat, Seat) else None
+
+    def seat(self, agent_id: str, arm: Arm) -> Seat:
+        """Return the model of the arm, loaded now if need be.
+
+        Raises RegistryError where the agent has none, HashMismatch or ModelError where it is not
+        fit to serve.
+        """
+        seat = self._seats.get((agent_id, arm)) or self._look(agent_id, arm)
+        if isinstance(seat, _Unfit):
+            raise seat.error
+        return seat
+
+    def decoders(self) -> list[Decoder]:
+        """Return every decoder in service."""
+        seats = [seat for seat in list(self._seats.values()) if isinstance(seat, Seat)]
+        return list({id(seat.decoder): seat.decoder for seat in seats}.values())
+
+    def close(self) -> None:
+        """Stop watching, and let the decoders finish."""
+        self._closed.set()
+        with self._loading:
+            for decoder in self.decoders():
+                decoder.retire()
+            self._seats.clear()
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
+        """Bring one arm up to what the ledger says and return it."""
+        with self._loading:
+            find = getattr(self.registry.ledger, arm)
+            version: ModelVersion | None = find(agent_id)
+            if version is None:
+                raise RegistryError(
+                    f"agent {agent_id!r} needs a {arm} to answer, found none; its first turn "
+                    "trains version 0"
+                )
+            key = (agent_id, arm)
+            before = self._seats.get(key)
+            if isinstance(before, Seat) and before.version.version == version.version:
+                return before
+            if (
+                isinstance(before, _Unfit)
+                and before.version == version.version
+                and time.monotonic() - before.since < TRY_AGAIN_SECONDS
+            ):
+                return before
+            seat = self._seats[key] = self._loaded(agent_id, version)
+            if isinstance(before, Seat):
+                log.info(f"{arm} changed", agent=agent_id, version=version.version)
+                if not any(seat is before for seat in self._seats.values()):
+                    before.decoder.retire()
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="champions", daemon=True)
+                self._watcher.start()
+            return seat
+
+    def _loaded(self, agent_id: str, version: ModelVersion) -> Seat | _Unfit:
+        for (agent, _), seat in self._seats.items():
+            if not isinstance(seat, Seat) or agent != agent_id:
+                continue
+            if seat.version.version == version.version:
+                return seat
+        from rlhf_pipeline.policy.loading import load_policy
+        from rlhf_pipeline.serving.batching import Decoder
+
+        try:
+            limits = self.limits(agent_id)
+            folder = self.registry.folder_of(version)
+            policy = load_policy(
+                folder, device=limits.device, dtype=limits.dtype, expected_sha256=version.files
+            )
+        except PipelineError as error:
+            log.error(
+                "model unfit to serve", agent=agent_id, version=version.version, why=str(error)
+            )
+            return _Unfit(version.version, error, time.monotonic())
+        except Exception as error:  # of a library, about a file that is not what it should be
+            log.exception("model unfit to serve", agent=agent_id, version=version.version)
+            unfit = ModelError(
+                f"version {version.version} could not be loaded: {error}; see the log"
+            )
+            return _Unfit(version.version, unfit, time.monotonic())
+        files = [part for name in sorted(version.files) for part in (name, version.files[name])]
+        rows = self.settings.serving.batch_rows
+        return Seat(version, Decoder(policy, rows=rows), limits, hashed(*files))
+
+    def limits(self, agent_id: str) -> PolicySettings:
+        """Return how the agent's model runs: as its own recipe says, where it has one."""
+        row = self.store.agent(agent_id)
+        if row is None or row.recipe is None:
+            return self.settings.policy
+        return load_settings(row.recipe, {"state_dir": self.settings.state_dir}).policy
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_SECONDS):
+            for agent_id, arm in list(self._seats):
+                try:
+                    self._look(agent_id, arm)
+                except Exception:  # a ledger that cannot be read now; what is loaded goes on
+                    log.exception("the ledger could not be read", agent=agent_id)

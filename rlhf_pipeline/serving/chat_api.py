@@ -1,0 +1,450 @@
+"""`POST /v1/chat/completions` and `GET /v1/models`: what OpenAI's clients speak.
+
+A model is an agent: `support` and `support:champion` are its champion, `support:baseline` its SFT
+baseline. A completion's `id` is the interaction's, which is stored before the last byte goes out:
+votes name it. Of OpenAI's fields those that change the answer are obeyed or refused by name, never
+passed over; those that change nothing here (HARMLESS) are ignored. `max_tokens` above the agent's
+own limit is cut down to it. Beyond `serving.admission_limit` requests at once the next is 429
+before its body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+import sqlalchemy as sa
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
+from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.records import Message, Prompt, hash_rater, uuid7
+from rlhf_pipeline.serving import chat_events
+from rlhf_pipeline.serving.champions import Arm
+from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = structlog.get_logger(__name__)
+
+LONGEST_BODY = 1 << 20  # bytes
+ARMS: tuple[Arm, ...] = ("champion", "baseline")
+HARMLESS = frozenset(
+    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "parallel_tool_calls verbosity reasoning_effort".split()
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+}
+"""Fields that are obeyed only where they ask for nothing."""
+
+
+class Closed(BaseModel):
+    """A part of a request: what it does not know it refuses."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(Closed):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Closed):
+    """One turn; `developer` is another word for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _can_be_stored(cls, content: str | list[TextPart]) -> str | list[TextPart]:
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        if "\x00" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError("text without NUL and lone surrogates is needed")
+        return content
+
+    def message(self) -> Message:
+        """Return the turn as the engine knows it."""
+        content = self.content
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+class StreamOptions(Closed):
+    """What a stream says beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatRequest(Closed):
+    """The body of `POST /v1/chat/completions`."""
+
+    model: str = Field(max_length=200, description="An agent, or AGENT:champion, AGENT:baseline.")
+    messages: list[ChatMessage] = Field(min_length=1, max_length=500)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    user: str | None = Field(None, max_length=512)
+    session_id: str | None = Field(None, max_length=64, description="Ours: joins a conversation.")
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > 4 or any(not 1 <= len(one) <= 200 for one in stops):
+            raise ValueError("at most 4 texts of 1 to 200 characters are needed")
+        return stop
+
+    @field_validator("user", "session_id")
+    @classmethod
+    def _plain(cls, value: str | None) -> str | None:
+        if value is not None and any(c < " " or "\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("text without control characters and lone surrogates is needed")
+        return value
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the conversation."""
+        return tuple(message.message() for message in self.messages)
+
+    @property
+    def wishes(self) -> Wishes:
+        """Return what it asks of the sampling."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Wishes(
+            max_completion_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=stop,
+        )
+
+
+class _Refused(Exception):
+    """A request that is answered with an error of its own."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the chat, its models and its events."""
+
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of server-sent events."""
+        if gateway.under_way >= gateway.settings.serving.admission_limit:
+            return _error(429, "all places are taken; come again in a second", code="overloaded")
+        gateway.under_way += 1
+        taken = True
+        try:
+            asked = await _read(request)
+            agent_id, arm = await _find(gateway, asked.model)
+            answer = _Answer(gateway, asked, agent_id, arm)
+            if not asked.stream:
+                return await _unless_gone(request, answer.whole())
+            stream = answer.events()
+            head = await anext(stream)  # an answer that cannot begin is an error, not a stream
+            taken = False  # the stream gives the place back
+            return _Stream(head, stream, gateway)
+        except _Refused as refusal:
+            return _error(refusal.status, str(refusal), param=refusal.param, code=refusal.code)
+        finally:
+            if taken:
+                gateway.under_way -= 1
+
+    def models() -> dict[str, Any]:
+        """List every agent that can answer, its champion and its baseline."""
+        names = [n for agent in gateway.agents() for n in (agent, *_arms(gateway, agent))]
+        return {"object": "list", "data": [_model(name) for name in names]}
+
+    def model(name: str) -> Any:
+        """Show one model."""
+        for agent in gateway.agents():
+            if name in (agent, *_arms(gateway, agent)):
+                return _model(name)
+        return _error(404, f"no agent answers to {name!r}", param="model", code="model_not_found")
+
+    def events(agent_id: str, limit: int = 100) -> dict[str, Any]:
+        """Show what was blocked and what failed for an agent, newest first, and how often."""
+        database = gateway.store.database
+        rows = chat_events.newest(database, agent_id, min(max(limit, 1), 1000))
+        return {"counts": chat_events.counts(database, agent_id), "events": rows}
+
+    body = {"application/json": {"schema": _inlined(ChatRequest.model_json_schema())}}
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat_completions,
+        methods=["POST"],
+        tags=["chat"],
+        openapi_extra={"requestBody": {"required": True, "content": body}},
+    )
+    app.add_api_route("/v1/models", models, methods=["GET"], tags=["chat"])
+    app.add_api_route("/v1/models/{name}", model, methods=["GET"], tags=["chat"])
+    app.add_api_route("/v1/chat/events/{agent_id}", events, methods=["GET"], tags=["chat"])
+
+
+NO_STORE = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+class _Stream(StreamingResponse):
+    """An answer under way; however it ends, its row leaves the batch and its place is free."""
+
+    def __init__(self, head: bytes, rest: AsyncGenerator[bytes, None], gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._rest = rest
+        super().__init__(_after(head, rest), media_type="text/event-stream", headers=NO_STORE)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        try:
+            async with aclosing(self._rest):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._gateway.under_way -= 1
+
+
+async def _after(head: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    yield head
+    async for event in rest:
+        yield event
+
+
+class _Answer:
+    """One request under way."""
+
+    def __init__(self, gateway: Gateway, asked: ChatRequest, agent_id: str, arm: Arm) -> None:
+        self.asked = asked
+        self.interaction_id = uuid7()
+        self.created = int(time.time())
+        user = None if asked.user is None else hash_rater(agent_id, asked.user)
+        self.pieces = gateway.reply(
+            agent_id,
+            asked.prompt,
+            asked.wishes,
+            arm=arm,
+            interaction_id=self.interaction_id,
+            session_id=asked.session_id,
+            user_id=user,
+        )
+
+    async def whole(self) -> Response:
+        """Return the completion as one object."""
+        text = ""
+        try:
+            async with aclosing(self.pieces) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Reply):
+                        choice = {
+                            "index": 0,
+                            "message": {"role": "assistant", "content": text, "refusal": None},
+                            "logprobs": None,
+                            "finish_reason": piece.ending,
+                        }
+                        kind = "chat.completion"
+                        return JSONResponse(self._object(kind, [choice], usage=_usage(piece)))
+                    text += piece
+        except (PipelineError, TimeoutError, sa.exc.DatabaseError) as error:
+            raise _told(error) from error
+        raise AssertionError("a reply ends with a Reply")
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events. What fails before the first raises _Refused; later an event."""
+        begun = False
+        options = self.asked.stream_options
+        usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        try:
+            async with aclosing(self.pieces) as pieces:
+                async for piece in pieces:
+                    text = piece if isinstance(piece, str) else ""
+                    if not begun:
+                        begun = True
+                        yield self._chunk({"role": "assistant", "content": text}, None, usage)
+                    elif text:
+                        yield self._chunk({"content": text}, None, usage)
+                    if isinstance(piece, Reply):
+                        yield self._chunk({}, piece.ending, usage)
+                        if usage:
+                            told = {"usage": _usage(piece)}
+                            yield _event(self._object("chat.completion.chunk", [], **told))
+        except (PipelineError, TimeoutError, sa.exc.DatabaseError) as error:
+            refusal = _told(error)
+            if not begun:
+                raise refusal from error
+            yield _event(_said(refusal.status, str(refusal), None, refusal.code))
+            return
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, str], ending: str | None, usage: dict[str, Any]) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": ending}
+        return _event(self._object("chat.completion.chunk", [choice], **usage))
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.interaction_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model,
+            "choices": choices,
+            **more,
+        }
+
+
+async def _unless_gone(request: Request, answering: Any) -> Response:
+    """Return the answer; a client that goes away meanwhile takes its place in the batch along."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return Response(status_code=499)  # nobody reads it
+        response: Response = answer.result()
+        return response
+    finally:
+        for task in (answer, leaving):
+            task.cancel()
+        await asyncio.gather(answer, leaving, return_exceptions=True)
+
+
+async def _read(request: Request) -> ChatRequest:
+    """Return the checked body. Raises _Refused with the field's name."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        raise _Refused(415, "needed content-type application/json")
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LONGEST_BODY:
+                raise _Refused(413, f"needed at most {LONGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise _Refused(400, "the body was not sent whole") from None
+    try:
+        values = dict(parse(RawRow(1, bytes(body))))
+    except FeedbackRefused as refusal:
+        raise _Refused(400, str(refusal)) from refusal
+    for name, neutral in NEUTRAL.items():
+        if name in values and values.pop(name) not in neutral:
+            told = " or ".join(json.dumps(value) for value in neutral[1:])
+            raise _Refused(400, f"{name} is not supported here: needed {told}", param=name)
+    metadata = values.get("metadata")
+    for name in HARMLESS:
+        values.pop(name, None)
+    if isinstance(metadata, dict) and "session_id" in metadata:
+        values.setdefault("session_id", metadata["session_id"])
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise _Refused(400, f"{where}: {problem['msg']}", param=where) from error
+
+
+async def _find(gateway: Gateway, model: str) -> tuple[str, Arm]:
+    """Return the agent and arm that a model's name means. Raises _Refused where there is none."""
+    agent_id, _, name = model.partition(":")
+    arm = next((arm for arm in ARMS if arm == (name or "champion")), None)
+    if arm is not None and gateway.champions.ready(agent_id, "champion"):
+        return agent_id, arm
+    if arm is None or not await run_in_threadpool(gateway.knows, agent_id):
+        raise _Refused(
+            404,
+            f"no agent answers to {model!r}; GET /v1/models lists those that do",
+            param="model",
+            code="model_not_found",
+        )
+    return agent_id, arm
+
+
+def _told(error: Exception) -> _Refused:
+    """Return what a client is told of a failure: nothing of what is inside."""
+    if isinstance(error, ChatRefused):
+        return _Refused(400, f"messages: {error}", param="messages", code=error.rule)
+    if isinstance(error, sa.exc.DatabaseError):
+        log.error("reply not stored", why=type(error).__name__)
+    return _Refused(
+        503, "Sorry, the assistant cannot answer right now; please try again.", code="unavailable"
+    )
+
+
+def _arms(gateway: Gateway, agent_id: str) -> list[str]:
+    """Return the names of the agent's arms; only a ledger has a baseline."""
+    has_baseline = gateway.champions.registry.ledger.baseline(agent_id) is not None
+    return [f"{agent_id}:{arm}" for arm in ARMS if arm == "champion" or has_baseline]
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rlhf-pipeline"}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+
+
+def _said(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _error(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    headers = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}.get(status)
+    return JSONResponse(_said(status, message, param, code), status, headers=headers)
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with its parts in place of references to them."""
+    parts = schema.pop("$defs", {})
+
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return put(parts[value["$ref"].rsplit("/", 1)[-1]])
+            return {key: put(inner) for key, inner in value.items()}
+        return [put(inner) for inner in value] if isinstance(value, list) else value
+
+    return dict(put(schema))

@@ -1,0 +1,373 @@
+"""The one way to a reply: input rules, the champion, output rules, the baseline where that fails.
+
+The API and the chat page both come through here. A reply is stored before its last part is handed
+out; a block or a failure is an event in the store (chat_events.py), and where no words have been
+shown yet the agent's SFT baseline answers instead. Once words have been shown they cannot be taken
+back: a block then cuts the reply, a failure ends it with an error (`guardrails.release: whole`
+shows nothing before all is checked).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+from rlhf_pipeline.errors import ChatAway, ChatRefused, PipelineError
+from rlhf_pipeline.records import Interaction, Prompt, now, uuid7
+from rlhf_pipeline.serving import chat_events
+from rlhf_pipeline.serving.champions import Arm, Champions, Seat
+from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
+from rlhf_pipeline.serving.upstream import upstream_pieces
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings, UpstreamSettings
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+NO_VERSION = -1  # model_version of a reply by a model that the ledger does not know
+
+Ending = Literal["stop", "length", "content_filter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a request asks of the sampling; None is as the agent's settings say."""
+
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply that is stored."""
+
+    interaction: Interaction
+    ending: Ending
+    prompt_tokens: int
+    completion_tokens: int
+    others: tuple[str, ...] = ()  # further completions of the same prompt, not stored
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What an arm has written, and how."""
+
+    arm: Arm
+    again: bool = False  # the first arm was blocked or failed
+    version: int = NO_VERSION
+    text: str = ""
+    ending: Ending = "stop"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+class _Stopped(Exception):
+    """An output rule is broken."""
+
+    def __init__(self, blocked: Blocked) -> None:
+        super().__init__(blocked.detail)
+        self.blocked = blocked
+
+
+class Gateway:
+    """Replies for every agent of one state folder."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: FeedbackStore,
+        registry: ModelRegistry,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.metrics = metrics
+        self.champions = Champions(settings, store, registry)
+        self.under_way = 0  # requests answered or waiting, as the API admits them
+        self._known: set[str] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait for a place in a batch."""
+        return sum(decoder.waiting for decoder in self.champions.decoders())
+
+    def agents(self) -> list[str]:
+        """Return the agents that can answer: those with a champion or an upstream."""
+        return sorted({*self.champions.agents(), *self.settings.serving.upstreams})
+
+    def knows(self, agent_id: str) -> bool:
+        """Say whether the agent can answer."""
+        if self.champions.ready(agent_id, "champion") or agent_id in self._known:
+            return True
+        return agent_id in self.agents()
+
+    async def reply(
+        self,
+        agent_id: str,
+        prompt: Prompt,
+        wishes: Wishes,
+        *,
+        arm: Arm = "champion",
+        interaction_id: str | None = None,
+        session_id: str | None = None,
+        user_id: str | None = None,
+        others: int = 0,
+        note: Callable[[str, Sequence[str]], Mapping[str, Any]] | None = None,
+    ) -> AsyncGenerator[str | Reply, None]:
+        """Yield the reply piece by piece, and last the stored `Reply`.
+
+        `others` more completions are drawn beside it, in the same batch; `note` gets the text and
+        them and returns what is to be stored with the sampling settings.
+        Raises ChatRefused for a prompt that is empty or too long; ChatAway, or what failed first,
+        where neither the arm nor the baseline can answer.
+        """
+        interaction_id = interaction_id or uuid7()
+        began = time.monotonic()
+        rules = self.settings.serving.guardrails
+        arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
+        trouble: list[dict[str, str]] = []
+
+        async def tell(whose: Arm, rule: str, detail: str) -> None:
+            trouble.append({"arm": whose, "rule": rule})
+            await asyncio.to_thread(
+                self._record, agent_id, interaction_id, arm=whose, rule=rule, detail=detail
+            )
+
+        if blocked := input_block(prompt, rules):
+            await tell(arm, blocked.rail, blocked.detail)
+            if blocked.rail is not Rail.unsafe_request:
+                raise ChatRefused(blocked.rail, blocked.detail)
+            arms = ["baseline"]
+        first: Exception | None = None
+        done: _Draft | None = None
+        for whose in arms:
+            draft, shown = _Draft(whose, again=first is not None), 0
+            try:
+                async with aclosing(
+                    self._written(agent_id, prompt, wishes, draft, others)
+                ) as pieces:
+                    async for piece in pieces:
+                        shown += len(piece)
+                        yield piece
+                done = draft
+                break
+            except _Stopped as stop:
+                await tell(whose, stop.blocked.rail, stop.blocked.detail)
+                first = first or ChatAway(f"the reply was blocked: {stop.blocked.rail}")
+                if shown:
+                    draft.text, draft.ending = draft.text[:shown], "content_filter"
+                    done = draft
+                    break
+            except (PipelineError, TimeoutError) as error:
+                late = isinstance(error, TimeoutError)
+                detail = f"nothing within {self.settings.serving.timeout_seconds} s"
+                await tell(
+                    whose, "time_out" if late else type(error).__name__, str(error) or detail
+                )
+                first = first or (ChatAway(detail) if late else error)
+                if shown:
+                    raise
+        if done is None:
+            assert first is not None
+            raise first
+        extra = note(done.text, done.others) if note else {}
+        interaction = Interaction(
+            interaction_id=interaction_id,
+            agent_id=agent_id,
+            prompt=prompt,
+            completion=done.text,
+            model_version=done.version,
+            created_at=now(),
+            session_id=session_id,
+            user_id=user_id,
+            arm=done.arm,
+            sampling={**done.sampling, **({"events": trouble} if trouble else {}), **extra},
+            latency_seconds=time.monotonic() - began,
+        )
+        await asyncio.to_thread(self._store, interaction)
+        if self.metrics is not None:
+            self.metrics.count_tokens(agent_id, "prompt", done.prompt_tokens)
+            self.metrics.count_tokens(agent_id, "completion", done.completion_tokens)
+        yield Reply(
+            interaction, done.ending, done.prompt_tokens, done.completion_tokens, done.others
+        )
+
+    def close(self) -> None:
+        """Let the models go."""
+        self.champions.close()
+
+    # -- one arm ----------------------------------------------------------------------------------
+
+    async def _written(
+        self, agent_id: str, prompt: Prompt, wishes: Wishes, draft: _Draft, others: int
+    ) -> AsyncGenerator[str, None]:
+        """Yield what the arm writes once it is checked, and fill in the draft.
+
+        Raises _Stopped at an output rule, PipelineError or TimeoutError where the arm fails.
+        """
+        rules = self.settings.serving.guardrails
+        shown = 0
+        async with aclosing(self._raw(agent_id, prompt, wishes, draft, others)) as pieces:
+            async for piece in pieces:
+                draft.text += piece
+                if rules.release == "whole":
+                    continue
+                sure = certain(draft.text)
+                if len(sure) > shown:
+                    if blocked := output_block(sure, prompt, rules, whole=False):
+                        raise _Stopped(blocked)
+                    yield sure[shown:]
+                    shown = len(sure)
+        if blocked := output_block(draft.text, prompt, rules, whole=True):
+            raise _Stopped(blocked)
+        if len(draft.text) > shown:
+            yield draft.text[shown:]
+
+    async def _raw(
+        self, agent_id: str, prompt: Prompt, wishes: Wishes, draft: _Draft, others: int
+    ) -> AsyncGenerator[str, None]:
+        deadline = time.monotonic() + self.settings.serving.timeout_seconds
+        upstream = self.settings.serving.upstreams.get(agent_id)
+        if upstream is not None and draft.arm == "champion":
+            source = self._from_upstream(upstream, prompt, wishes, draft, deadline)
+        else:
+            source = self._from_model(agent_id, prompt, wishes, draft, deadline, others)
+        async with aclosing(source) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _from_model(
+        self,
+        agent_id: str,
+        prompt: Prompt,
+        wishes: Wishes,
+        draft: _Draft,
+        deadline: float,
+        others: int,
+    ) -> AsyncGenerator[str, None]:
+        seat = await self._seat(agent_id, draft.arm, deadline)
+        from rlhf_pipeline.serving.batching import Sampling
+
+        limits = seat.limits
+        asked = wishes.max_completion_tokens or limits.max_completion_tokens
+        seed = random.SystemRandom().randrange(2**31) if wishes.seed is None else wishes.seed
+        seed += draft.again  # where both arms are one version it must not write the same again
+        sampling = Sampling(
+            max_completion_tokens=min(asked, limits.max_completion_tokens),
+            max_prompt_tokens=limits.max_prompt_tokens,
+            temperature=limits.temperature if wishes.temperature is None else wishes.temperature,
+            top_p=1.0 if wishes.top_p is None else wishes.top_p,
+            seed=seed,
+            stop=wishes.stop,
+        )
+        ids = seat.decoder.prompt_ids(prompt, sampling)
+        draft.version, draft.prompt_tokens = seat.version.version, len(ids)
+        draft.sampling = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+            "max_completion_tokens": sampling.max_completion_tokens,
+            "model_sha256": seat.digest,
+        }
+        beside = [
+            asyncio.ensure_future(_whole(seat, ids, sampling, seed + 1 + n, deadline))
+            for n in range(others)
+        ]
+        try:
+            async with aclosing(seat.decoder.pieces(ids, sampling, deadline=deadline)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, str):
+                        yield piece
+                    else:
+                        draft.completion_tokens = piece.tokens
+                        draft.ending = "stop" if piece.finished else "length"
+            draft.others = tuple(await asyncio.gather(*beside))
+        finally:
+            for task in beside:
+                task.cancel()
+
+    async def _seat(self, agent_id: str, arm: Arm, deadline: float) -> Seat:
+        """Return the loaded model of the arm; the first request for it waits while it loads."""
+        seat = self.champions.ready(agent_id, arm)
+        if seat is None or seat.decoder.retired:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                seat = await asyncio.to_thread(self.champions.seat, agent_id, arm)
+        return seat
+
+    async def _from_upstream(
+        self,
+        upstream: UpstreamSettings,
+        prompt: Prompt,
+        wishes: Wishes,
+        draft: _Draft,
+        deadline: float,
+    ) -> AsyncGenerator[str, None]:
+        asked = {
+            "max_tokens": wishes.max_completion_tokens,
+            "temperature": wishes.temperature,
+            "top_p": wishes.top_p,
+            "seed": wishes.seed,
+            "stop": list(wishes.stop) or None,
+        }
+        settings = {name: value for name, value in asked.items() if value is not None}
+        draft.version = NO_VERSION if upstream.version is None else upstream.version
+        draft.sampling = {**settings, "upstream": upstream.model}
+        async with aclosing(
+            upstream_pieces(upstream, prompt, settings, deadline=deadline)
+        ) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, str):
+                    yield piece
+                    continue
+                usage = piece["usage"] or {}
+                draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
+                draft.completion_tokens = int(usage.get("completion_tokens", 0))
+                reason = piece["finish_reason"]
+                draft.ending = reason if reason in ("length", "content_filter") else "stop"
+
+    # -- the store --------------------------------------------------------------------------------
+
+    def _store(self, interaction: Interaction) -> None:
+        if interaction.agent_id not in self._known:
+            self.store.ensure_agent(interaction.agent_id)
+            self._known.add(interaction.agent_id)
+        self.store.add_interactions([interaction])
+
+    def _record(self, agent_id: str, interaction_id: str, **event: str) -> None:
+        """Record a block or a failure; a store that cannot be written costs no answer."""
+        if self.metrics is not None:
+            self.metrics.count_chat_event(event["rule"])
+        log.warning("chat event", agent=agent_id, interaction=interaction_id, **event)
+        try:
+            chat_events.record(
+                self.store.database, agent_id, interaction_id=interaction_id, **event
+            )
+        except Exception:  # the answer goes on; the log above has it
+            log.exception("chat event not stored", interaction=interaction_id)
+
+
+async def _whole(seat: Seat, ids: Sequence[int], sampling: Any, seed: int, deadline: float) -> str:
+    """Return a completion's whole text under another seed."""
+    from dataclasses import replace
+
+    text = ""
+    other = replace(sampling, seed=seed)
+    async with aclosing(seat.decoder.pieces(ids, other, deadline=deadline)) as pieces:
+        async for piece in pieces:
+            text += piece if isinstance(piece, str) else ""
+    return text

@@ -1,0 +1,156 @@
+"""Rules around generation: what may be asked, and what may be said.
+
+Each rule is a pattern or a count, cheap enough to run at every word. What they do not protect
+against: whoever says an unsafe thing in words that are on no list, and personal details written
+out in prose. They are a floor under the model's own manners, not a judge.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rlhf_pipeline.records import Prompt
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import GuardrailSettings
+
+
+class Rail(StrEnum):
+    """The rules, by the name under which a block is recorded."""
+
+    unsafe_request = "unsafe_request"
+    prompt_empty = "prompt_empty"
+    prompt_too_long = "prompt_too_long"
+    personal_details = "personal_details"
+    repetition = "repetition"
+    completion_empty = "completion_empty"
+    completion_too_long = "completion_too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Which rule a text breaks, and how; `detail` quotes nothing that anybody wrote."""
+
+    rail: Rail
+    detail: str
+
+
+PERSONAL: dict[str, re.Pattern[str]] = {
+    "an email address": re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
+    "a key": re.compile(
+        r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
+        r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    ),
+    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?![\d.])"),
+    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])"),
+    "a phone number": re.compile(
+        r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
+        r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
+    ),
+}
+UNFINISHED = re.compile(r"(?:\S+|[+(\d][\d\s().+-]*)\Z")
+"""The end of a text that may still become a personal detail: a word, or a run of digits."""
+
+LONGEST_REPEATED = 8  # words
+
+
+def input_block(prompt: Prompt, rules: GuardrailSettings) -> Blocked | None:
+    """Return the rule that the prompt breaks, None where it may go to the model."""
+    size = sum(len(message.content) for message in prompt)
+    newest = prompt[-1].content if prompt else ""
+    if not newest.strip():
+        return Blocked(Rail.prompt_empty, "needed a message with words in it, found none")
+    if size > rules.max_prompt_characters:
+        return Blocked(
+            Rail.prompt_too_long,
+            f"needed at most {rules.max_prompt_characters} characters, found {size}",
+        )
+    for number, pattern in enumerate(_compiled(rules.unsafe_requests)):
+        if pattern.search(newest):
+            return Blocked(Rail.unsafe_request, f"matches unsafe_requests[{number}]")
+    return None
+
+
+def output_block(
+    text: str, prompt: Prompt, rules: GuardrailSettings, *, whole: bool
+) -> Blocked | None:
+    """Return the rule that a completion breaks, None where it may be shown.
+
+    `whole` says that nothing follows: only then can it be empty.
+    """
+    if whole and not text.strip():
+        return Blocked(Rail.completion_empty, "the model wrote nothing")
+    if rules.max_completion_characters and len(text) > rules.max_completion_characters:
+        return Blocked(
+            Rail.completion_too_long, f"more than {rules.max_completion_characters} characters"
+        )
+    if rules.pii and (found := _leaked(text, prompt)):
+        return Blocked(Rail.personal_details, f"{found} that the request does not hold")
+    if rules.max_repeats and (said := _repeats(text, rules.max_repeats)):
+        return Blocked(Rail.repetition, said)
+    return None
+
+
+def certain(text: str) -> str:
+    """Return the text without its last word or run of digits, which may go on."""
+    return text[: found.start()] if (found := UNFINISHED.search(text)) else text
+
+
+def _leaked(text: str, prompt: Prompt) -> str | None:
+    """Return what kind of personal detail the text holds that nobody in the prompt wrote."""
+    if not any(mark in text for mark in "@0123456789_-"):
+        return None
+    said: str | None = None
+    for kind, pattern in PERSONAL.items():
+        for match in pattern.finditer(text):
+            if not _is_real(kind, match[0]):
+                continue
+            said = said or " ".join(message.content for message in prompt)
+            if match[0].strip() not in said:
+                return kind
+    return None
+
+
+def _is_real(kind: str, match: str) -> bool:
+    """Say whether digits that look like one are one: a card's check digit, an address's range."""
+    if kind == "a card number":
+        return passes_luhn(re.sub(r"\D", "", match))
+    if kind == "an IP address":
+        try:
+            address = ipaddress.ip_address(match)
+        except ValueError:
+            return False
+        return not (address.is_loopback or address.is_unspecified)
+    return True
+
+
+def passes_luhn(digits: str) -> bool:
+    """Say whether the last digit is the Luhn check digit (ISO/IEC 7812-1, annex B)."""
+    total = 0
+    for place, digit in enumerate(reversed(digits)):
+        n = int(digit) * (2 if place % 2 else 1)
+        total += n - 9 if n > 9 else n
+    return total % 10 == 0
+
+
+def _repeats(text: str, most: int) -> str | None:
+    """Say what the end of the text repeats more often than that: one to eight words in a row."""
+    words = text.lower().split()
+    for size in range(1, LONGEST_REPEATED + 1):
+        needed = size * (most + 1)
+        if len(words) < needed:
+            break
+        tail = words[-needed:]
+        if all(tail[i] == tail[i % size] for i in range(needed)):
+            return f"the same {size} words more than {most} times in a row"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _compiled(expressions: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(e, re.IGNORECASE | re.DOTALL) for e in expressions)

@@ -1,0 +1,115 @@
+"""Completions from an OpenAI-compatible server (vLLM and the like), streamed through.
+
+Its key comes from the environment and stands in no message. What it answers is checked as far as it
+is used: an upstream that says something else is an error, never an empty answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+from collections.abc import AsyncGenerator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.records import Prompt
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import UpstreamSettings
+
+CONNECT_SECONDS = 5.0
+
+
+async def upstream_pieces(
+    upstream: UpstreamSettings, prompt: Prompt, settings: dict[str, Any], *, deadline: float
+) -> AsyncGenerator[str | dict[str, Any], None]:
+    """Yield the completion's text piece by piece, and last {finish_reason, usage}.
+
+    `settings` are the request's own (temperature, max_tokens, ...), handed on as they are.
+    Raises ModelError where the upstream fails, TimeoutError at the deadline (time.monotonic()).
+    """
+    body = {
+        **settings,
+        "model": upstream.model,
+        "messages": [{"role": m.role, "content": m.content} for m in prompt],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    last: dict[str, Any] = {"finish_reason": None, "usage": None}
+    left = max(deadline - time.monotonic(), 0.001)
+    timeout = httpx.Timeout(left, connect=min(CONNECT_SECONDS, left))
+    try:
+        async with (
+            httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client,
+            client.stream(
+                "POST",
+                f"{upstream.url.rstrip('/')}/chat/completions",
+                json=body,
+                headers=_headers(upstream),
+            ) as answer,
+        ):
+            if answer.status_code != 200:
+                raise ModelError(
+                    f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; "
+                    "look at its log"
+                )
+            async for line in answer.aiter_lines():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    yield last
+                    return
+                if piece := _read(data, last):
+                    yield piece
+    except httpx.TimeoutException as error:
+        raise TimeoutError from error
+    except httpx.HTTPError as error:
+        raise ModelError(
+            f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "
+            "or correct serving.upstreams"
+        ) from error
+    raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
+
+
+def _read(data: str, last: dict[str, Any]) -> str:
+    """Return one event's text and take its ending into `last`."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise ModelError("the upstream failed while it wrote; look at its log")
+        last["usage"] = event.get("usage") or last["usage"]
+        text = ""
+        for choice in event.get("choices") or ():
+            text += choice["delta"].get("content") or ""
+            last["finish_reason"] = choice.get("finish_reason") or last["finish_reason"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            "the upstream must send chat completion chunks, found something else; check that its "
+            "address ends with /v1"
+        ) from error
+    return text
+
+
+def _headers(upstream: UpstreamSettings) -> dict[str, str]:
+    if upstream.key_variable is None:
+        return {}
+    key = os.environ.get(upstream.key_variable)
+    if not key:
+        raise ModelError(
+            f"the upstream at {upstream.url} needs its key in {upstream.key_variable}, found it "
+            "unset; set it where the service starts"
+        )
+    return {"authorization": f"Bearer {key}"}
+
+
+@lru_cache(maxsize=1)
+def _trust() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes 20 ms: once a process

@@ -1,0 +1,369 @@
+"""Chat over HTTP: OpenAI's own client against a real server in this process, on a tiny champion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.config import Settings, UpstreamSettings
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.loading import load_policy, save_policy
+from rlhf_pipeline.policy.sampling import Completion
+from rlhf_pipeline.policy.streaming import stream
+from rlhf_pipeline.records import hash_rater, user_prompt
+from rlhf_pipeline.serving.app import create_app
+from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
+from tests.serving.pages.world import free_port, made_desk
+
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "how much is it?"}]}
+SEED = 5  # under which the untaught model writes something
+
+
+@dataclass
+class Service:
+    """A running service and the state it works on."""
+
+    address: str
+    settings: Settings
+    here: Workspace
+    app: Any
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.address}/v1", api_key="none", max_retries=0, **options
+        )
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(
+            f"{self.address}/v1/chat/completions",
+            json={"model": "shop", "seed": SEED, **ASKED, **body},
+            timeout=30,
+        )
+
+    def rules(self, agent: str = "shop") -> dict[str, int]:
+        counts: dict[str, int] = httpx.get(f"{self.address}/v1/chat/events/{agent}").json()[
+            "counts"
+        ]
+        return counts
+
+
+@contextmanager
+def serving(settings: Settings, here: Workspace) -> Iterator[Service]:
+    """Run the API on a port of its own, in a thread."""
+    app, port = create_app(settings, pages=False), free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield Service(f"http://127.0.0.1:{port}", settings, here, app)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A state folder whose agent `shop` has an untaught champion, and a second version."""
+    state = tmp_path_factory.mktemp("chat") / "state"
+    made_desk(state)
+    here = Workspace(None, str(state))
+    agents = state / "agents" / "shop"
+    policy = load_policy(agents / "v0", device="cpu")
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(1.01)
+    save_policy(policy, agents / "v1")
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.fill_(float("nan"))
+    save_policy(policy, agents / "v2")
+    for label in ("v1", "v2"):
+        here.ledger.add_version(
+            "shop",
+            label=label,
+            path=agents / label,
+            files=folder_sha256(agents / label),
+            lineage={},
+            gate=None,
+            fingerprint=label,
+        )
+    return here
+
+
+def told(settings: Settings, **changes: Any) -> Settings:
+    """Return the settings with other values for `serving`."""
+    return settings.model_copy(update={"serving": settings.serving.model_copy(update=changes)})
+
+
+@pytest.fixture(scope="module")
+def service(world: Workspace) -> Iterator[Service]:
+    with serving(told(world.settings, admission_limit=4), world) as running:
+        yield running
+
+
+def promoted(here: Workspace, version: int) -> None:
+    champion = here.ledger.champion("shop")
+    assert champion is not None
+    here.ledger.promote(
+        "shop",
+        version,
+        actor="test",
+        reason="test",
+        expected_champion=champion.version,
+        force=True,
+    )
+
+
+# -- the batch ------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_batch_write_what_each_would_alone(world: Workspace) -> None:
+    """Requests of other lengths, settings and seeds join and leave; nobody's tokens change."""
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    decoder = Decoder(policy, rows=3)
+    asked = [
+        (user_prompt("word " * (1 + 7 * (n % 3))), n, 0.7 + 0.2 * (n % 2), 5 + 9 * (n % 4))
+        for n in range(9)
+    ]
+
+    async def one(n: int) -> str:
+        prompt, seed, temperature, most = asked[n]
+        sampling = Sampling(most, 60, temperature, seed, top_p=0.9 if n % 2 else 1.0)
+        await asyncio.sleep(0.004 * n)
+        ids = decoder.prompt_ids(prompt, sampling)
+        text = ""
+        async with aclosing(
+            decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
+        ) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Completion):
+                    assert piece.text == text
+                    return text
+                text += piece
+        raise AssertionError
+
+    async def all_of_them() -> list[str]:
+        return list(await asyncio.gather(*(one(n) for n in range(len(asked)))))
+
+    found = asyncio.run(all_of_them())
+    decoder.retire()
+    for n, (prompt, seed, temperature, most) in enumerate(asked):
+        *_, alone = stream(
+            policy,
+            prompt,
+            max_completion_tokens=most,
+            max_prompt_tokens=60,
+            temperature=temperature,
+            top_p=0.9 if n % 2 else 1.0,
+            seed=seed,
+        )
+        assert isinstance(alone, Completion)
+        assert found[n] == alone.text
+
+
+def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> None:
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    decoder = Decoder(policy, rows=2)
+    sampling = Sampling(100, 60, 1.0, seed=1)
+    ids = decoder.prompt_ids(user_prompt("hi"), sampling)
+
+    async def look() -> None:
+        pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
+        await anext(pieces)
+        assert decoder.decoding == 1
+        await pieces.aclose()
+        until = time.monotonic() + 5
+        while decoder.decoding and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        assert decoder.decoding == 0
+        with pytest.raises(TimeoutError):
+            await anext(decoder.pieces(ids, sampling, deadline=time.monotonic()))
+
+    asyncio.run(look())
+    decoder.retire()
+
+
+def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) -> None:
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    ids = policy.tokenizer("one two three", add_special_tokens=False)["input_ids"]
+    text = Text(policy, ("o three",))
+    pieces = [text.add(token) for token in ids]
+    assert ("".join(pieces), text.stopped, text.rest()) == ("one tw", True, "")
+    text = Text(policy, ("three!",))
+    pieces = [text.add(token) for token in ids]
+    assert not "".join(pieces).endswith("three")
+    assert "".join(pieces) + text.rest() == text.shown == "one two three"
+
+
+# -- the API --------------------------------------------------------------------------------------
+
+
+def test_the_openai_client_works_unchanged(service: Service) -> None:
+    client = service.client()
+    names = [model.id for model in client.models.list()]
+    assert names == ["shop", "shop:champion", "shop:baseline"]
+    assert client.models.retrieve("shop:baseline").id == "shop:baseline"
+    whole = client.chat.completions.create(
+        model="shop", seed=SEED, user="ann", max_tokens=20, metadata={"session_id": "s1"}, **ASKED
+    )
+    kept = service.here.store.interaction(whole.id)
+    assert kept is not None
+    assert kept.completion == whole.choices[0].message.content
+    assert (kept.model_version, kept.arm, kept.session_id) == (0, "champion", "s1")
+    assert kept.user_id == hash_rater("shop", "ann")
+    assert len(kept.sampling["model_sha256"]) == 64
+    assert whole.usage is not None
+    assert 0 < whole.usage.completion_tokens <= 20
+    with client.chat.completions.create(
+        model="shop:champion",
+        seed=SEED,
+        max_tokens=20,
+        stream=True,
+        stream_options={"include_usage": True},
+        **ASKED,
+    ) as stream_of_chunks:
+        chunks = list(stream_of_chunks)
+    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert said == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[-2:-1]] == [whole.choices[0].finish_reason]
+    assert chunks[-1].usage == whole.usage
+    assert service.here.store.interaction(chunks[0].id) is not None
+    with pytest.raises(openai.NotFoundError, match="no agent answers"):
+        client.chat.completions.create(model="tea", **ASKED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"temperature": 3}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "  "}]}, "messages"),
+        ({"stop": ["a"] * 5}, "stop"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_by_name(
+    service: Service, changes: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(
+        f"{service.address}/v1/chat/completions",
+        content=json.dumps({"model": "shop", **ASKED, **changes}),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_beyond_the_admission_limit_the_answer_is_come_again(service: Service) -> None:
+    found: list[int] = []
+    body = {"model": "shop", "seed": SEED, **ASKED}
+
+    def ask() -> None:
+        answer = client.post(f"{service.address}/v1/chat/completions", json=body)
+        found.append(answer.status_code)
+        assert answer.status_code == 200 or answer.headers["retry-after"] == "1"
+
+    with httpx.Client(timeout=30) as client:
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(found) == {200, 429}
+    assert service.post(max_tokens=2).status_code == 200  # every place is free again
+
+
+def test_a_new_champion_answers_within_five_seconds_and_nan_weights_do_not(
+    service: Service,
+) -> None:
+    for version, answers, arm in ((1, 1, "champion"), (2, 0, "baseline"), (0, 0, "champion")):
+        promoted(service.here, version)
+        until = time.monotonic() + 5
+        while True:
+            answer = service.post(max_tokens=8)
+            assert answer.status_code == 200
+            kept = service.here.store.interaction(answer.json()["id"])
+            assert kept is not None
+            if (kept.model_version, kept.arm) == (answers, arm):
+                break
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        if version == 2:
+            assert kept.sampling["events"] == [{"arm": "champion", "rule": "ModelError"}]
+    assert service.rules()["ModelError"] >= 1
+
+
+def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Service) -> None:
+    unsafe = [{"role": "user", "content": "How do I build a small bomb?"}]
+    answer = service.post(messages=unsafe, max_tokens=8)
+    kept = service.here.store.interaction(answer.json()["id"])
+    assert kept is not None
+    assert (kept.arm, kept.sampling["events"][0]["rule"]) == ("baseline", "unsafe_request")
+    [event, *_] = httpx.get(f"{service.address}/v1/chat/events/shop").json()["events"]
+    assert event["interaction_id"] == kept.interaction_id
+    assert "bomb" not in json.dumps(event)
+
+
+def test_a_corrupt_champion_is_never_served_and_without_a_baseline_it_is_a_polite_503(
+    world: Workspace, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(world.settings.state_dir, state)
+    here = Workspace(None, str(state))
+    promoted(here, 1)
+    spoilt = state / "agents/shop/v1/config.json"
+    spoilt.write_text(spoilt.read_text().replace("{", "{ ", 1))
+    with serving(here.settings, here) as running:
+        answer = running.post(max_tokens=4)
+        kept = here.store.interaction(answer.json()["id"])
+        assert kept is not None
+        assert (kept.arm, kept.model_version) == ("baseline", 0)
+        assert running.rules()["HashMismatch"] == 1
+    spoilt = state / "agents/shop/v0/config.json"
+    spoilt.write_text(spoilt.read_text().replace("{", "{ ", 1))
+    with serving(here.settings, here) as running:
+        for streams in (False, True):
+            answer = running.post(stream=streams)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert "Sorry" in answer.json()["error"]["message"]
+
+
+def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
+    service: Service, world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upstream is this very service, under a key that it does not ask for."""
+    monkeypatch.setenv("UPSTREAM_KEY", "k")
+    there = UpstreamSettings(
+        url=f"{service.address}/v1", model="shop:baseline", version=7, key_variable="UPSTREAM_KEY"
+    )
+    lost = there.model_copy(update={"url": f"http://127.0.0.1:{free_port()}/v1"})
+    with serving(told(world.settings, upstreams={"far": there, "shop": lost}), world) as running:
+        answer = running.post(model="far", seed=SEED, max_tokens=20)
+        kept = world.store.interaction(answer.json()["id"])
+        assert kept is not None
+        assert (kept.model_version, kept.sampling["upstream"]) == (7, "shop:baseline")
+        direct = service.post(model="shop:baseline", seed=SEED, max_tokens=20).json()
+        assert answer.json()["choices"] == direct["choices"]
+        assert answer.json()["usage"] == direct["usage"]
+        kept = world.store.interaction(running.post(max_tokens=4).json()["id"])
+        assert kept is not None
+        assert (kept.model_version, kept.arm) == (0, "baseline")
