@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import Progress
@@ -39,20 +40,26 @@ def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Pro
 
     PartialState()  # trackers log on the main process only, and ask it which that is
     folder.mkdir(parents=True, exist_ok=True)
-    trackers = []
-    for name in names:
-        kind = LOGGER_TYPE_TO_CLASS[name]
-        places = {"logging_dir": str(folder)} if kind.requires_logging_directory else {}
-        trackers.append(kind(run_name, **places))
-    for tracker in trackers:
+    trackers: list[Any] = []
+    waiting = [LOGGER_TYPE_TO_CLASS[name] for name in names if name == "tensorboard"]
+
+    def start(tracker: Any) -> None:
         tracker.start()
+        trackers.append(tracker)
+
+    for name in names:
+        if name != "tensorboard":
+            start(LOGGER_TYPE_TO_CLASS[name](run_name))
 
     def report(facts: Mapping[str, float | int | str]) -> None:
         update = facts.get("update")
         numbers = {k: v for k, v in facts.items() if "/" in k and isinstance(v, (int, float))}
-        if isinstance(update, int) and numbers:
-            for tracker in trackers:
-                tracker.log(numbers, step=update)
+        if not isinstance(update, int) or not numbers:
+            return
+        while waiting:  # a resumed run tells some updates again; TensorBoard drops its earlier ones
+            start(waiting.pop()(run_name, logging_dir=str(folder), purge_step=update))
+        for tracker in trackers:
+            tracker.log(numbers, step=update)
 
     try:
         yield report

@@ -150,6 +150,21 @@ def test_tensorboard_hears_every_update(tmp_path: Path) -> None:
     assert heard == [(1, 0.25), (2, 0.5)]
 
 
+def test_tensorboard_hears_an_update_that_is_made_again_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for attempt, updates in enumerate([(1, 2, 3), (2, 3, 4)]):  # killed; goes on from update 1
+        with trackers.reporting(["tensorboard"], tmp_path, "shop") as report:
+            for update in updates:
+                report({"update": update, "train/loss": update + attempt / 2})
+        for file in (tmp_path / "shop").iterdir():  # named by the second, read in that order
+            file.rename(file.with_name(file.name.replace(".tfevents.", f".tfevents.{attempt}", 1)))
+    events = EventAccumulator(str(tmp_path / "shop"))
+    events.Reload()
+    heard = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert heard == [(1, 1.0), (2, 2.5), (3, 3.5), (4, 4.5)]
+
+
 def test_weights_and_biases_is_started_logged_to_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
