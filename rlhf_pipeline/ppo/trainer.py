@@ -146,7 +146,8 @@ def train_ppo(
             checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
 
     # 2. Where to begin.
-    checkpoint.remove_half_written(checkpoints)
+    for folder in (output_dir, checkpoints):
+        checkpoint.remove_half_written(folder)
     if not resume:
         checkpoint.remove_all(checkpoints)
     latest = checkpoint.latest_checkpoint(checkpoints)

@@ -126,6 +126,8 @@ def kill_at_random(base: Path, folder: Path, kills: int, seed: int) -> dict[str,
     for run in range(counts["runs"]):
         killed = folder / f"killed-{run}"
         assert_same_run(whole, (TrainingResult.load(killed / "result.json"), killed))
+        left = [*killed.glob(".*"), *killed.glob("checkpoints/.*")]
+        assert not left, left  # half-written by an attempt that was killed
     assert counts["between"] + counts["in_a_save"] == kills
     return counts
 

@@ -111,8 +111,10 @@ def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(
     left = tmp_path / "checkpoints" / ".update-000001.new-0123456789ab"
     left.mkdir(parents=True)
     (left / "policy.safetensors").write_bytes(b"half")
+    (tmp_path / ".policy.old-0123456789ab").mkdir()
+    (tmp_path / ".result.json.new-0123456789ab").write_bytes(b"half")
     train(base, tmp_path, changed(updates=1, samples_shown=0))
-    assert not left.exists()
+    assert not [*tmp_path.glob(".*"), *tmp_path.glob("checkpoints/.*")]
     assert checkpoint.checkpoint_updates(tmp_path / "checkpoints") == [0, 1]
     assert not (tmp_path / "samples.jsonl").exists()
 
