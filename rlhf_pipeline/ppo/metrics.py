@@ -40,6 +40,9 @@ METRICS: Mapping[str, Metric] = {
         "nats per token", ">= 0", _TOKENS, "minus the sampled log-probability: unbiased"
     ),
     "rollout/perplexity": Metric("tokens", ">= 1", _TOKENS, "exp of rollout/entropy"),
+    "rollout/reference_perplexity": Metric(
+        "tokens", ">= 1", _TOKENS, "the same of the reference: whether it could have said that"
+    ),
     "rollout/token_accuracy": Metric(
         "share", "0 to 1", _TOKENS, "the sampled token was the policy's likeliest"
     ),

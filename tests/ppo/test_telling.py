@@ -18,7 +18,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.ppo import checkpoint, memory, trackers
 from rlhf_pipeline.ppo.collecting import encode_checked, sample_for
-from rlhf_pipeline.ppo.measuring import advantage_facts
+from rlhf_pipeline.ppo.measuring import advantage_facts, perplexity
 from rlhf_pipeline.ppo.result import TrainingResult
 from tests.ppo.world import PROMPTS, SETTINGS, changed, learner_at, tiny_policy, train
 
@@ -47,6 +47,8 @@ def test_every_update_tells_what_the_field_expects(run: tuple[TrainingResult, Pa
     assert result.feedback_count == 7
     for facts in result.history:
         assert facts["rollout/perplexity"] == pytest.approx(math.exp(facts["rollout/entropy"]))
+        apart = math.log(facts["rollout/reference_perplexity"] / facts["rollout/perplexity"])
+        assert apart == pytest.approx(facts["rollout/kl_mean"], abs=1e-5)
         assert 0 < facts["rollout/token_accuracy"] < 1
         assert facts["rollout/advantage_min"] < facts["rollout/advantage_mean"]
         assert facts["rollout/advantage_mean"] < facts["rollout/advantage_max"]
@@ -54,17 +56,29 @@ def test_every_update_tells_what_the_field_expects(run: tuple[TrainingResult, Pa
         assert facts["memory/process_peak"] > 50
 
 
+def test_perplexity_is_the_number_of_equal_choices() -> None:
+    assert perplexity(math.log(8)) == pytest.approx(8)
+    assert perplexity(1e6) < math.inf  # JSON has no infinity
+
+
 def test_token_accuracy_counts_the_likeliest_tokens(base: Path) -> None:
-    learner = learner_at(base, changed(temperature=0.05))
+    learner = learner_at(base)
     encoded = encode_checked(learner.policy, PROMPTS, SETTINGS, "prompts")
     sampled = sample_for(learner, encoded, torch.Generator().manual_seed(0))
     assert sampled.likeliest is not None
     mask = sampled.tokens.completion_mask
     assert not sampled.likeliest[~mask].any()
-    # A token of probability above one half is the likeliest; so cold, nearly all are.
-    sure = sampled.logprobs > math.log(0.5)
-    assert (sampled.likeliest | ~sure | ~mask).all()
-    assert sampled.likeliest[mask].float().mean() > 0.8
+    tokens = sampled.tokens
+    for i in range(len(tokens)):
+        prompt, said = (
+            tokens.prompt_ids[i][tokens.prompt_mask[i]],
+            tokens.completion_ids[i][mask[i]],
+        )
+        with torch.no_grad():
+            logits = learner.policy.model(torch.cat([prompt, said])[None]).logits[0]
+        by_hand = logits[len(prompt) - 1 : -1].argmax(-1) == said
+        assert sampled.likeliest[i][mask[i]].tolist() == by_hand.tolist()
+    assert 0 < sampled.likeliest[mask].float().mean() < 1
 
 
 def test_samples_stand_beside_the_baselines_and_change_while_those_stay(
