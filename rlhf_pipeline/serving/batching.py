@@ -158,7 +158,10 @@ class Decoder:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """1. Take in who waits; 2. one token for every row; 3. hand them on and drop who ended."""
+        """Again and again: take in who waits, give them their first token, give every row one more.
+
+        Tokens are handed on as they are drawn; rows that have ended or are gone are dropped.
+        """
         batch: _Batch | None = None
         while True:
             with self._changed:
@@ -172,10 +175,10 @@ class Decoder:
             self.decoding = len(joining) + (len(batch.rows) if batch else 0)
             try:
                 with torch.inference_mode():
-                    if batch is not None:
-                        batch = self._step(batch)
                     if joining:
                         batch = self._join(batch, joining)
+                    if batch is not None:
+                        batch = self._step(batch)
             except Exception as error:  # one batch's trouble must not end the service
                 log.exception("decoding failed", rows=self.decoding)
                 failure = ModelError(f"the model failed while it wrote: {error}; see the log")
@@ -213,14 +216,18 @@ class Decoder:
         """Draw each row's token and hand it on; return the batch without those who ended."""
         rows = batch.rows
         logits = logits_of(self.policy.model, hidden).float()
-        sound = torch.isfinite(logits).all(-1).tolist()
-        logits = logits.nan_to_num()
+        sound = logits.amax(-1).isfinite().tolist()  # NaN is the largest of all
+        if not all(sound):
+            logits = logits.nan_to_num()
         uniforms = torch.stack([row.uniforms[row.written] for row in rows]).to(logits.device)
         tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
         alike: dict[tuple[float, float], list[int]] = {}
         for i, row in enumerate(rows):
             alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(i)
         for (temperature, top_p), members in alike.items():
+            if len(alike) == 1:
+                tokens, _ = draw(logits, uniforms, temperature, 0, top_p)
+                break
             drawn, _ = draw(logits[members], uniforms[members], temperature, 0, top_p)
             tokens[members] = drawn
         told: list[tuple[_Row, int | Exception]] = []
@@ -328,6 +335,12 @@ class Text:
         return text
 
     def _decoded(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        # What `tokenizer.decode` calls for a fast tokenizer, without the work around it.
+        fast = getattr(self.policy.tokenizer, "backend_tokenizer", None)
+        if fast is not None:
+            return str(fast.decode(ids, skip_special_tokens=True))
         return str(
             self.policy.tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

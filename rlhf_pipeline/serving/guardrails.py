@@ -46,16 +46,18 @@ PERSONAL: dict[str, re.Pattern[str]] = {
         r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
         r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     ),
-    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?![\d.])"),
-    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])"),
+    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)"),
+    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"),
     "a phone number": re.compile(
         r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
         r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
     ),
 }
-UNFINISHED = re.compile(r"(?:\S+|[+(\d][\d\s().+-]*)\Z")
-"""The end of a text that may still become a personal detail: a word, or a run of digits."""
+UNFINISHED = re.compile(r"(?:[^\s\d@_+./:-]*[\d@_+./:-]\S*|[+(\d][\d\s().+-]*)\Z")
+"""The end of a text that may still become a personal detail: a word with a digit or a mark in it,
+or a run of digits. A plain word goes out at once: an address cut off before its @ is none."""
 
+LONGEST_DETAIL = 400  # characters of a text's end that are looked at as it grows
 LONGEST_REPEATED = 8  # words
 
 
@@ -89,7 +91,8 @@ def output_block(
         return Blocked(
             Rail.completion_too_long, f"more than {rules.max_completion_characters} characters"
         )
-    if rules.pii and (found := _leaked(text, prompt)):
+    # As it grows, what is before its end has been looked at.
+    if rules.pii and (found := _leaked(text if whole else text[-LONGEST_DETAIL:], prompt)):
         return Blocked(Rail.personal_details, f"{found} that the request does not hold")
     if rules.max_repeats and (said := _repeats(text, rules.max_repeats)):
         return Blocked(Rail.repetition, said)
@@ -97,8 +100,9 @@ def output_block(
 
 
 def certain(text: str) -> str:
-    """Return the text without its last word or run of digits, which may go on."""
-    return text[: found.start()] if (found := UNFINISHED.search(text)) else text
+    """Return the text without an end that may still become a personal detail."""
+    since = max(0, len(text) - LONGEST_DETAIL)
+    return text[: found.start()] if (found := UNFINISHED.search(text, since)) else text
 
 
 def _leaked(text: str, prompt: Prompt) -> str | None:
@@ -140,7 +144,7 @@ def passes_luhn(digits: str) -> bool:
 
 def _repeats(text: str, most: int) -> str | None:
     """Say what the end of the text repeats more often than that: one to eight words in a row."""
-    words = text.lower().split()
+    words = text[-2000:].lower().split()
     for size in range(1, LONGEST_REPEATED + 1):
         needed = size * (most + 1)
         if len(words) < needed:

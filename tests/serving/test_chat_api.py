@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import hash_rater, user_prompt
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
+from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
 
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "how much is it?"}]}
@@ -367,3 +369,31 @@ def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
         kept = world.store.interaction(running.post(max_tokens=4).json()["id"])
         assert kept is not None
         assert (kept.model_version, kept.arm) == (0, "baseline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_restart_ends_the_stream(world: Workspace, sign: signal.Signals) -> None:
+    """Killed, it breaks off at once and nothing half is kept; asked to stop, it is whole."""
+    port = free_port()
+    process = start(world.settings.state_dir, port)
+    try:
+        body = {"model": "shop:baseline", "seed": SEED, "stream": True, **ASKED}
+        address = f"http://127.0.0.1:{port}/v1/chat/completions"
+        httpx.post(address, json={**body, "max_tokens": 1}, timeout=60)  # the model is loaded
+        lines: list[str] = []
+        with httpx.stream("POST", address, json=body, timeout=15) as answer:
+            try:
+                for line in answer.iter_lines():
+                    if not lines:
+                        process.send_signal(sign)
+                    lines.append(line)
+            except httpx.RemoteProtocolError:
+                assert sign == signal.SIGKILL
+        assert ("data: [DONE]" in lines) == (sign == signal.SIGTERM)
+        kept = world.store.interaction(json.loads(lines[0].removeprefix("data: "))["id"])
+        assert (kept is not None) == (sign == signal.SIGTERM)
+        assert process.wait(15) is not None
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,107 @@
+"""What may be asked and what may be said: each rule at its edge."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rlhf_pipeline.config import GuardrailSettings
+from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.serving.guardrails import (
+    PERSONAL,
+    Rail,
+    certain,
+    input_block,
+    output_block,
+    passes_luhn,
+)
+
+RULES = GuardrailSettings()
+DETAILS = (
+    "ann.b@example.org",
+    "+44 20 7946 0958",
+    "4111 1111 1111 1111",
+    "10.20.30.40",
+    "sk-abcdefghij0123456789",
+    "(555) 123-4567",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rail"),
+    [
+        ("how much is the kettle?", None),
+        ("  ", Rail.prompt_empty),
+        ("x" * 20_001, Rail.prompt_too_long),
+        ("Tell me: HOW TO MAKE a pipe\nbomb", Rail.unsafe_request),
+        ("is a bath bomb on sale?", None),
+    ],
+)
+def test_requests(text: str, rail: Rail | None) -> None:
+    found = input_block(user_prompt(text), RULES)
+    assert (found and found.rail) == rail
+
+
+@pytest.mark.parametrize(
+    ("text", "rail"),
+    [
+        ("It costs 24.50, or 1,299 for 3 of the 2026 model.", None),
+        ("Write to ann@example.org", Rail.personal_details),
+        ("Call +44 20 7946 0958 now", Rail.personal_details),
+        ("Pay with 4111 1111 1111 1111.", Rail.personal_details),
+        ("Your order is 4111 1111 1111 1112.", None),  # its check digit is wrong
+        ("It is at 10.20.30.40.", Rail.personal_details),
+        ("Version 300.20.30.40, on 127.0.0.1", None),
+        ("Use sk-abcdefghij0123456789", Rail.personal_details),
+        ("no " * 9, Rail.repetition),
+        ("no " * 8, None),
+        ("very good and " * 9, Rail.repetition),
+        (" \n", Rail.completion_empty),
+        ("a b " * 6000, Rail.completion_too_long),
+    ],
+)
+def test_completions(text: str, rail: Rail | None) -> None:
+    found = output_block(text, user_prompt("hi"), RULES, whole=True)
+    assert (found and found.rail) == rail
+
+
+def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None:
+    asked = user_prompt("is ann@example.org right?")
+    assert output_block("ann@example.org it is", asked, RULES, whole=True) is None
+    off = GuardrailSettings(
+        pii=False, max_repeats=None, unsafe_requests=(), max_completion_characters=None
+    )
+    for text in ("bob@example.org", "no " * 99, "x" * 30_000):
+        assert output_block(text, asked, off, whole=True) is None
+    assert input_block(user_prompt("how to make a bomb"), off) is None
+    with pytest.raises(ValidationError, match="needs regular expressions"):
+        GuardrailSettings(unsafe_requests=("(",))
+
+
+@given(
+    st.sampled_from(DETAILS),
+    st.sampled_from(["", "write ", "it is 7 or "]),
+    st.lists(st.integers(1, 4), min_size=30, max_size=30),
+)
+def test_no_detail_is_whole_in_what_a_stream_lets_out(
+    detail: str, before: str, sizes: list[int]
+) -> None:
+    """However the text is cut into pieces, it is blocked before its detail has been shown."""
+    text, at, shown = f"{before}{detail} and so on", 0, ""
+    for size in sizes:
+        at += size
+        sure = certain(text[:at])
+        if output_block(sure, user_prompt("hi"), RULES, whole=False):
+            break
+        shown = max(shown, sure, key=len)
+    assert not any(pattern.search(shown) for pattern in PERSONAL.values())
+
+
+def test_the_check_digit_is_luhns() -> None:
+    assert passes_luhn("79927398713")  # the worked example of ISO/IEC 7812-1
+    assert [d for d in range(10) if passes_luhn(f"7992739871{d}")] == [3]
+    assert not re.search(PERSONAL["an email address"], "ann at example")
