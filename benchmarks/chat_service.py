@@ -1,0 +1,249 @@
+"""The chat service under load: a batch's worth, time to the first word, and far too many clients.
+
+    python -m benchmarks.chat_service [--seconds 10]
+
+A real server process on loopback with a tiny champion (recipes/tiny.yaml's sizes, untaught, so that
+its completions are long), clients in this process: the two share the cores. "Added" is the time to
+the first text over HTTP with sixteen clients, less the median in-process time of the same model
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.config import PolicySettings
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.loading import Policy, save_policy
+from rlhf_pipeline.policy.streaming import stream
+from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.simulation.world import seed_conversations
+from tests.serving.pages.world import free_port
+
+TOGETHER = 16
+QUESTION = "How much is the kettle, and can I bring it back?"
+
+
+@dataclass
+class Seen:
+    """What clients saw."""
+
+    tokens: int = 0
+    first: list[float] = field(default_factory=list)  # seconds to the first text
+    took: list[float] = field(default_factory=list)  # seconds to the end, of answers
+    refused: list[float] = field(default_factory=list)  # seconds to a 429 or 503
+    odd: int = 0  # anything else
+
+
+def made_state(state: Path) -> Policy:
+    """Make a state folder whose agent `shop` has an untaught tiny champion, and return it."""
+    here = Workspace(None, str(state))
+    texts = [t for e in seed_conversations(400, 0) for t in (e.prompt[-1].content, e.completion)]
+    sizes = here.settings.policy.tiny
+    policy = build_tiny(
+        texts,
+        vocabulary=sizes.vocabulary,
+        layers=sizes.layers,
+        width=sizes.width,
+        heads=sizes.heads,
+        context=sizes.context,
+        seed=0,
+    )
+    folder = state / "agents" / "shop" / "v0"
+    save_policy(policy, folder)
+    here.store.ensure_agent("shop")
+    here.ledger.add_baseline(
+        "shop", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="benchmark"
+    )
+    return policy
+
+
+class Client:
+    """A client with one connection, on bare asyncio: its own work must not be what is measured."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, seen: Seen, seed: int) -> bool:
+        """Ask once, reading along; say whether there was an answer."""
+        body = json.dumps(
+            {
+                "model": "shop",
+                "messages": [{"role": "user", "content": QUESTION}],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "seed": seed,
+            }
+        ).encode()
+        began, first, usage = time.perf_counter(), None, None
+        reader, writer = self.streams or await asyncio.open_connection("127.0.0.1", self.port)
+        self.streams = reader, writer
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost"
+        kind = f"content-type: application/json\r\ncontent-length: {len(body)}"
+        writer.write(f"{head}\r\n{kind}\r\n\r\n".encode() + body)
+        status = int((await reader.readline()).split()[1])
+        length = 0
+        while (line := await reader.readline()) != b"\r\n":
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        if status in (429, 503):
+            await reader.readexactly(length)
+            seen.refused.append(time.perf_counter() - began)
+            return False
+        while (size := int(await reader.readline(), 16)) > 0:  # chunked transfer coding
+            chunk = (await reader.readexactly(size + 2)).decode()
+            if first is None and '"content"' in chunk:
+                first = time.perf_counter() - began
+            if '"total_tokens"' in chunk:
+                [line_of_usage] = [x for x in chunk.split("\n") if '"total_tokens"' in x]
+                usage = json.loads(line_of_usage.removeprefix("data: "))["usage"]
+        await reader.readline()
+        if usage is None or first is None:
+            seen.odd += 1
+            return False
+        seen.tokens += usage["completion_tokens"]
+        seen.first.append(first)
+        seen.took.append(time.perf_counter() - began)
+        return True
+
+
+async def crowd(port: int, clients: int, seconds: float) -> tuple[Seen, float]:
+    """Let so many clients ask one question after the other; a refused one waits as it is told."""
+    seen, began = Seen(), time.monotonic()
+
+    async def ask(n: int) -> None:
+        client, k = Client(port), 0
+        await asyncio.sleep(n / clients * min(1.0, clients / 100))
+        while time.monotonic() - began < seconds:
+            k += 1
+            if not await client.ask(seen, n * 10_000 + k):
+                await asyncio.sleep(1.0)
+        if client.streams:
+            client.streams[1].close()
+
+    await asyncio.gather(*(ask(n) for n in range(clients)))
+    return seen, time.monotonic() - began
+
+
+def alone(policy: Policy, limits: PolicySettings) -> float:
+    """Return the median seconds to the first text without any service."""
+    took = []
+    for seed in range(30):
+        began = time.perf_counter()
+        pieces = stream(
+            policy,
+            user_prompt(QUESTION),
+            max_completion_tokens=limits.max_completion_tokens,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            seed=seed,
+        )
+        next(pieces)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def p99(seconds: list[float]) -> float:
+    """Return the 99th percentile."""
+    return float(np.percentile(seconds, 99)) if seconds else float("nan")
+
+
+def started(state: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start the service and wait until its model has answered."""
+    command = [sys.executable, "-m", "rlhf_pipeline.cli", "serve", "--no-pages"]
+    environment = {**os.environ, "RLHF_STATE_DIR": str(state)}
+    server = subprocess.Popen([*command, "--port", str(port)], env=environment)
+    body: dict[str, Any] = {"model": "shop", "messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(300):
+        time.sleep(0.2)
+        try:
+            if httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body).is_success:
+                return server
+        except httpx.HTTPError:
+            continue
+    raise SystemExit("the service did not begin to answer")
+
+
+def main() -> None:
+    """Print the table; status 1 where a promise is short."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10)
+    seconds = parser.parse_args().seconds
+    with tempfile.TemporaryDirectory() as folder:
+        state, port = Path(folder) / "state", free_port()
+        policy = made_state(state)
+        settings = Workspace(None, str(state)).settings
+        raw, limit = alone(policy, settings.policy), settings.serving.admission_limit
+        server = started(state, port)
+        try:
+            single, single_took = asyncio.run(crowd(port, 1, seconds))
+            some, some_took = asyncio.run(crowd(port, TOGETHER, seconds))
+            full, _ = asyncio.run(crowd(port, limit, seconds))
+            over, _ = asyncio.run(crowd(port, 10 * limit, seconds))
+            ended = time.monotonic()
+            while True:  # until a client is answered as quickly as before
+                back, _ = asyncio.run(crowd(port, 1, 0.5))
+                if back.took and min(back.took) < 2 * statistics.median(single.took):
+                    break
+                if time.monotonic() - ended > 60:
+                    break
+            recovered = time.monotonic() - ended
+        finally:
+            server.terminate()
+            server.wait()
+    speed = (some.tokens / some_took) / (single.tokens / single_took)
+    added = [1000 * (p99(seen.first) - raw) for seen in (single, some)]
+    slower = p99(over.took) / p99(full.took)
+    rows = [
+        (
+            f"tokens/s, {TOGETHER} clients over one",
+            "≥ 4",
+            f"{speed:.2f} ({some.tokens / some_took:.0f} / {single.tokens / single_took:.0f})",
+            speed >= 4,
+        ),
+        ("added to the first text, p99, one client", "", f"{added[0]:.1f} ms", True),
+        (
+            f"added to the first text, p99, {TOGETHER} clients",
+            "≤ 20 ms",
+            f"{added[1]:.1f} ms (alone {1000 * raw:.1f})",
+            added[1] <= 20,
+        ),
+        (
+            f"refusals at {10 * limit} clients, p99",
+            "quick",
+            f"{1000 * p99(over.refused):.0f} ms, {len(over.refused)} of them",
+            bool(over.refused) and p99(over.refused) < 1,
+        ),
+        (
+            f"accepted then, p99 over that at {limit} clients",
+            "< 2",
+            f"{slower:.2f} ({p99(over.took):.2f} / {p99(full.took):.2f} s)",
+            slower < 2,
+        ),
+        ("recovers", "10 s", f"{recovered:.1f} s", recovered < 10),
+        ("answers cut off or of another kind", "0", str(over.odd + some.odd), not over.odd),
+    ]
+    print("| what | needed | found | |\n|---|---|---|---|")
+    for what, needed, found, met in rows:
+        print(f"| {what} | {needed} | {found} | {'met' if met else 'short'} |")
+    sys.exit(0 if all(met for *_, met in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
