@@ -197,8 +197,10 @@ def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
                 return _model(name)
         return _error(404, f"no agent answers to {name!r}", param="model", code="model_not_found")
 
-    def events(agent_id: str, limit: int = 100) -> dict[str, Any]:
+    def events(agent_id: str, limit: int = 100) -> Any:
         """Show what was blocked and what failed for an agent, newest first, and how often."""
+        if not gateway.knows(agent_id):
+            return _error(404, f"no agent answers to {agent_id!r}", code="model_not_found")
         database = gateway.store.database
         rows = chat_events.newest(database, agent_id, min(max(limit, 1), 1000))
         return {"counts": chat_events.counts(database, agent_id), "events": rows}

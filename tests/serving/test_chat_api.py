@@ -22,6 +22,7 @@ import uvicorn
 
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
+from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
@@ -195,9 +196,15 @@ def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> No
         assert decoder.decoding == 0
         with pytest.raises(TimeoutError):
             await anext(decoder.pieces(ids, sampling, deadline=time.monotonic()))
+        pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
+        await anext(pieces)
+        decoder.retire()  # what is in flight is finished, what comes later is not begun
+        *_, last = [piece async for piece in pieces]
+        assert isinstance(last, Completion)
+        with pytest.raises(ModelError, match="retired"):
+            await anext(decoder.pieces(ids, sampling, deadline=time.monotonic() + 30))
 
     asyncio.run(look())
-    decoder.retire()
 
 
 def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) -> None:
@@ -323,6 +330,11 @@ def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Se
     [event, *_] = httpx.get(f"{service.address}/v1/chat/events/shop").json()["events"]
     assert event["interaction_id"] == kept.interaction_id
     assert "bomb" not in json.dumps(event)
+    assert httpx.get(f"{service.address}/v1/chat/events/tea").status_code == 404
+    assert (
+        'rlhf_chat_events_total{rule="unsafe_request"} 1.0'
+        in httpx.get(f"{service.address}/metrics").text
+    )
 
 
 def test_a_corrupt_champion_is_never_served_and_without_a_baseline_it_is_a_polite_503(
