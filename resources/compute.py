@@ -1,6 +1,7 @@
 """Runs a training stage in a process of its own and streams what it reports into the run."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from pydantic import Field
 
 from resources.worker import specification
 from rlhf_pipeline.files import read_json, write_json
@@ -22,7 +24,10 @@ TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
 class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
     """One stage, one process. Several GPUs: `launcher` is put before the command."""
 
-    launcher: list[str] = []  # noqa: RUF012 - a pydantic field; e.g. ["accelerate", "launch"]
+    # What RLHF_LAUNCHER says, such as accelerate launch --multi_gpu --num_processes 4.
+    launcher: list[str] = Field(
+        default_factory=lambda: shlex.split(os.environ.get("RLHF_LAUNCHER", ""))
+    )
 
     def run_stage(
         self, context: dg.AssetExecutionContext, stage: str, turn: Turn

@@ -24,6 +24,8 @@ from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.stages import STAGES, Turn
 
+LAUNCHED = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()  # what a launcher tells
+
 
 def specification(turn: Turn) -> dict[str, Any]:
     """Return the turn as plain values: what `turn_from` reads back."""
@@ -73,8 +75,17 @@ def same_work(stage: str, spec: Mapping[str, Any]) -> str:
 
 
 def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one stage, or return the result it left under the same specification."""
+    """Run one stage, or return the result it left under the same specification.
+
+    Of several processes launched together all train PPO and one runs the rest; one reports.
+    """
     turn = turn_from(spec)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if stage != "ppo" or turn.settings.ppo.estimator == "dpo":
+        if not is_main:
+            return {}
+        for name in LAUNCHED:  # trainers of other libraries would wait for the others
+            os.environ.pop(name, None)
     turn.work.mkdir(parents=True, exist_ok=True)
     result_path = turn.work / f"{stage}.json"
     work = same_work(stage, spec)
@@ -84,7 +95,9 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
             return dict(earlier["result"])
     claims = ClaimBook(open_database(turn.settings.resolved_database_url))
     progress_path = turn.work / f"{stage}.progress.jsonl"
-    with progress_path.open("a", encoding="utf-8") as progress, _pipes() as pipes:
+    shown = progress_path if is_main else Path(os.devnull)
+    told = _pipes() if is_main else nullcontext()
+    with shown.open("a", encoding="utf-8") as progress, told as pipes:
 
         def report(facts: Mapping[str, float | int | str]) -> None:
             progress.write(json.dumps({"at": time.time(), **facts}) + "\n")
@@ -98,7 +111,8 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         keep_going()  # before seconds of imports
         result = STAGES[stage](turn, report, keep_going)
         keep_going()
-        write_json(result_path, {"work": work, "result": result})
+        if is_main:
+            write_json(result_path, {"work": work, "result": result})
     return result
 
 

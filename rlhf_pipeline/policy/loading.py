@@ -8,6 +8,7 @@ files may change between the check and the load if someone else can write to the
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,10 +136,15 @@ def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:
 
 
 def choose_device(device: str = "auto") -> torch.device:
-    """Return the torch device; "auto" is the first GPU, or the CPU where there is none."""
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the torch device; "auto" is the first GPU, or the CPU where there is none.
+
+    Of several processes that were launched together each has a GPU of its own.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device(device)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

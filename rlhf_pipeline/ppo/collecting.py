@@ -22,6 +22,8 @@ from rlhf_pipeline.ppo.rollout import (
     RolloutEngine,
     SampledCompletions,
     ScoreMoments,
+    Tokens,
+    completion_texts,
     sample_completions,
     score_completions,
 )
@@ -122,18 +124,67 @@ def sample_for(
     engine: RolloutEngine = sample_completions,
 ) -> SampledCompletions:
     """Return one completion per encoded prompt, sampled by the policy as it is now."""
-    settings = learner.settings
-    with learner.autocast():
-        return engine(
-            learner.policy,
-            encoded,
-            max_completion_tokens=settings.max_completion_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            at_once=settings.completions_at_once,
-            generator=generator,
-        )
+    settings, team = learner.settings, learner.team
+
+    def drawn(rows: Sequence[Sequence[int]], generator: torch.Generator) -> SampledCompletions:
+        with learner.autocast():
+            return engine(
+                learner.policy,
+                rows,
+                max_completion_tokens=settings.max_completion_tokens,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                at_once=settings.completions_at_once,
+                generator=generator,
+            )
+
+    if team.size == 1:
+        return drawn(encoded, generator)
+    # Fewer rows than processes: each draws them all, and the main one's count.
+    few = len(encoded) < team.size
+    mine = slice(0, len(encoded)) if few else team.span(len(encoded))
+    # Rows draw in order: a share's numbers begin where those of the rows before it end.
+    own = torch.Generator()
+    own.set_state(generator.get_state())
+    torch.rand(mine.start, settings.max_completion_tokens, generator=own)
+    torch.rand(len(encoded), settings.max_completion_tokens, generator=generator)
+    sampled = drawn(encoded[mine], own)
+    tokens, keep = sampled.tokens, slice(0, 0 if few and not team.is_main else None)
+    support = tokens.support
+    together = Tokens(
+        team.gather(tokens.prompt_ids[keep], on_the_left=True),
+        team.gather(tokens.prompt_mask[keep], on_the_left=True),
+        team.gather(tokens.completion_ids[keep]),
+        team.gather(tokens.completion_mask[keep]),
+        None if support is None else team.gather(support[keep]),
+    )
+    likeliest = sampled.likeliest
+    return SampledCompletions(
+        together,
+        team.gather(sampled.logprobs[keep]),
+        completion_texts(learner.policy, together),
+        None if likeliest is None else team.gather(likeliest[keep]),
+    )
+
+
+def score_together(
+    learner: Learner,
+    reward: RewardFunction,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    *,
+    name: str,
+) -> list[float]:
+    """Return one raw score per completion, as `score_completions`; each process asks for a share.
+
+    A reward must therefore judge completions one by one, not against each other.
+    """
+    mine = learner.team.span(len(completions))
+    scores: list[float] = []
+    if mine.stop > mine.start:
+        scores = score_completions(reward, prompts[mine], completions[mine], name=name)
+    return learner.team.gather_numbers(scores)
 
 
 def play_episodes(
@@ -157,7 +208,7 @@ def play_episodes(
         with timed("sample"):
             sampled = sample([task.encoded[i] for i in members])
         with timed("score"):
-            scores = score_completions(task.reward, prompts, sampled.texts, name="proxy")
+            scores = score_together(learner, task.reward, prompts, sampled.texts, name="proxy")
         n = len(members)
         return Episodes(sampled, prompts, scores, [True] * n, [0] * n, [-1] * n)
 

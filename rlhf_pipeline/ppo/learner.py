@@ -33,6 +33,7 @@ from rlhf_pipeline.ppo.critic import (
     load_reward_trunk,
 )
 from rlhf_pipeline.ppo.memory import keep_large_blocks_apart
+from rlhf_pipeline.ppo.processes import ALONE, Team
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
 
@@ -50,6 +51,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     settings: PpoSettings
     base_digest: str | None = None  # with LoRA: of the frozen base, kept with the saved adapters
+    team: Team = ALONE  # the processes that train it together
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""

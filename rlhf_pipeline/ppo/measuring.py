@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,12 +23,28 @@ from rlhf_pipeline.ppo.rollout import (
     Episodes,
     Rollouts,
     SampledCompletions,
+    Tokens,
     apply_eos_trick,
     ends_with_stop_token,
     importance_weights,
     measure,
     rewards_per_token,
 )
+
+
+def measure_together(
+    learner: Learner,
+    function: Callable[[Tokens], Tensor],
+    tokens: Tokens,
+    *,
+    members: Tensor | None = None,
+) -> Tensor:
+    """Return what `measure` does, for all rollouts or the members; each process runs its part."""
+    team, budget = learner.team, learner.settings.tokens_per_microbatch
+    if members is None:
+        members = torch.arange(len(tokens), device=tokens.completion_ids.device)
+    mine = measure(function, tokens, token_budget=budget, members=team.part(members))
+    return team.add(mine)
 
 
 def collect(
@@ -43,9 +59,7 @@ def collect(
     Without `episodes` every completion was judged and is a conversation of its own.
     """
     settings, tokens, mask = learner.settings, sampled.tokens, sampled.tokens.completion_mask
-    reference_logprobs = measure(
-        learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
-    )
+    reference_logprobs = measure_together(learner, learner.reference_logprobs, tokens)
     all_scores = torch.tensor(scores, device=mask.device)
     turn = torch.zeros(len(tokens), dtype=torch.long, device=mask.device)
     next_turn = torch.full_like(turn, -1)
@@ -83,8 +97,7 @@ def make_rollouts(
         batch.tokens.completion_mask,
         batch.reference_logprobs,
     )
-    budget = settings.tokens_per_microbatch
-    values = measure(learner.values, tokens, token_budget=budget)
+    values = measure_together(learner, learner.values, tokens)
     logprobs, weights, facts = old_logprobs(learner, batch, ages)
 
     kl = estimate_kl(
@@ -176,11 +189,8 @@ def old_logprobs(
     if not bool(remeasured.any()):
         return batch.logprobs, None, {}
     members = remeasured.nonzero()[:, 0]
-    now = measure(
-        lambda t: learner.logprobs_and_values(t)[0],
-        batch.tokens,
-        token_budget=settings.tokens_per_microbatch,
-        members=members,
+    now = measure_together(
+        learner, lambda t: learner.logprobs_and_values(t)[0], batch.tokens, members=members
     )
     logprobs = torch.where(remeasured[:, None], now, batch.logprobs)
     caps = torch.where(replayed, settings.replay_cap, settings.importance_cap or 1.0)[:, None]

@@ -6,7 +6,7 @@ import math
 import statistics
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from rlhf_pipeline.errors import TrainingError
@@ -49,14 +49,14 @@ def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -
 def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) -> dict[str, float]:
     """Add one minibatch's gradient to the weights' and return its facts.
 
-    Losses are divided by the minibatch's token count, so microbatches add up to the same gradient
-    however they are cut.
+    Losses are divided by the minibatch's token count, so microbatches, and the parts that several
+    processes take, add up to the same gradient however they are cut.
     """
-    settings = learner.settings
+    settings, team = learner.settings, learner.team
     token_count = max(int(rollouts.tokens.completion_mask[members].sum()), 1)
     sums = {"train/loss": 0.0}
     budget = settings.tokens_per_microbatch
-    for some in microbatches(rollouts.tokens, members, token_budget=budget):
+    for some in microbatches(rollouts.tokens, team.part(members), token_budget=budget):
         tokens = rollouts.tokens.rows(some)
         T = tokens.completion_ids.shape[1]
         logprobs, values = learner.logprobs_and_shared_values(tokens)
@@ -89,12 +89,18 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
         descend(loss)
         for name, share in facts.items():
             sums[name] = sums.get(name, 0.0) + share
-    return sums
+    team.add_gradients(trained_weights(learner))
+    return team.add_facts(sums)
 
 
 def descend(loss: Tensor) -> None:
     """Add the loss's gradient to the weights'."""
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+
+
+def trained_weights(learner: Learner) -> list[nn.Parameter]:
+    """Return what the optimizer moves, in its order."""
+    return [w for group in learner.optimizer.param_groups for w in group["params"]]
 
 
 def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
@@ -110,8 +116,7 @@ def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
 
 def clipped_step(learner: Learner) -> float:
     """Clip the gradient's global norm, step, and return the norm before clipping."""
-    weights = [w for group in learner.optimizer.param_groups for w in group["params"]]
-    norm = float(clip_grad_norm_(weights, learner.settings.max_grad_norm))
+    norm = float(clip_grad_norm_(trained_weights(learner), learner.settings.max_grad_norm))
     if not math.isfinite(norm):
         learner.optimizer.zero_grad()
         raise NotFinite("the loss or its gradient")

@@ -203,12 +203,16 @@ def sample_completions(
     if support is not None:
         support = support[:, :longest]
     tokens = Tokens(prompt_ids, prompt_mask, ids[:, :longest], mask[:, :longest], support)
-    rows = [
-        row[:length]
-        for row, length in zip(tokens.completion_ids.tolist(), mask.sum(1).tolist(), strict=True)
-    ]
-    texts = decode_completions(policy.tokenizer, rows)
+    texts = completion_texts(policy, tokens)
     return SampledCompletions(tokens, logprobs[:, :longest], texts, likeliest[:, :longest])
+
+
+def completion_texts(policy: Policy, tokens: Tokens) -> list[str]:
+    """Return what the completions say."""
+    lengths = tokens.completion_mask.sum(1).tolist()
+    ids = tokens.completion_ids.tolist()
+    rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    return decode_completions(policy.tokenizer, rows)
 
 
 def score_completions(

@@ -2,7 +2,8 @@
 
 A run owns output_dir: checkpoints/ while it goes on; policy/ (a plain transformers folder), plots/
 and result.json when it has ended. Killed at any instant and called again with the same arguments
-it goes on from its last checkpoint and, on a CPU, ends with the very same weights.
+it goes on from its last checkpoint and, on a CPU, ends with the very same weights. Launched several
+times at once (processes.py), one process writes and all end with one policy.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rlhf_pipeline.ppo.memory import peak_memory
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.optimising import NotFinite, train_on
 from rlhf_pipeline.ppo.plots import draw_plots
+from rlhf_pipeline.ppo.processes import join_team
 from rlhf_pipeline.ppo.replay import Replay
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.rollout import RolloutEngine, sample_completions
@@ -100,6 +102,8 @@ def train_ppo(
     cannot be trained on, and later if the ratio is not 1, a score is not finite or nothing usable
     came out.
     """
+    team = join_team(settings)
+    report = report if team.is_main else ignore_progress
     torch.manual_seed(settings.seed)
     fingerprint = run_fingerprint(
         [policy_dir, reference_dir, *([] if value_init is None else [value_init])],
@@ -115,6 +119,7 @@ def train_ppo(
 
     # 1. Models and checks.
     learner = build_learner(policy_dir, reference_dir, value_init, settings, base=base)
+    learner.team = team
     encoded = encode_checked(learner.policy, prompts, settings, "prompts")
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
     check_conversation(settings, user, final_reward)
@@ -136,20 +141,26 @@ def train_ppo(
             now.evaluations.append(
                 evaluate(learner, watch, stopping, now.update, baselines=baselines)
             )
-            write_samples(output_dir / "samples.jsonl", now.evaluations)
+            if team.is_main:
+                write_samples(output_dir / "samples.jsonl", now.evaluations)
 
     def write_checkpoint() -> None:
         keep_going()
+        team.check_alike("weights", learner.trainable().values())
         with now.timed("checkpoint"):
-            write_state(checkpoints, learner, now, generators, replay, fingerprint)
-            best = choose_update(now.evaluations, max_kl=settings.max_kl)
-            checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
+            if team.is_main:
+                write_state(checkpoints, learner, now, generators, replay, fingerprint)
+                best = choose_update(now.evaluations, max_kl=settings.max_kl)
+                checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
+            team.wait()
 
     # 2. Where to begin.
-    for folder in (output_dir, checkpoints):
-        checkpoint.remove_half_written(folder)
-    if not resume:
-        checkpoint.remove_all(checkpoints)
+    if team.is_main:
+        for folder in (output_dir, checkpoints):
+            checkpoint.remove_half_written(folder)
+        if not resume:
+            checkpoint.remove_all(checkpoints)
+    team.wait()
     latest = checkpoint.latest_checkpoint(checkpoints)
     if latest is not None:
         now = restore_state(latest, learner, generators, replay, fingerprint)
@@ -182,6 +193,7 @@ def train_ppo(
                 learner, episodes.sampled, scores, now.kl_coef, episodes=episodes, replay=replay
             )
         facts |= measured
+        team.check_alike("rollouts", [rollouts.tokens.prompt_ids, rollouts.advantages])
 
         # 3.3 Optimizer steps.
         try:
@@ -232,7 +244,8 @@ def train_ppo(
     keep_going()
     chosen = load_chosen(checkpoints, learner, now, settings)
     trained = Policy(learner.saved_model, learner.policy.tokenizer)
-    save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
+    if team.is_main:
+        save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
     look = next(e for e in now.evaluations if e.update == chosen)
     result = TrainingResult(
         model_path=str(output_dir / "policy"),
@@ -254,6 +267,9 @@ def train_ppo(
         fingerprint=fingerprint,
         settings=asdict(settings),
     )
+    if not team.is_main:
+        team.wait()
+        return result
     try:
         drawn = draw_plots(result, output_dir / "plots")
         result = replace(result, plots=tuple(f"plots/{name}" for name in drawn))
@@ -261,4 +277,5 @@ def train_ppo(
         report({"update": now.update, "plots": "not drawn: matplotlib is not installed"})
     keep_going()
     result.save(result_path)
+    team.wait()
     return result

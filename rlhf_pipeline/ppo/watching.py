@@ -16,11 +16,12 @@ from rlhf_pipeline.errors import CheckpointDamaged
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.alarms import find_alarms
-from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for
+from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for, score_together
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.measuring import measure_together
 from rlhf_pipeline.ppo.result import Evaluation
-from rlhf_pipeline.ppo.rollout import ends_with_stop_token, measure, score_completions
+from rlhf_pipeline.ppo.rollout import ends_with_stop_token
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.state import Progressed
 from rlhf_pipeline.records import Progress, RewardFunction
@@ -45,15 +46,14 @@ def evaluate(
     episodes = play_episodes(learner, task, everyone, generator, lambda phase: nullcontext())
     sampled = episodes.sampled
     tokens, mask = sampled.tokens, sampled.tokens.completion_mask
-    reference_logprobs = measure(
-        learner.reference_logprobs, tokens, token_budget=settings.tokens_per_microbatch
-    )
+    reference_logprobs = measure_together(learner, learner.reference_logprobs, tokens)
     scores = episodes.judged_scores
     stopping_mean = None
     if stopping is not None:
         judged = [i for i, flag in enumerate(episodes.judged) if flag]
         stopping_mean = statistics.fmean(
-            score_completions(
+            score_together(
+                learner,
                 stopping,
                 [episodes.prompts[i] for i in judged],
                 [sampled.texts[i] for i in judged],

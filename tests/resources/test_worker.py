@@ -100,6 +100,37 @@ def test_a_finished_stage_is_not_run_again_under_the_same_specification(
     assert len(calls) == 1
 
 
+def test_of_several_processes_one_runs_what_they_do_not_share(
+    turn: Turn, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert worker.run("counting", specification(turn)) == {}
+    assert not calls
+    assert not turn.work.exists()
+    monkeypatch.setenv("RANK", "0")
+    assert worker.run("counting", specification(turn)) == {"call": 1}
+    assert "WORLD_SIZE" not in os.environ  # nobody else is waited for
+
+
+def test_of_several_processes_that_train_ppo_one_reports(
+    turn: Turn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def together(turn: Turn, report: Any, keep_going: Callable[[], None]) -> dict[str, Any]:
+        report({"update": 1})
+        return {"rank": os.environ["RANK"]}
+
+    monkeypatch.setitem(STAGES, "ppo", together)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert worker.run("ppo", specification(turn)) == {"rank": "1"}
+    assert not any(turn.work.iterdir())
+    monkeypatch.setenv("RANK", "0")
+    assert worker.run("ppo", specification(turn)) == {"rank": "0"}
+    assert (turn.work / "ppo.progress.jsonl").read_text().count("update") == 1
+    assert read_json(turn.work / "ppo.json")["result"] == {"rank": "0"}
+
+
 @pytest.mark.parametrize("changed", ["champion", "settings"])
 def test_a_stage_runs_again_when_what_it_depends_on_changed(
     turn: Turn, calls: list[int], changed: str

@@ -1,0 +1,177 @@
+"""Several processes that train one policy: each takes its share of the rows, all know the whole.
+
+Completions, scores and log-probabilities are computed in shares and gathered, so whitening, the KL
+coefficient and the order of minibatches are one arithmetic, done alike in every process. Of a
+minibatch each process runs its share forward and backward; gradients are summed before the step,
+and since losses are divided by the token count of the whole, the sum is that of one process. The
+settings' numbers are those of all processes together: more of them change speed, not the result
+beyond rounding.
+
+Processes are joined through accelerate's PartialState, whoever launched them (`accelerate launch`,
+torchrun, Slurm). Every process holds all weights: DDP's way; sharded weights (FSDP, DeepSpeed) are
+refused. Nothing but tensors goes between processes. What this does not protect: processes trust
+each other and the network between them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_pipeline.errors import ConfigError, TrainingError
+from rlhf_pipeline.policy.loading import choose_device
+from rlhf_pipeline.ppo.rollout import join_rows
+from rlhf_pipeline.ppo.settings import PpoSettings
+
+CPU = torch.device("cpu")
+SUMMED_AT_ONCE = 2**24  # elements of gradients that are sent together: 64 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The processes of one run, seen from one of them; alone, everything below is the identity."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU  # where tensors are sent from
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what the run leaves: checkpoints, policy, plots, result."""
+        return self.rank == 0
+
+    def span(self, count: int) -> slice:
+        """Return this process's share of `count` rows in order; shares differ by one at most."""
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def part(self, members: Tensor) -> Tensor:
+        """Return every size-th of the members, so that long and short ones are spread."""
+        return members[self.rank :: self.size]
+
+    def gather(self, rows: Tensor, *, on_the_left: bool = False) -> Tensor:
+        """Return the rows (B, width, …) of all processes in order, narrower ones filled with 0."""
+        if self.size == 1:
+            return rows
+        shapes = self._each(torch.tensor(rows.shape[:2], device=self.device)).tolist()
+        tallest, widest = (max(shape[i] for shape in shapes) for i in (0, 1))
+        sent = torch.zeros(
+            (tallest, widest, *rows.shape[2:]),
+            dtype=torch.uint8 if rows.dtype == torch.bool else rows.dtype,
+            device=self.device,
+        )
+        sent[: rows.shape[0], : rows.shape[1]] = rows.to(self.device)
+        every = self._each(sent)
+        parts = [every[i, :tall, :wide] for i, (tall, wide) in enumerate(shapes)]
+        return join_rows(parts, on_the_left=on_the_left).to(rows)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return the numbers of all processes, in order."""
+        if self.size == 1:
+            return list(numbers)
+        rows = torch.tensor(numbers, dtype=torch.float64).view(len(numbers), 1)
+        gathered: list[float] = self.gather(rows)[:, 0].tolist()
+        return gathered
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all processes."""
+        if self.size > 1:
+            x = x.to(self.device, copy=True)
+            dist.all_reduce(x)
+        return x
+
+    def add_facts(self, facts: Mapping[str, float]) -> dict[str, float]:
+        """Return every fact's sum over all processes, which have the same names."""
+        if self.size == 1:
+            return dict(facts)
+        names = sorted(facts)
+        sums = self.add(torch.tensor([facts[name] for name in names], dtype=torch.float64))
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def add_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Put the sum over all processes in the place of every weight's gradient."""
+        if self.size == 1:
+            return
+        waiting: list[nn.Parameter] = []
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            if waiting and sum(w.numel() for w in waiting) + weight.numel() > SUMMED_AT_ONCE:
+                _add_together(waiting)
+                waiting = []
+            waiting.append(weight)
+        if waiting:
+            _add_together(waiting)
+
+    def check_alike(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Raise TrainingError unless every process has the same tensors, by their sums."""
+        if self.size == 1:
+            return
+        sums = torch.stack([x.detach().double().sum() for x in tensors]).to(self.device)
+        every = self._each(sums)
+        if not torch.equal(every, every[:1].expand_as(every)):
+            raise TrainingError(
+                f"{self.size} processes train one policy: needed the same {name} in each, found "
+                "others; give all of them one kind of device, one version of torch, and rewards "
+                "and users that answer alike, and go on from the last checkpoint"
+            )
+
+    def wait(self) -> None:
+        """Return when every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def _each(self, x: Tensor) -> Tensor:
+        """Return x of every process, stacked."""
+        every = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(every, x.contiguous())
+        return torch.stack(every)
+
+
+ALONE = Team()
+
+
+def join_team(settings: PpoSettings) -> Team:
+    """Return the processes this one was launched with, connected; ALONE where it is the only one.
+
+    Raises ConfigError for what several processes cannot do.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise ConfigError(
+                "PPO holds whole weights in every process (it samples with them): needed plain "
+                f"data parallelism, found {name}; for bases that do not fit, set lora_rank and "
+                "precision bfloat16"
+            )
+    if settings.device[-1].isdigit():
+        raise ConfigError(
+            f"each of {size} processes takes a device of its own: needed ppo.device auto, cuda or "
+            f"cpu, found {settings.device}; change it"
+        )
+    smallest = settings.rollouts_per_update // settings.minibatches
+    if smallest < size:
+        raise ConfigError(
+            f"each of {size} processes takes a share of every minibatch: needed at least {size} "
+            f"rollouts in one, found {smallest}; raise ppo.rollouts_per_update, or lower "
+            "ppo.minibatches"
+        )
+    from accelerate import PartialState
+
+    state = PartialState(cpu=choose_device(settings.device).type == "cpu")
+    return Team(int(state.process_index), int(state.num_processes), state.device)
+
+
+def _add_together(weights: Sequence[nn.Parameter]) -> None:
+    gradients = [w.grad for w in weights if w.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    sums = torch.split(flat, [g.numel() for g in gradients])
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.copy_(total.view_as(gradient))
