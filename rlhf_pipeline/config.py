@@ -179,8 +179,18 @@ class RewardShares(Section):
         return self
 
 
+Trains = Literal["preference", "correction", "thumbs", "rating", "score", "criteria"]
+PAIRS_ALONE: Mapping[Trains, float] = {"preference": 1.0, "correction": 1.0}
+
+
 class RewardSettings(Section):
     """The three reward models."""
+
+    kinds: Mapping[Trains, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=lambda: dict(PAIRS_ALONE),
+        description="Kinds of feedback the score is learnt from, with the weight of each in the "
+        "loss; beyond these two the trunk must be frozen.",
+    )
 
     shares: RewardShares = RewardShares()
     min_pairs: Positive = Field(30, description="Training pairs each of the three needs.")
@@ -202,6 +212,22 @@ class RewardSettings(Section):
     epochs: Positive = 2
     learning_rate: Rate = 3e-4
     batch_size: Positive = 32
+
+    @property
+    def reads_every_kind(self) -> bool:
+        """Say whether more than plain pairs is learnt from."""
+        return dict(self.kinds) != PAIRS_ALONE
+
+    @model_validator(mode="after")
+    def _kinds_meet_in_a_head(self) -> RewardSettings:
+        if not self.kinds:
+            raise ValueError("kinds must name at least one kind of feedback, found none")
+        if self.reads_every_kind and not self.freeze_trunk:
+            raise ValueError(
+                "kinds other than preference and correction, each of weight 1, are learnt by a "
+                f"head on a frozen trunk: found {', '.join(self.kinds)}; set freeze_trunk true"
+            )
+        return self
 
 
 class TrainingSettings(Section):

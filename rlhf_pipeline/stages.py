@@ -129,7 +129,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     settings = turn.settings
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
-    train, test = reward_splits(pairs, settings)
+    every = settings.reward.reads_every_kind
+    examples = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample) if every else []
+    train, test = reward_splits(pairs, settings, examples)
+    said = _examples_by_job(examples, settings)
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
     for job in JOBS:
@@ -142,6 +145,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             turn.work / "reward" / job,
             freeze_trunk=freeze,
             centre_on=centre_on,
+            examples=said[job],
+            kinds={str(k): w for k, w in settings.reward.kinds.items()} if every else None,
             epochs=settings.reward.epochs,
             learning_rate=settings.reward.learning_rate,
             batch_size=settings.reward.batch_size,
@@ -322,28 +327,45 @@ def seeds(settings: Settings, *, stand_in: bool) -> list[SftExample]:
 
 
 def reward_splits(
-    pairs: Sequence[PreferencePair], settings: Settings
+    pairs: Sequence[PreferencePair],
+    settings: Settings,
+    examples: Sequence[RewardExample] = (),
 ) -> tuple[dict[Job, list[PreferencePair]], list[PreferencePair]]:
     """Return each reward model's training pairs (no voter in two) and the pairs all are tested on.
 
-    Raises NotEnoughData naming the model that has too few.
+    Where other kinds are learnt from, their `examples` count as pairs do, and pairs of two bad
+    completions are kept. Raises NotEnoughData naming the model that has too few.
     """
     by_job = settings.reward.shares
     shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
     train: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
     for pair in pairs:
-        if pair.split == "train" and not pair.both_bad:
+        if pair.split == "train" and (settings.reward.reads_every_kind or not pair.both_bad):
             train[job_of(pair.voter, shares)].append(pair)
     test = [pair for pair in pairs if pair.split == "evaluation" and not pair.tie]
+    others = _examples_by_job(examples, settings)
     for job in JOBS:
-        missing = settings.reward.min_pairs - len(train[job])
+        found = len(train[job]) + len(others[job])
+        missing = settings.reward.min_pairs - found
         if missing > 0:
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} preference pairs, found "
-                f"{len(train[job])}; collect about {round(missing / shares[job])} more, or lower "
+                f"{found}; collect about {round(missing / shares[job])} more, or lower "
                 "reward.min_pairs"
             )
     return train, test
+
+
+def _examples_by_job(
+    examples: Sequence[RewardExample], settings: Settings
+) -> dict[Job, list[RewardExample]]:
+    """Return each reward model's training examples of the kinds it learns from, by its voters."""
+    shares: dict[Job, float] = {job: getattr(settings.reward.shares, job) for job in JOBS}
+    by_job: dict[Job, list[RewardExample]] = {job: [] for job in JOBS}
+    for example in examples:
+        if example.split == "train" and example.kind.value in settings.reward.kinds:
+            by_job[job_of(example.voter, shares)].append(example)
+    return by_job
 
 
 def training_prompts(turn: Turn) -> list[Prompt]:

@@ -1,8 +1,8 @@
 """Training a reward model on preference pairs, and judging it on pairs it has not seen.
 
 The loss is Bradley-Terry's: -log sigmoid(score(chosen) - score(rejected)), with a target of one
-half for ties. Either the whole model learns, or (freeze_trunk) its features are computed once and
-only the head is fitted, which takes seconds.
+half for ties; kinds.py has that of every other kind. Either the whole model learns, or
+(freeze_trunk) its features are computed once and only the head is fitted, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.files import new_folder, write_json
-from rlhf_pipeline.records import PreferencePair, Progress, RewardInput, ignore_progress
+from rlhf_pipeline.records import (
+    PreferencePair,
+    Progress,
+    RewardExample,
+    RewardInput,
+    ignore_progress,
+)
 from rlhf_pipeline.reward.calibration import (
     Bin,
     calibration_error,
@@ -33,7 +39,9 @@ from rlhf_pipeline.reward.calibration import (
     reliability,
     wilson_interval,
 )
+from rlhf_pipeline.reward.kinds import fit_best, gather, score_weights
 from rlhf_pipeline.reward.model import (
+    LIKELIHOODS,
     TOKENS_AT_ONCE,
     Calibration,
     Limits,
@@ -111,6 +119,8 @@ def train_reward_model(
     *,
     freeze_trunk: bool,
     centre_on: Sequence[RewardInput],
+    examples: Sequence[RewardExample] = (),
+    kinds: Mapping[str, float] | None = None,
     epochs: float,
     learning_rate: float,
     batch_size: int,
@@ -132,13 +142,20 @@ def train_reward_model(
     `base` is a policy folder or an encoder. With reads_likelihood the head is solved on the frozen
     trunk before all of it is trained: few votes then bend the features less (arXiv:2202.10054).
     With freeze_trunk, epochs, learning_rate and batch_size
-    are unused: the head's problem is convex and is solved. With lora_rank the trunk stays the
+    are unused: the head's problem is convex and is solved. With `kinds` (kind -> weight, kinds.py;
+    a frozen trunk only) the head learns from train_pairs and `examples` of those kinds, min_pairs
+    counts both, and raters.json keeps who seems to have looked. With lora_rank the trunk stays the
     base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
     the head alone, so that other models can share the base. The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
-    check_pairs(train_pairs, test_pairs, centre_on, min_pairs)
+    if kinds is not None and not freeze_trunk:
+        raise TrainingError(
+            f"needed a frozen trunk to learn from {', '.join(kinds)}, found one that trains; set "
+            "reward.freeze_trunk, or leave reward.kinds out"
+        )
+    check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples)
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
     model, tokenizer = new_reward_model(
@@ -152,8 +169,13 @@ def train_reward_model(
         device=device,
     )
     train = encode_pairs(tokenizer, train_pairs, limits)
-    if freeze_trunk or reads_likelihood:
-        groups = [_prompt_digest(pair) for pair in train_pairs]
+    careful: dict[str, float] = {}
+    if kinds is not None:
+        fit, careful = fit_kinds(
+            model, tokenizer, train_pairs, examples, kinds, limits, report=report
+        )
+    elif freeze_trunk or reads_likelihood:
+        groups = [prompt_digest(pair) for pair in train_pairs]
         fit = fit_head(model, train, groups, report=report)
     if not freeze_trunk:
         fit = fit_model(
@@ -203,6 +225,8 @@ def train_reward_model(
         save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
         write_json(folder / "report.json", {**asdict(result), "path": str(result.path)})
         plot_report(result, margins, folder)
+        if kinds is not None:
+            write_json(folder / "raters.json", {"careful": careful})
     return result
 
 
@@ -211,14 +235,17 @@ def check_pairs(
     test_pairs: Sequence[PreferencePair],
     centre_on: Sequence[RewardInput],
     min_pairs: int,
+    *,
+    examples: Sequence[RewardExample] = (),
 ) -> None:
     """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these."""
-    if len(train_pairs) < min_pairs:
+    found = len(train_pairs) + len(examples)
+    if found < min_pairs:
         raise NotEnoughData(
-            f"reward training needs {min_pairs} preference pairs, found {len(train_pairs)}; "
-            f"collect {min_pairs - len(train_pairs)} more or lower reward.min_pairs"
+            f"reward training needs {min_pairs} preference pairs, found {found}; "
+            f"collect {min_pairs - found} more or lower reward.min_pairs"
         )
-    if not any(not is_tie(pair) for pair in train_pairs):
+    if not examples and not any(not is_tie(pair) for pair in train_pairs):
         raise NotEnoughData(
             f"reward training needs pairs that people decided, found {len(train_pairs)} ties only; "
             "collect at least 1 preference"
@@ -229,7 +256,7 @@ def check_pairs(
             f"judging a reward model needs 2 held-out pairs that people decided, found {decided}; "
             f"collect {2 - decided} more or raise feedback.evaluation_share"
         )
-    prompts = {pair.prompt for pair in train_pairs}
+    prompts = {pair.prompt for pair in train_pairs} | {example.prompt for example in examples}
     if len(prompts) < 2:
         raise NotEnoughData(
             "reward training needs pairs on several prompts, found one prompt only; "
@@ -425,6 +452,47 @@ def fit_head(
     return Fit(curve, pair_accuracy((differences @ weight)[targets == 1].tolist()))
 
 
+def fit_kinds(
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[PreferencePair],
+    examples: Sequence[RewardExample],
+    kinds: Mapping[str, float],
+    limits: Limits,
+    *,
+    report: Progress,
+) -> tuple[Fit, dict[str, float]]:
+    """Fit the head on the frozen trunk's features to everything that was said (kinds.py).
+
+    Returns how it went, and each voter's probability of having looked.
+    """
+    opinions = gather(pairs, examples, kinds)
+    texts = opinions.texts
+    found = encode_rows(tokenizer, [(t.record.prompt, t.completion) for t in texts], limits)
+    rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
+    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
+    done = 0
+    for members, batch in features_of(model, rows):
+        features[members] = batch.double().cpu()
+        done += len(members)
+        report({"features": done, "of": len(rows)})
+    fitted = fit_best(
+        features,
+        opinions,
+        kinds,
+        groups=[prompt_digest(text.record) for text in texts],
+        likelihoods=LIKELIHOODS * model.likelihood,
+    )
+    weight = score_weights(fitted)
+    with torch.no_grad():
+        model.head.weight.copy_(weight[None])
+        model.head.bias.zero_()
+    report({"step": 1, "of": 1, "loss": fitted.loss})
+    decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
+    margins = [float((features[a] - features[b]) @ weight) for a, b in decided]
+    return Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0])), fitted.careful
+
+
 def logistic(
     differences: Tensor, targets: Tensor, ridge: float
 ) -> tuple[Tensor, list[tuple[int, float]]]:
@@ -465,7 +533,7 @@ def longer_is_better(pairs: Sequence[PreferencePair]) -> float:
 
 def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     """Return two halves of the pairs' numbers that share no prompt, where there are two prompts."""
-    digests = [_prompt_digest(pair) for pair in pairs]
+    digests = [prompt_digest(pair) for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (digests[i], i))
     middle = len(order) // 2
     cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]
@@ -473,6 +541,7 @@ def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     return order[:cut], order[cut:]
 
 
-def _prompt_digest(pair: PreferencePair) -> str:
-    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in pair.prompt)
+def prompt_digest(said: PreferencePair | RewardExample) -> str:
+    """Return the hex digest of what was asked."""
+    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in said.prompt)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

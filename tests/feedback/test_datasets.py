@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.errors import FeedbackError, NotEnoughData
 from rlhf_pipeline.feedback.datasets import (
     JOBS,
     Job,
@@ -137,6 +138,24 @@ def test_no_voter_teaches_two_reward_models_and_none_is_lost() -> None:
     assert all(voters)
     assert sum(map(len, voters)) == len(set.union(*voters))
     assert sum(map(len, train.values())) + len(test) == len(pairs)
+
+
+def test_where_every_kind_is_learnt_from_each_counts_and_bad_pairs_stay() -> None:
+    rows = (
+        *(row(n, "thumbs", voter=f"voter {n}", number=1.0) for n in range(90)),
+        row(900, "preference", voter="voter 1", other_completion="B", choice="both_bad"),
+    )
+    found = made(*rows)
+    every = {"kinds": {"preference": 1, "thumbs": 1}, "freeze_trunk": True, "min_pairs": 5}
+    tree: dict[str, Any] = {"recipe": "a test", "reward": every}
+    settings = Settings.model_validate(tree)
+    examples = [replace(e, split="train") for e in found.reward_examples]
+    pairs = [replace(p, split="train") for p in found.preference_pairs]
+    train, _ = reward_splits(pairs, settings, examples)
+    assert sum(map(len, train.values())) == 1
+    tree["reward"] = {"min_pairs": 5}
+    with pytest.raises(NotEnoughData, match="needs 5 preference pairs, found 0"):
+        reward_splits(pairs, Settings.model_validate(tree))
 
 
 def test_where_shares_fall_short_of_one_by_rounding_the_last_model_takes_the_rest() -> None:

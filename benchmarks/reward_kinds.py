@@ -1,0 +1,227 @@
+"""What every kind of feedback adds to the reward: accuracy against the hidden preference.
+
+    python -m benchmarks.reward_kinds [--seeds 5] [--events 2000 10000] [--baseline FOLDER]
+
+Simulated people, a fifth of them careless, say things of every kind about completions of a baseline
+(recipe tiny's, trained here where no folder is named). A head on its frozen trunk learns from the
+preferences alone, from preferences and corrections (both as the pipeline does by default), and from
+every kind. Judged on pairs of prompts that no head has seen, by the hidden preference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.feedback.datasets import Datasets, build
+from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.sampling import complete
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    Interaction,
+    PreferencePair,
+    Prompt,
+    ignore_progress,
+    now,
+    prompt_to_json,
+)
+from rlhf_pipeline.reward.model import (
+    Limits,
+    RewardModel,
+    encode_rows,
+    features_of,
+    new_reward_model,
+)
+from rlhf_pipeline.reward.training import encode_pairs, fit_head, fit_kinds, prompt_digest
+from rlhf_pipeline.simulation.people import compare, population, say
+from rlhf_pipeline.simulation.world import every_question, hidden_preference
+from rlhf_pipeline.stages import Turn, train_baseline
+
+SHARES = {
+    FeedbackKind.preference: 0.20,
+    FeedbackKind.correction: 0.15,
+    FeedbackKind.thumbs: 0.30,
+    FeedbackKind.rating: 0.20,
+    FeedbackKind.score: 0.10,
+    FeedbackKind.criteria: 0.05,
+}
+CARELESS = 0.20
+RATERS = 200
+TEST_SHARE = 0.3  # of the prompts
+ARMS = ("preferences", "and corrections", "every kind")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Completions of the baseline: two of each training prompt, pairs of each test prompt."""
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[tuple[str, str]]
+    difference: Tensor  # (test pairs, F): features of the side that is secretly better, less
+    limits: Limits
+
+
+def pool(base: Path) -> Pool:
+    """Sample the completions, and take the test pairs' features once."""
+    settings = load_settings("tiny").policy
+    limits = Limits(settings.max_prompt_tokens, settings.max_completion_tokens)
+    prompts = [question.prompt for question in every_question()]
+    random.Random("kinds").shuffle(prompts)
+    tested = round(TEST_SHARE * len(prompts))
+    asked = [*prompts, *prompts[:tested]]  # test prompts have two pairs
+    said = complete(
+        load_policy(base, device="cpu"),
+        [prompt for prompt in asked for _ in range(2)],
+        max_completion_tokens=limits.max_completion_tokens,
+        max_prompt_tokens=limits.max_prompt_tokens,
+        temperature=settings.temperature,
+        seed=0,
+        batch_size=256,
+    )
+    both = [(said[2 * i].text, said[2 * i + 1].text) for i in range(len(asked))]
+    test = [(asked[i], both[i]) for i in (*range(tested), *range(len(prompts), len(asked)))]
+    better, worse = [], []
+    for prompt, (a, b) in test:
+        liked = hidden_preference(prompt, a), hidden_preference(prompt, b)
+        if liked[0] != liked[1]:
+            better.append((prompt, a if liked[0] > liked[1] else b))
+            worse.append((prompt, b if liked[0] > liked[1] else a))
+    model, tokenizer = untrained(base)
+    rows = encode_rows(tokenizer, [*better, *worse], limits)
+    features = torch.empty(len(rows), model.head.in_features)
+    for members, batch in features_of(model, rows):
+        features[members] = batch
+    difference = features[: len(better)] - features[len(better) :]
+    return Pool(prompts[tested:], both[tested : len(prompts)], difference, limits)
+
+
+def untrained(base: Path) -> tuple[RewardModel, Any]:
+    """Return the reward model of recipe tiny's judges, its head untrained."""
+    return new_reward_model(base, seed=0, reads="mean", likelihood=True, device="cpu")
+
+
+def votes(pool: Pool, events: int, seed: int) -> Datasets:
+    """Return what people say, `events` in all, as the pipeline's data sets."""
+    rng = random.Random(f"kinds {seed}")
+    people = [replace(p, careless=rng.random() < CARELESS) for p in population(RATERS, seed)]
+    rows: list[dict[str, Any]] = []
+    for kind, share in SHARES.items():
+        wanted = len(rows) + round(share * events)
+        while len(rows) < wanted:
+            i, person = rng.randrange(len(pool.prompts)), rng.choice(people)
+            prompt, texts = pool.prompts[i], pool.completions[i]
+            left, right = (Interaction(f"{i}{t}", "x", prompt, t, 0, now()) for t in texts)
+            if kind is FeedbackKind.preference:
+                if left.completion == right.completion:
+                    continue
+                said = compare(person, left, right, rng)
+            else:
+                said = say(person, left, kind, rng)
+            if said.kind is not kind:
+                continue  # nobody rewrites what they like
+            rows.append(
+                {
+                    "feedback_id": f"{seed}-{len(rows)}",
+                    "prompt": prompt_to_json(prompt),
+                    "completion": left.completion,
+                    "other_completion": right.completion,
+                    "kind": kind.value,
+                    "number": float("nan") if said.number is None else said.number,
+                    "text": said.text,
+                    "criteria": None if said.criteria is None else json.dumps(dict(said.criteria)),
+                    "voter": person.name,
+                    "choice": said.choice,
+                    "shown_first": "this",
+                    "origin": "simulation",
+                }
+            )
+    return build(pd.DataFrame(rows), evaluation_share=0.0, min_rating=4)
+
+
+def accuracies(base: Path, pool: Pool, data: Datasets) -> dict[str, float]:
+    """Return the share of test pairs that each arm's head ranks as the hidden preference does."""
+    pairs = [pair for pair in data.preference_pairs if not pair.both_bad]
+    alone = [pair for pair in pairs if not pair.corrected]
+    found = {}
+    for arm, used in zip(ARMS, (alone, pairs, data.preference_pairs), strict=True):
+        model, tokenizer = untrained(base)
+        if arm == ARMS[-1]:
+            kinds = {kind.value: 1.0 for kind in SHARES}
+            fit_kinds(
+                model,
+                tokenizer,
+                used,
+                data.reward_examples,
+                kinds,
+                pool.limits,
+                report=ignore_progress,
+            )
+        else:
+            fit_pairs(model, tokenizer, used, pool.limits)
+        with torch.no_grad():
+            margins = (pool.difference @ model.head.weight[0]).tolist()
+        found[arm] = sum(margin > 0 for margin in margins) / len(margins)
+    return found
+
+
+def fit_pairs(
+    model: RewardModel, tokenizer: Any, pairs: Sequence[PreferencePair], limits: Limits
+) -> None:
+    """Fit the head to pairs as the pipeline's default does."""
+    encoded = encode_pairs(tokenizer, pairs, limits)
+    groups = [prompt_digest(pair) for pair in pairs]
+    fit_head(model, encoded, groups, report=ignore_progress)
+
+
+def baseline(folder: Path) -> Path:
+    """Train recipe tiny's version 0."""
+    settings = load_settings("tiny", {"state_dir": folder})
+    turn = Turn("bench", "0" * 64, 0, 0, folder, folder, None, None, settings)
+    return Path(train_baseline(turn, ignore_progress, lambda: None)["path"])
+
+
+def main() -> None:
+    """Print a row per seed and the means, for each number of events."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--events", type=int, nargs="+", default=[2000, 10_000])
+    parser.add_argument("--baseline", type=Path, default=None, help="a trained tiny policy")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        base = arguments.baseline or baseline(Path(folder))
+        completions = pool(base)
+        print(f"{len(completions.difference)} test pairs")
+        print(f"| events | seed | {' | '.join(ARMS)} | gain, points | seconds |")
+        print("|---" * (len(ARMS) + 4) + "|")
+        for events in arguments.events:
+            rows = []
+            for seed in range(arguments.seeds):
+                started = time.perf_counter()
+                rows.append(accuracies(base, completions, votes(completions, events, seed)))
+                seconds = time.perf_counter() - started
+                print(_row(events, str(seed), rows[-1], f"{seconds:.0f}"), flush=True)
+            means = {arm: statistics.fmean(row[arm] for row in rows) for arm in ARMS}
+            print(_row(events, "mean", means, ""), flush=True)
+
+
+def _row(events: int, seed: str, found: dict[str, float], seconds: str) -> str:
+    gain = 100 * (found[ARMS[-1]] - found[ARMS[0]])
+    numbers = " | ".join(f"{found[arm]:.3f}" for arm in ARMS)
+    return f"| {events:,} | {seed} | {numbers} | {gain:+.1f} | {seconds} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""One score from everything people say: each kind of feedback with a likelihood of its own.
+
+Everything is about one score s of a completion; m = s(chosen) - s(rejected).
+
+preference  chosen, rejected, tie, both bad: softmax of (a m/2, -a m/2, t, b - c (s + s')/2): the
+            ties of Davidson (1970), their width learnt, and those between bad ones apart (c > 0);
+            where people decided it is Bradley-Terry, sigmoid(a m)
+correction  the better text over the original: sigmoid(a (m + d)), d from a head that learns what
+            sets any text of a person apart from one that was sampled, so that the score need not
+thumbs      up: sigmoid(a (s + u) + b)
+rating      at most k: sigmoid(threshold_k - a (s + u)), four rising thresholds (McCullagh 1980)
+score       normal around sigmoid(a (s + u) + b), its deviation learnt
+criteria    the same around a head of its own, which is the score's plus what sets it apart
+
+u is the rater's leniency, shrunk to 0 (a normal prior): who is always kind moves no score. The
+slopes a are near 1 unless the votes say otherwise. A rater may be careless: with some probability,
+learnt, everything they say (but their corrections, which nobody writes without a look) is drawn
+from what people say of anything at all, and counts by how unlikely that is. Two completions are
+compared only where a person compared them; thumbs on different prompts meet in the score and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample
+
+OUTCOMES = 4  # of a preference: chosen, rejected, tie, both bad
+STARS = 5
+LENIENCY_DEVIATION = 1.0  # of a rater, in units of the score
+SLOPE_DEVIATION = 1.0  # of log a
+CARELESS = 0.1  # share of raters who are, before anything is known; worth CARELESS_RATERS of them
+CARELESS_RATERS = 10.0
+APART = 10.0  # a criterion's own weights are shrunk this many times as much as the score's
+WRITTEN = 0.1  # what sets a person's text apart from a sampled one is shrunk this much
+SMALLEST_DEVIATION = 0.02  # of scores and criteria: nobody means the third decimal
+RIDGES = (3.0, 10.0, 30.0)  # strengths tried
+STEPS = 80  # of L-BFGS, at most; more change no ranking
+TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class Text:
+    """One completion that something was said about."""
+
+    record: PreferencePair | RewardExample
+    completion: str
+    sampled: bool = True  # False: a person wrote it, or the better text beside it
+
+
+@dataclass(frozen=True)
+class Opinions:
+    """Everything that was said, kind by kind, about texts by their number; aligned by position."""
+
+    texts: list[Text] = field(default_factory=list)
+    voters: list[str] = field(default_factory=list)  # by number
+    # comparisons: better, worse, outcome (0 decided, 2 tie, 3 both bad), voter
+    preferences: list[tuple[int, int, int, int]] = field(default_factory=list)
+    corrections: list[tuple[int, int, int]] = field(default_factory=list)  # better, worse, voter
+    singles: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)  # text, value
+    criteria: dict[str, list[tuple[int, float, int]]] = field(default_factory=dict)  # by name
+
+    @property
+    def count(self) -> int:
+        """Return how many things were said."""
+        others = (*self.singles.values(), *self.criteria.values())
+        return len(self.preferences) + len(self.corrections) + sum(len(some) for some in others)
+
+
+def gather(
+    pairs: Sequence[PreferencePair],
+    examples: Sequence[RewardExample],
+    kinds: Mapping[str, float],
+) -> Opinions:
+    """Return what was said by the kinds that have a weight."""
+    opinions = Opinions()
+    numbers: dict[str, int] = {}
+
+    def voter(name: str) -> int:
+        if name not in numbers:
+            numbers[name] = len(numbers)
+            opinions.voters.append(name)
+        return numbers[name]
+
+    def text(record: PreferencePair | RewardExample, completion: str, sampled: bool) -> int:
+        opinions.texts.append(Text(record, completion, sampled))
+        return len(opinions.texts) - 1
+
+    for pair in pairs:
+        kind = "correction" if pair.corrected else "preference"
+        if not kinds.get(kind):
+            continue
+        better = text(pair, pair.chosen, not pair.corrected)
+        worse = text(pair, pair.rejected, not pair.corrected)
+        who = voter(pair.voter)
+        if pair.corrected:
+            opinions.corrections.append((better, worse, who))
+        else:
+            outcome = 3 if pair.both_bad else 2 if pair.tie else 0
+            opinions.preferences.append((better, worse, outcome, who))
+    for example in examples:
+        if not kinds.get(example.kind):
+            continue
+        about = text(example, example.completion, True)
+        who = voter(example.voter)
+        if example.kind is FeedbackKind.criteria:
+            for name, value in (example.criteria or {}).items():
+                opinions.criteria.setdefault(name, []).append((about, value, who))
+        elif example.number is not None:
+            opinions.singles.setdefault(example.kind, []).append((about, example.number, who))
+    return opinions
+
+
+def part(opinions: Opinions, keep: Sequence[bool]) -> Opinions:
+    """Return what was said about the texts that are kept; texts and voters keep their numbers."""
+
+    def kept(some: list[Any]) -> list[Any]:
+        return [one for one in some if keep[one[0]]]
+
+    return Opinions(
+        opinions.texts,
+        opinions.voters,
+        kept(opinions.preferences),
+        kept(opinions.corrections),
+        {kind: kept(some) for kind, some in opinions.singles.items()},
+        {name: kept(some) for name, some in opinions.criteria.items()},
+    )
+
+
+class Likelihoods(nn.Module):
+    """How likely each thing that was said is, given the scores."""
+
+    def __init__(self, opinions: Opinions, width: int, kinds: Mapping[str, float]) -> None:
+        super().__init__()
+        self.weights = {str(kind): float(weight) for kind, weight in kinds.items()}
+        self.raters = len(opinions.voters)
+        self.criteria = sorted(opinions.criteria)
+        self.tie = nn.Parameter(torch.tensor([-1.0, -1.0]))  # t and b
+        self.worse_ties = nn.Parameter(torch.zeros(()))  # log c
+        slopes = [*FeedbackKind, *(f"criteria {n}" for n in self.criteria)]
+        self.slot = {str(name): i for i, name in enumerate(slopes)}
+        self.log_slope = nn.Parameter(torch.zeros(len(self.slot)))
+        self.bias = nn.Parameter(torch.zeros(len(self.slot)))
+        self.log_deviation = nn.Parameter(torch.full((len(self.slot),), -1.5))
+        self.first = nn.Parameter(torch.tensor(-1.5))  # the lowest threshold of a rating
+        self.log_steps = nn.Parameter(torch.zeros(STARS - 2))  # between thresholds
+        self.leniency = nn.Parameter(torch.zeros(max(1, self.raters)))
+        self.careless = nn.Parameter(torch.logit(torch.tensor(CARELESS)))
+        self.apart = nn.Parameter(torch.zeros(len(self.criteria), width))
+        self.written = nn.Parameter(torch.zeros(width))
+        self._said = _tensors(opinions)
+
+    def thresholds(self) -> Tensor:
+        """Return a rating's four thresholds, rising."""
+        return torch.cat([self.first[None], self.first + self.log_steps.exp().cumsum(0)])
+
+    def said(self, scores: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each thing's log-likelihood, that of a careless rater, and its voter's number.
+
+        `scores` (N,) and `features` (N, F) are those of the opinions' texts. Both likelihoods are
+        multiplied by the kind's weight.
+        """
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for kind, about in self._said.items():
+            name = kind.partition(" ")[0]
+            lenient = self.leniency[about.voter]
+            if name == "preference":
+                found = self._preference(scores, about)
+            elif name == "correction":
+                margin = scores[about.text] - scores[about.other]
+                margin = margin + (features[about.text] - features[about.other]) @ self.written
+                found = functional.logsigmoid(self.slope(kind) * margin)
+            else:
+                judged = scores[about.text] + lenient
+                if name == "criteria":
+                    judged = (
+                        judged + features[about.text] @ self.apart[self.criteria.index(kind[9:])]
+                    )
+                found = self._single(kind, judged, about.value)
+            weight = self.weights[name]
+            # A careless rater's corrections are read as anybody's: writing one takes a look.
+            blind = found if name == "correction" else about.careless
+            parts.append((weight * found, weight * blind, about.voter))
+        likelihood, careless, voter = (torch.cat(some) for some in zip(*parts, strict=True))
+        return likelihood, careless, voter
+
+    def loss(self, scores: Tensor, features: Tensor, *, mixed: bool = True) -> Tensor:
+        """Return minus the log-likelihood, with the priors; not mixed: as if all had looked."""
+        likelihood, careless, voter = self.said(scores, features)
+        if mixed:
+            both = self.per_rater(likelihood, careless, voter)
+            loss = -torch.logsumexp(both, 0).sum()
+            share = self.careless.sigmoid()
+            loss = loss - CARELESS_RATERS * (
+                CARELESS * share.log() + (1 - CARELESS) * (1 - share).log()
+            )
+        else:
+            loss = -likelihood.sum()
+        prior = (self.leniency / LENIENCY_DEVIATION).pow(2).sum()
+        prior = prior + (self.log_slope / SLOPE_DEVIATION).pow(2).sum()
+        prior = prior + self.worse_ties.pow(2) + self.log_steps.pow(2).sum()
+        prior = prior + 0.01 * (self.bias.pow(2).sum() + self.tie.pow(2).sum())
+        prior = prior + 0.01 * (self.log_deviation + 1.5).pow(2).sum()
+        return loss + prior / 2
+
+    def careful(self, scores: Tensor, features: Tensor) -> Tensor:
+        """Return each rater's probability of having looked, (R,)."""
+        with torch.no_grad():
+            found: Tensor = self.per_rater(*self.said(scores, features)).softmax(0)[0]
+        return found
+
+    def per_rater(self, likelihood: Tensor, careless: Tensor, voter: Tensor) -> Tensor:
+        """Return the log-likelihood of all a rater said, (2, R): had they looked, or not."""
+        none = likelihood.new_zeros(self.leniency.shape[0])
+        looked = none.index_add(0, voter, likelihood) + functional.logsigmoid(-self.careless)
+        blind = none.index_add(0, voter, careless) + functional.logsigmoid(self.careless)
+        return torch.stack([looked, blind])
+
+    def slope(self, kind: str) -> Tensor:
+        """Return the kind's slope a."""
+        return self.log_slope[self.slot[kind]].exp()
+
+    def _preference(self, scores: Tensor, about: _Said) -> Tensor:
+        better, worse = scores[about.text], scores[about.other]
+        half, middle = (better - worse) / 2, (better + worse) / 2
+        tie = self.tie[0].expand_as(half)
+        bad = self.tie[1] - self.worse_ties.exp() * middle
+        half = self.slope("preference") * half
+        every = torch.stack([half, -half, tie, bad], dim=1).log_softmax(1)
+        return every.gather(1, about.value.long()[:, None])[:, 0]
+
+    def _single(self, kind: str, judged: Tensor, value: Tensor) -> Tensor:
+        slot = self.slot[kind]
+        leaning = self.slope(kind) * judged + self.bias[slot]
+        if kind == "thumbs":
+            return functional.logsigmoid(torch.where(value > 0.5, leaning, -leaning))
+        if kind == "rating":
+            below = torch.sigmoid(self.thresholds()[None] - self.slope(kind) * judged[:, None])
+            edges = functional.pad(below, (1, 0)), functional.pad(below, (0, 1), value=1.0)
+            chances = edges[1] - edges[0]
+            place = (value - 1).long().clamp(0, STARS - 1)
+            return chances.gather(1, place[:, None])[:, 0].clamp(min=TINY).log()
+        deviation = self.log_deviation[slot].exp() + SMALLEST_DEVIATION
+        missed = (value - leaning.sigmoid()) / deviation
+        return -0.5 * missed.pow(2) - deviation.log() - 0.9189385  # log sqrt(2 pi)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One kind's opinions as tensors (n,), and how likely a careless rater says each."""
+
+    text: Tensor
+    other: Tensor
+    value: Tensor
+    voter: Tensor
+    careless: Tensor
+
+
+def _tensors(opinions: Opinions) -> dict[str, _Said]:
+    said: dict[str, _Said] = {}
+    if opinions.preferences:
+        better, worse, outcome, voter = torch.tensor(opinions.preferences).T
+        shares = (torch.bincount(outcome, minlength=OUTCOMES) + 1).double()
+        shares = shares / shares.sum()
+        # Decided, but left or right without looking: each the half of it.
+        shares[0] = shares[1] = (shares[0] + shares[1]) / 2
+        careless = shares[outcome].log()
+        said["preference"] = _Said(better, worse, outcome.double(), voter, careless)
+    if opinions.corrections:
+        better, worse, voter = torch.tensor(opinions.corrections).T
+        blind = torch.full((len(better),), 0.5, dtype=torch.float64).log()
+        said["correction"] = _Said(better, worse, blind * 0, voter, blind)
+    for kind, some in opinions.singles.items():
+        if some:
+            said[kind] = _single(some, continuous=kind == "score")
+    for name, some in sorted(opinions.criteria.items()):
+        if some:
+            said[f"criteria {name}"] = _single(some, continuous=True)
+    return said
+
+
+def _single(some: Sequence[tuple[int, float, int]], *, continuous: bool) -> _Said:
+    about = torch.tensor([text for text, _, _ in some])
+    value = torch.tensor([value for _, value, _ in some], dtype=torch.float64)
+    voter = torch.tensor([who for _, _, who in some])
+    # What people say of anything: the histogram of it; a density where it is continuous.
+    places = (value * 10).long().clamp(0, 9) if continuous else value.long()
+    counts = torch.bincount(places, minlength=10 if continuous else 1).double() + 0.5
+    careless = (counts / counts.sum() * (10 if continuous else 1))[places].log()
+    return _Said(about, about, value, voter, careless)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Weights of the score on standardised features, and everything beside them."""
+
+    weight: Tensor  # (F,) float64, on features divided by `deviation`
+    deviation: Tensor  # (F,)
+    mean: Tensor  # (F,), taken off first
+    likelihoods: Likelihoods
+    careful: dict[str, float]  # voter -> probability of having looked
+    loss: float  # mean over everything said, in nats
+
+
+def score_weights(fitted: Fitted) -> Tensor:
+    """Return the score's weights on plain features, (F,): margins are log-odds of a preference."""
+    with torch.no_grad():
+        slope = fitted.likelihoods.slope("preference")
+        return fitted.weight * slope / fitted.deviation
+
+
+def scales(features: Tensor, likelihoods: int) -> Tensor:
+    """Return what each feature is divided by, (F,), before its weight is shrunk.
+
+    A hidden state's units share one deviation: directions in which completions differ much are then
+    shrunk least, and there is little to be learnt along the others. Each of the last `likelihoods`
+    features has its own, a third of its deviation: one of them says more than any unit.
+    """
+    deviation = features.std(0).clamp(min=1e-6)
+    hidden = features.shape[1] - likelihoods
+    shared = deviation[:hidden].pow(2).mean().sqrt().expand(hidden)
+    return torch.cat([shared, deviation[hidden:] / 3])
+
+
+def fit(
+    features: Tensor,
+    opinions: Opinions,
+    kinds: Mapping[str, float],
+    *,
+    ridge: float,
+    likelihoods: int = 0,
+    mixed: bool = True,
+) -> Fitted:
+    """Return the weights under which what was said is likeliest, on the texts' features (N, F).
+
+    First as if everybody had looked, then each rater may be careless. L-BFGS on all of it; the same
+    opinions give the same weights. Raises NotEnoughData where nothing was said, TrainingError where
+    features or losses are not finite.
+    """
+    if opinions.count == 0:
+        raise NotEnoughData(
+            f"a reward needs feedback of the kinds {', '.join(kinds)}, found none; collect some or "
+            "name other kinds in reward.kinds"
+        )
+    if not bool(features.isfinite().all()):
+        raise TrainingError(
+            "features must be finite numbers, found some that are not; the base model's weights "
+            "are damaged: load another"
+        )
+    features = features.double()
+    deviation, mean = scales(features, likelihoods), features.mean(0)
+    scaled = (features - mean) / deviation
+    model = Likelihoods(opinions, scaled.shape[1], kinds).double()
+    weight = torch.zeros(scaled.shape[1], dtype=torch.float64, requires_grad=True)
+
+    def objective(mixed: bool) -> Tensor:
+        shrunk = weight.dot(weight) + APART * model.apart.pow(2).sum()
+        shrunk = shrunk + WRITTEN * model.written.pow(2).sum()
+        return model.loss(scaled @ weight, scaled, mixed=mixed) + ridge / 2 * shrunk
+
+    weights = [weight, *model.parameters()]
+    _minimise(weights, lambda: objective(False))
+    if mixed:
+        _minimise(weights, lambda: objective(True))
+    with torch.no_grad():
+        scores = scaled @ weight
+        loss = float(model.loss(scores, scaled, mixed=mixed)) / opinions.count
+        careful = model.careful(scores, scaled).tolist()
+    return Fitted(
+        weight.detach(),
+        deviation,
+        mean,
+        model,
+        dict(zip(opinions.voters, careful, strict=True)),
+        loss,
+    )
+
+
+def fit_best(
+    features: Tensor,
+    opinions: Opinions,
+    kinds: Mapping[str, float],
+    *,
+    groups: Sequence[str],
+    likelihoods: int = 0,
+) -> Fitted:
+    """Return the fit under the ridge that finds likeliest what was said on a fifth of the prompts.
+
+    `groups` is a hex digest of each text's prompt; the fit itself is of everything.
+    """
+    held = [int(group[:8], 16) % 5 == 0 for group in groups]
+    known, kept_out = part(opinions, [not one for one in held]), part(opinions, held)
+    ridge = RIDGES[len(RIDGES) // 2]
+    if known.count and kept_out.count:
+        tried = {}
+        for candidate in RIDGES:
+            found = fit(features, known, kinds, ridge=candidate, likelihoods=likelihoods)
+            tried[candidate] = _surprise(found, features, kept_out, kinds)
+        ridge = min(tried, key=lambda r: tried[r])
+    return fit(features, opinions, kinds, ridge=ridge, likelihoods=likelihoods)
+
+
+def _surprise(
+    fitted: Fitted, features: Tensor, opinions: Opinions, kinds: Mapping[str, float]
+) -> float:
+    """Return minus the log-likelihood of what a fit has not seen, without priors."""
+    scaled = (features.double() - fitted.mean) / fitted.deviation
+    judge = Likelihoods(opinions, scaled.shape[1], kinds).double()
+    judge.load_state_dict(fitted.likelihoods.state_dict())
+    with torch.no_grad():
+        likelihood, careless, voter = judge.said(scaled @ fitted.weight, scaled)
+        return -float(torch.logsumexp(judge.per_rater(likelihood, careless, voter), 0).sum())
+
+
+def _minimise(weights: Sequence[Tensor], objective: Callable[[], Tensor]) -> None:
+    optimizer = torch.optim.LBFGS(
+        list(weights), max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = objective()
+        torch.autograd.backward(loss)
+        return loss
+
+    final = optimizer.step(closure)  # type: ignore[no-untyped-call]
+    if not bool(torch.isfinite(torch.as_tensor(final))):
+        raise TrainingError(
+            f"the loss of all kinds must stay finite, found {float(final)}; look for values that "
+            "their kind does not allow"
+        )

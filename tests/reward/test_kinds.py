@@ -1,0 +1,177 @@
+"""One score from every kind of feedback: each likelihood by hand, and all of them together."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    PreferencePair,
+    RewardExample,
+    user_prompt,
+)
+from rlhf_pipeline.reward.kinds import Likelihoods, Opinions, fit, gather, part
+from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.training import train_reward_model
+from tests.reward.conftest import Planted
+
+EVERY = {kind.value: 1.0 for kind in FeedbackKind if kind is not FeedbackKind.comment}
+PAIR = PreferencePair("p", user_prompt("q?"), "good", "bad", "v", "test", "train")
+EXAMPLE = RewardExample(
+    "e", user_prompt("q?"), "good", FeedbackKind.thumbs, 1.0, None, "v", "train"
+)
+
+
+def likelihood(opinions: Opinions, scores: list[float]) -> list[float]:
+    """Return what fresh likelihoods (slopes 1, no leniency) say of each opinion."""
+    judge = Likelihoods(opinions, 1, EVERY)
+    found, _, _ = judge.said(torch.tensor(scores), torch.zeros(len(scores), 1))
+    return [math.exp(x) for x in found.tolist()]
+
+
+def test_the_four_outcomes_of_a_preference_are_all_there_is() -> None:
+    said = [(0, 1, 0, 0), (1, 0, 0, 0), (0, 1, 2, 0), (0, 1, 3, 0)]
+    won, lost, tie, bad = likelihood(Opinions(voters=["v"], preferences=said), [1.5, -0.5])
+    assert won + lost + tie + bad == pytest.approx(1, abs=1e-6)
+    assert won / (won + lost) == pytest.approx(1 / (1 + math.exp(-2)))  # Bradley-Terry
+    assert tie / math.sqrt(won * lost) == pytest.approx(math.exp(-1))  # Davidson's width
+    worse = likelihood(Opinions(voters=["v"], preferences=said), [-1.5, -3.5])
+    assert worse[3] > bad  # two bad ones are likelier to be called so
+    assert worse[0] / worse[1] == pytest.approx(won / lost, rel=1e-5)  # and the margin is the same
+
+
+def test_ratings_thumbs_and_scores_follow_the_score() -> None:
+    stars = [(0, float(k), 0) for k in range(1, 6)]
+    for score in (-2.0, 0.0, 3.0):
+        chances = likelihood(Opinions(voters=["v"], singles={"rating": stars}), [score])
+        assert sum(chances) == pytest.approx(1, abs=1e-6)
+    assert chances[4] == max(chances)  # of the highest score
+    # By hand: the thresholds begin at -1.5 and are 1 apart.
+    assert chances[0] == pytest.approx(1 / (1 + math.exp(3.0 + 1.5)), rel=1e-4)
+    [up] = likelihood(Opinions(voters=["v"], singles={"thumbs": [(0, 1.0, 0)]}), [0.7])
+    assert up == pytest.approx(1 / (1 + math.exp(-0.7)))
+    near, far = likelihood(
+        Opinions(voters=["v"], singles={"score": [(0, 0.5, 0), (0, 0.9, 0)]}), [0.0]
+    )
+    deviation = math.exp(-1.5) + 0.02
+    assert near == pytest.approx(1 / (deviation * math.sqrt(2 * math.pi)), rel=1e-4)
+    assert far / near == pytest.approx(math.exp(-0.5 * (0.4 / deviation) ** 2), rel=1e-4)
+
+
+def test_only_what_has_a_weight_is_gathered_and_thumbs_are_never_a_pair() -> None:
+    down = replace(EXAMPLE, prompt=user_prompt("other?"), number=0.0)
+    bad = replace(PAIR, tie=True, both_bad=True)
+    opinions = gather([PAIR, bad, replace(PAIR, corrected=True)], [EXAMPLE, down], EVERY)
+    assert [outcome for _, _, outcome, _ in opinions.preferences] == [0, 3]
+    assert len(opinions.corrections) == 1
+    assert [t.sampled for t in opinions.texts] == [True] * 4 + [False] * 2 + [True] * 2
+    assert [(value, who) for _, value, who in opinions.singles["thumbs"]] == [(1.0, 0), (0.0, 0)]
+    alone = gather([PAIR, replace(PAIR, corrected=True)], [EXAMPLE], {"thumbs": 1.0})
+    assert (alone.count, len(alone.texts)) == (1, 1)
+    half = part(opinions, [i < 4 for i in range(8)])
+    assert (len(half.preferences), half.count) == (2, 2)
+
+
+def planted_votes(rng: random.Random, raters: int, each: int) -> tuple[torch.Tensor, Opinions]:
+    """Return features whose first is what people like, and what they say; a quarter do not look."""
+    opinions = Opinions(voters=[f"r{i}" for i in range(raters)])
+    features = torch.randn(raters * each, 6, generator=torch.Generator().manual_seed(0)).double()
+    for who in range(raters):
+        kindness = rng.gauss(0, 1)
+        for i in range(who * each, (who + 1) * each):
+            liked = 2 * float(features[i, 0]) + kindness
+            if who % 4 == 0:
+                liked = rng.gauss(0, 2)
+            if i % 2:
+                up = float(rng.random() < 1 / (1 + math.exp(-liked)))
+                opinions.singles.setdefault("thumbs", []).append((i, up, who))
+            else:
+                stars = float(min(5, max(1, round(3 + liked / 1.5 + rng.gauss(0, 0.3)))))
+                opinions.singles.setdefault("rating", []).append((i, stars, who))
+    return features, opinions
+
+
+def test_who_does_not_look_is_found_and_who_is_kind_moves_no_score() -> None:
+    features, opinions = planted_votes(random.Random(0), 40, 16)
+    found = fit(features, opinions, EVERY, ridge=1.0)
+    weight = found.weight / found.weight.norm()
+    assert float(weight[0]) > 0.99  # nothing else was liked
+    careful = [found.careful[f"r{who}"] for who in range(40)]
+    assert max(careful[::4]) < 0.1
+    assert sorted(p for who, p in enumerate(careful) if who % 4)[3] > 0.9
+    again = fit(features, opinions, EVERY, ridge=1.0)
+    assert torch.equal(found.weight, again.weight)
+
+
+def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path: Path) -> None:
+    examples = [
+        replace(
+            EXAMPLE,
+            example_id=f"{pair.pair_id}{side}",
+            prompt=pair.prompt,
+            completion=text,
+            kind=FeedbackKind.score,
+            number=number,
+            voter=f"v{i % 9}",
+        )
+        for i, pair in enumerate(planted.train)
+        for side, text, number in ((0, pair.chosen, 0.9), (1, pair.rejected, 0.2))
+        if i % 2 == side  # one completion of a prompt: nothing that could be compared
+    ]
+    settings: dict[str, Any] = {
+        "freeze_trunk": True,
+        "centre_on": planted.centre,
+        "epochs": 1,
+        "learning_rate": 1e-3,
+        "batch_size": 16,
+        "max_prompt_tokens": 32,
+        "max_completion_tokens": 40,
+        "seed": 0,
+        "device": "cpu",
+        "kinds": {"score": 1.0},
+    }
+    out = tmp_path / "reward"
+    report = train_reward_model(planted.base, [], planted.test, out, examples=examples, **settings)
+    assert report.accuracy > 0.8
+    centred = load_reward_model(out, device="cpu")(planted.centre)
+    assert sum(centred) / len(centred) == pytest.approx(0, abs=1e-3)
+    assert set(read_json(out / "raters.json")["careful"]) == {f"v{i}" for i in range(9)}
+    with pytest.raises(NotEnoughData, match="needs feedback of the kinds rating, found none"):
+        train_reward_model(
+            planted.base,
+            [],
+            planted.test,
+            out,
+            examples=examples,
+            **{**settings, "kinds": {"rating": 1.0}},
+        )
+    with pytest.raises(TrainingError, match="frozen trunk"):
+        train_reward_model(
+            planted.base,
+            [],
+            planted.test,
+            out,
+            examples=examples,
+            **{**settings, "freeze_trunk": False},
+        )
+
+
+def test_the_kinds_are_a_setting_that_needs_a_frozen_trunk() -> None:
+    plain = load_settings("tiny")
+    assert not plain.reward.reads_every_kind
+    every = load_settings("tiny", {"reward": {"kinds": EVERY, "freeze_trunk": True}})
+    assert every.reward.reads_every_kind
+    with pytest.raises(ConfigError, match="freeze_trunk true"):
+        load_settings("tiny", {"reward": {"kinds": EVERY}})
+    with pytest.raises(ConfigError, match="at least one kind"):
+        load_settings("tiny", {"reward": {"kinds": {}, "freeze_trunk": True}})
