@@ -10,6 +10,7 @@ starts again, since TRL's own checkpoints are pickled.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,12 +24,13 @@ from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.ppo.collecting import Task, encode_checked, probe_rewards
 from rlhf_pipeline.ppo.learner import Learner, build_learner, is_same_model
+from rlhf_pipeline.ppo.memory import peak_memory
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.state import run_fingerprint
-from rlhf_pipeline.ppo.watching import choose_update, evaluate, watch_facts
+from rlhf_pipeline.ppo.watching import choose_update, evaluate, watch_facts, write_samples
 from rlhf_pipeline.records import PreferencePair, Progress, Prompt, RewardFunction, ignore_progress
 
 
@@ -74,13 +76,14 @@ def train_dpo(
     watch = Task(watch_prompts, watch_encoded, reward)
     rows = dpo_rows(learner.policy, decided, settings)
     in_all = min(settings.epochs * (len(rows) // settings.rollouts_per_update), settings.updates)
-    watcher = _Watcher(
-        learner,
-        max(in_all, 1),
-        lambda update: evaluate(learner, watch, stopping, update),
-        report,
-        keep_going,
-    )
+
+    def look_at_watch_prompts(update: int) -> Evaluation:
+        baselines = [s["baseline"] for look in watcher.looks[:1] for s in look.samples]
+        look = evaluate(learner, watch, stopping, update, baselines=baselines)
+        write_samples(output_dir / "samples.jsonl", [*watcher.looks, look])
+        return look
+
+    watcher = _Watcher(learner, max(in_all, 1), look_at_watch_prompts, report, keep_going)
     watcher.look(0)
     adapters_off = settings.lora_rank > 0 and is_same_model(policy_dir, reference_dir)
     reference = None if adapters_off else load_policy(reference_dir, device=settings.device).model
@@ -109,7 +112,7 @@ def train_dpo(
         history=tuple(watcher.history),
         evaluations=tuple(watcher.looks),
         alarms=(),
-        seconds={},
+        seconds=dict(watcher.seconds),
         resumed_from=None,
         fingerprint=fingerprint,
         settings=asdict(settings),
@@ -209,18 +212,33 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         self.history: list[dict[str, float]] = []
         self.looks: list[Evaluation] = []
         self.best: tuple[int, dict[str, torch.Tensor]] = (0, {})
+        self.seconds = {"watch": 0.0, "train": 0.0}
+        self.since = time.perf_counter()  # of the phase that goes on
 
     def look(self, update: int) -> Evaluation:
         """Evaluate the policy as it is; keep its weights if no look was better."""
         model = self.learner.policy.model
         was_training = model.training
+        self.passed("train")
         model.eval()
         self.looks.append(self.evaluate_at(update))
         model.train(was_training)
+        self.passed("watch")
         if choose_update(self.looks, max_kl=self.learner.settings.max_kl) == update:
             kept = {n: p.detach().cpu().clone() for n, p in self.learner.trainable().items()}
             self.best = (update, kept)
         return self.looks[-1]
+
+    def passed(self, phase: str) -> float:
+        """Add the seconds since the phase before to this one's and return them."""
+        now = time.perf_counter()
+        took, self.since = now - self.since, now
+        self.seconds[phase] += took
+        return took
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to count the seconds of training where TRL has its models."""
+        self.since = time.perf_counter()
 
     def take_back(self, update: int) -> None:
         """Put the weights of the best look into the policy."""
@@ -244,6 +262,8 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
             "policy/grad_norm": logs["grad_norm"],
             "dpo/margin": logs["rewards/margins"],
             "dpo/accuracy": logs["rewards/accuracies"],
+            "time/train": self.passed("train"),
+            **peak_memory(self.learner.policy.device),
         }
         if not all(abs(number) < float("inf") for number in facts.values()):
             raise TrainingError(

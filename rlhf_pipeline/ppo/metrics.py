@@ -1,11 +1,13 @@
 """The one table of training metrics: name, unit, range and how the number is reduced.
 
 Every number that PPO reports is a row here and is computed in exactly one place; `checked` refuses
-a name that is not. `as_markdown` writes the table the documentation shows.
+a name that is not. `as_markdown` writes the table that docs/metrics.md shows; so does
+`python -m rlhf_pipeline.ppo.metrics`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -129,3 +131,7 @@ def as_markdown() -> str:
     ]
     head = "| metric | what | unit | range | reduction |\n|---|---|---|---|---|"
     return "\n".join([head, *rows])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown() + "\n")

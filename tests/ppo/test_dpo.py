@@ -57,6 +57,16 @@ def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str
     assert result.history[-1]["dpo/accuracy"] == 1.0
     assert result.history[-1]["dpo/margin"] > result.history[0]["dpo/margin"] + 0.1
     assert TrainingResult.load(tmp_path / "result.json") == result
+    first, last = result.evaluations[0].samples, result.evaluations[-1].samples
+    assert [s["completion"] for s in first] == [s["baseline"] for s in first]
+    assert [s["baseline"] for s in last] == [s["baseline"] for s in first]
+    assert [s["completion"] for s in last] != [s["baseline"] for s in last]
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == sum(len(look.samples) for look in result.evaluations) > 0
+    trained = math.fsum(facts["time/train"] for facts in result.history)
+    assert result.seconds["train"] == pytest.approx(trained, rel=0.5)  # and the end after the last
+    assert result.seconds["watch"] > 0
+    assert result.history[-1]["memory/process_peak"] > 50
     assert (tmp_path / "plots" / "training.png").exists()
     load_policy(tmp_path / "policy")
 

@@ -71,6 +71,14 @@ def test_metrics_outside_the_table_are_refused_and_the_table_is_documented() -> 
     assert all(f"| `{name}` |" in line for name, line in zip(METRICS, lines[2:], strict=True))
 
 
+def test_the_documentation_shows_the_table_as_it_is() -> None:
+    shown = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert shown.endswith(as_markdown() + "\n"), (
+        "docs/metrics.md must end with ppo.metrics.as_markdown(), found another table; "
+        "paste what `python -m rlhf_pipeline.ppo.metrics` writes below its first lines"
+    )
+
+
 RESULT = TrainingResult(
     model_path="out/policy",
     reward_model_path=None,
