@@ -14,6 +14,7 @@ from rlhf_pipeline.commands import (
     agents,
     chat,
     feedback,
+    keys,
     models,
     score,
     serve,
@@ -36,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
+access = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
 FEEDBACK, MODELS, TRAINING, AUTOMATION = "Feedback", "Models", "Training", "Automation"
@@ -72,12 +74,20 @@ CONFIG_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )
 for function, example in CONFIG_COMMANDS:
     config.command(cls=Command, epilog=f"Example: {example}")(function)
+KEY_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("create", keys.create, "rlhf keys create --role client --agent demo --days 90"),
+    ("list", keys.show, "rlhf keys list"),
+    ("revoke", keys.revoke, "rlhf keys revoke 0123456789ab"),
+)
+for word, function, example in KEY_COMMANDS:
+    access.command(word, cls=Command, epilog=f"Example: {example}")(function)
 feedback_out.command(
     cls=Command,
     name="export",
     epilog="Example: rlhf feedback export votes.jsonl --agent demo",
 )(feedback.export)
 app.add_typer(feedback_out, name="feedback", rich_help_panel=FEEDBACK)
+app.add_typer(access, name="keys", rich_help_panel=STATE)
 app.add_typer(config, name="config", rich_help_panel=SETTINGS)
 
 

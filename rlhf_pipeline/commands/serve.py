@@ -1,4 +1,4 @@
-"""`rlhf serve`: feedback over HTTP, the chat page and the review page, on this machine."""
+"""`rlhf serve`: feedback over HTTP, the chat page and the review page."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from rlhf_pipeline.commands.common import workspace
 
 
 def serve(
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="On 127.0.0.1.")] = 8080,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="At the address --host.")
+    ] = 8080,
     pages: Annotated[
         bool,
         typer.Option("--pages/--no-pages", help="The chat and review pages, or the API alone."),
     ] = True,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen on; but for loopback keys first.")
+    ] = "127.0.0.1",
+    answers_to: Annotated[
+        list[str] | None,
+        typer.Option("--answers-to", help="A host name people reach it by; may be repeated."),
+    ] = None,
 ) -> None:
-    """Serve the feedback API, the chat and the review page until interrupted, on this machine."""
+    """Serve the feedback API, the chat and the review page until interrupted."""
     settings = workspace().settings
     from rlhf_pipeline.serving.app import run
 
-    address = f"http://127.0.0.1:{port}"
+    address = f"http://{host}:{port}"
     typer.echo(f"API     {address}/openapi.json")
     if pages:
         typer.echo(f"chat    {address}/ui/")
         typer.echo(f"review  {address}/ui/review/")
-    run(settings, port, pages=pages)
+    run(settings, port, pages=pages, host=host, names=answers_to or ())

@@ -1,15 +1,17 @@
 """The service as one application: `create_app()`; `rlhf serve` runs it on loopback.
 
-Who may use it is not asked: it listens on this machine alone and answers to this machine's names
-alone (a page elsewhere cannot reach it by pointing its own name here). In front of people on other
-machines belongs something that knows them; `mount_pages` takes its answer.
+It answers to the names it was given alone (a page elsewhere cannot reach it by pointing its own
+name here). Who may use it is serving/access.py's to say: on loopback everybody until a key is made,
+on any other address nobody without one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,10 +20,17 @@ GRACE_SECONDS = 10  # for streams in flight when the service is asked to stop
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
-def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastAPI:
+def create_app(
+    settings: Settings | None = None,
+    *,
+    pages: bool = True,
+    open_without_keys: bool = True,
+    names: Sequence[str] = (),
+) -> FastAPI:
     """Return the application of a state folder; without arguments the embedded one.
 
     Without pages it is the API alone, which starts in a moment. Models load when first asked.
+    `names` are host names it answers to besides this machine's own.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -30,11 +39,13 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.ledger import PromotionLedger
     from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.serving.access import add_access
     from rlhf_pipeline.serving.chat_api import add_chat_routes
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
     from rlhf_pipeline.serving.feedback_api import add_feedback_route
     from rlhf_pipeline.serving.gateway import Gateway
     from rlhf_pipeline.serving.health import add_health_routes
+    from rlhf_pipeline.serving.keys import Keys
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
 
@@ -67,20 +78,41 @@ def create_app(settings: Settings | None = None, *, pages: bool = True) -> FastA
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
         mount_pages(app, Desk(settings, store, registry, gateway))
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))
+    add_access(app, store, Keys(settings.state_dir), open_without_keys=open_without_keys)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)
     return app
 
 
-def run(settings: Settings, port: int, *, pages: bool = True) -> None:
-    """Serve until interrupted, on loopback."""
+def run(
+    settings: Settings,
+    port: int,
+    *,
+    pages: bool = True,
+    host: str = "127.0.0.1",
+    names: Sequence[str] = (),
+) -> None:
+    """Serve until interrupted. Raises ConfigError off loopback while no key was made."""
+    import structlog
     import uvicorn
 
+    from rlhf_pipeline.serving.access import LOOPBACK
+    from rlhf_pipeline.serving.keys import Keys
+
+    keyed, loopback = bool(Keys(settings.state_dir).all()), host in LOOPBACK
+    if not keyed and not loopback:
+        raise ConfigError(
+            f"needed an API key before it listens on {host}, found none; make one with "
+            "`rlhf keys create --role admin`"
+        )
+    if not keyed:
+        structlog.get_logger().warning(
+            "OPEN: everybody on this machine may do everything; `rlhf keys create` ends that"
+        )
     # No access log: a line a request would bury what matters.
-    app = create_app(settings, pages=pages)
     uvicorn.run(
-        app,
-        host="127.0.0.1",
+        create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names]),
+        host=host,
         port=port,
         log_level="warning",
         access_log=False,

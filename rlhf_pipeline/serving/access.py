@@ -1,0 +1,364 @@
+"""Who may do what: the one place every request passes, whatever route or mount answers it.
+
+A right is an API key (`Authorization: Bearer …`), a session cookie that a browser got for a key at
+/sign-in, or, for one vote on one interaction, a feedback token (`X-Feedback-Token`). A path that no
+rule here names is for admins. While no key was ever made, and the service listens on loopback, it
+is open. What this does not protect against: who can read a key or a token on its way; off this
+machine, put TLS in front.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import html
+import json
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from hashlib import sha256
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rlhf_pipeline.feedback.store import FeedbackStore
+
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in"})
+"""What needs no right. Everything else does."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+COOKIE = "rlhf_session"
+SESSION_SECONDS = 12 * 3600
+TOKEN_SECONDS = 24 * 3600
+LONGEST_BODY = 4 << 20  # bytes
+RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once after a pause
+SAFE = ("GET", "HEAD", "OPTIONS")
+TOKEN_FIELDS = frozenset(
+    "agent_id kind value interaction_id rater comment tags topic idempotency_key".split()
+)
+POLICY = "default-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+REFUSED_LATER = 1008  # the WebSocket code for "against the rules"
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What a request may do."""
+
+    key_id: str
+    role: Role
+    agent_id: str | None  # None: every agent
+
+    def reaches(self, agent_id: str) -> bool:
+        """Say whether the agent is within the right."""
+        return self.agent_id in (None, agent_id)
+
+
+EVERYTHING = Right("", "admin", None)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, why: str, retry_after: int | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+
+class Access:
+    """Middleware: refuses what has no right, before any route sees it."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, *, open_without_keys: bool) -> None:
+        self.app = app
+        self.keys = keys
+        self.open_without_keys = open_without_keys
+        self.secret = keys.signing_secret()
+        self._buckets: dict[str, tuple[float, float]] = {}  # key id -> (requests left, when)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as the application does, or refuse."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        try:
+            right, receive = await self._admit(scope, receive)
+        except _Refused as refusal:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": REFUSED_LATER})
+                return
+            await _refusal(scope, refusal)(scope, receive, _with_headers(send))
+            return
+        scope["rlhf.right"] = right
+        await self.app(scope, receive, _with_headers(send))
+
+    async def _admit(self, scope: Scope, receive: Receive) -> tuple[Right | None, Receive]:
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length[:18]) > LONGEST_BODY:
+            raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
+        path, method = scope["path"], scope.get("method", "GET")
+        if path in OPEN:
+            return None, receive
+        if self.open_without_keys and not self.keys.all():
+            return EVERYTHING, receive
+        token = headers.get("x-feedback-token")
+        if token is not None and (method, path) == ("POST", "/v1/feedback"):
+            return await self._admit_token(token, receive)
+        right = self._right(scope, headers)
+        self._spend(right.key_id)
+        if _role_of(method, path) == "admin" and right.role != "admin":
+            raise _Refused(403, "needed an admin's key, found a client's")
+        if right.agent_id is None:
+            return right, receive
+        return right, await _check_agent(right, method, path, receive)
+
+    def _right(self, scope: Scope, headers: Headers) -> Right:
+        """Return the right of the request's key or cookie. Raises _Refused where there is none."""
+        sent = headers.get("authorization")
+        if sent is not None:
+            scheme, _, secret = sent.partition(" ")
+            found = self.keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+            if found is None:
+                raise _Refused(401, "needed an API key that holds, found another; ask an admin")
+            return _right_of(found)
+        found = self._signed_in(headers)
+        if found is None:
+            raise _Refused(401, "needed an API key (authorization: Bearer …), found none")
+        # The browser sends a cookie along wherever a click leads: another site's must not count.
+        changes = scope.get("method", "GET") not in SAFE or scope["type"] == "websocket"
+        origin = headers.get("origin")
+        if changes and (origin is None or origin.partition("://")[2] != headers.get("host")):
+            raise _Refused(403, "needed a request from our own pages, found another origin")
+        return _right_of(found)
+
+    def _signed_in(self, headers: Headers) -> ApiKey | None:
+        try:
+            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return None
+        told = None if cookie is None else unsign(self.secret, "session", cookie.value)
+        found = self.keys.all().get(str(told["key"])) if told else None
+        return found if found is not None and found.holds else None
+
+    async def _admit_token(self, token: str, receive: Receive) -> tuple[Right, Receive]:
+        told = unsign(self.secret, "feedback", token)
+        if told is None:
+            raise _Refused(401, "needed a feedback token that holds, found another")
+        self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
+        values, again = await _read_json(receive)
+        if values.get("interaction_id") != told["interaction"]:
+            raise _Refused(403, "interaction_id: needed the one the feedback token is for")
+        if values.get("agent_id") != told["agent"]:
+            raise _Refused(403, "agent_id: needed the one the feedback token is for")
+        if more := sorted(set(values) - TOKEN_FIELDS):
+            raise _Refused(403, f"{more[0][:64]!a}: a feedback token does not reach this field")
+        return Right(str(told["key"]), "client", str(told["agent"])), again
+
+    def _spend(self, who: str, rate: float = RATE_PER_SECOND, burst: float = BURST) -> None:
+        """Take one request out of the bucket. Raises _Refused where it is empty."""
+        if len(self._buckets) > 10_000:  # full again by now, or as good as new
+            self._buckets.clear()
+        now = time.monotonic()
+        left, then = self._buckets.get(who, (burst, now))
+        left = min(burst, left + (now - then) * rate)
+        self._buckets[who] = (left - 1 if left >= 1 else left, now)
+        if left < 1:
+            raise _Refused(429, "too many requests with this right; send fewer", retry_after=1)
+
+
+def _role_of(method: str, path: str) -> Role:
+    """Return who may ask for a path: clients what is named here, admins everything."""
+    if path.startswith("/api/policies/train_policy/"):
+        return "admin"
+    below = ("/v1/chat/", "/v1/models/", "/api/policies/", "/ui/")
+    if path == "/ui/review" or path.startswith("/ui/review/"):
+        return "admin"
+    named = path in ("/", "/ui", "/openapi.json", "/v1/feedback", "/v1/feedback/tokens")
+    return "client" if named or path == "/v1/models" or path.startswith(below) else "admin"
+
+
+async def _check_agent(right: Right, method: str, path: str, receive: Receive) -> Receive:
+    """Refuse what reaches beyond one agent; return where the body is read again."""
+    if path == "/v1/feedback/tokens":
+        return receive  # it asks itself whose the interaction is
+    if path in ("/v1/feedback", "/v1/chat/completions") and method == "POST":
+        values, again = await _read_json(receive)
+        rows = values.get("events", [values]) if path == "/v1/feedback" else [values]
+        name = "agent_id" if path == "/v1/feedback" else "model"
+        found = [row.get(name) for row in rows if isinstance(row, dict)] if rows else [None]
+        agents = [str(one).partition(":")[0] if name == "model" else one for one in found]
+    else:
+        agents = [path.rpartition("/")[2].partition(":")[0]]
+        named = ("/api/policies/", "/v1/models/", "/v1/chat/events/")
+        agents, again = agents if path.startswith(named) else [None], receive
+    if not agents or any(agent != right.agent_id for agent in agents):
+        raise _Refused(403, f"this key is for agent {right.agent_id!r} alone")
+    return again
+
+
+async def _read_json(receive: Receive) -> tuple[dict[str, Any], Receive]:
+    """Return a body's object, and a receive that gives the same body again."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Refused(400, "needed a whole body")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > LONGEST_BODY:
+            raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
+    try:
+        values = json.loads(bytes(body), object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        raise _Refused(422, "needed a JSON object, each field once") from None
+    if not isinstance(values, dict) or not isinstance(values.get("events", []), list):
+        raise _Refused(422, "needed a JSON object; events, where it has them, a list")
+    kept: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def again() -> Message:
+        return kept.pop() if kept else await receive()
+
+    return values, again
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # What is checked here and what is read there must be the same one of two equal names.
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a field twice")
+    return dict(pairs)
+
+
+def sign(secret: bytes, purpose: str, facts: dict[str, str], seconds: float) -> str:
+    """Return facts that `unsign` believes for some seconds, for one purpose."""
+    told = json.dumps({**facts, "until": int(time.time() + seconds)}).encode()
+    mark = hmac.digest(secret, purpose.encode() + b"\0" + told, "sha256")
+    return f"{_text(told)}.{_text(mark)}"
+
+
+def unsign(secret: bytes, purpose: str, signed: str) -> dict[str, Any] | None:
+    """Return what `sign` was told, or None: another's, changed, or too late."""
+    first, _, second = signed.partition(".")
+    try:
+        told, mark = _bytes(first), _bytes(second)
+    except (binascii.Error, ValueError):
+        return None
+    expected = hmac.new(secret, purpose.encode() + b"\0" + told, sha256).digest()
+    if not hmac.compare_digest(mark, expected):
+        return None
+    facts: dict[str, Any] = json.loads(told)
+    return facts if facts["until"] > time.time() else None
+
+
+def add_access(
+    app: FastAPI, store: FeedbackStore, keys: Keys, *, open_without_keys: bool = True
+) -> None:
+    """Put the door before every route of the application, and add sign-in and feedback tokens."""
+    secret = keys.signing_secret()
+
+    async def show_sign_in() -> Response:
+        """Show where a browser types its key."""
+        return _page("")
+
+    async def sign_in(request: Request) -> Response:
+        """Give a browser a session for its key."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > 4096:
+                return _page("That is no key.", 413)
+        typed = parse_qs(body.decode("utf-8", "replace")).get("key", [""])[0].strip()
+        found = keys.find(typed)
+        if found is None:
+            return _page("This key opens nothing.", 401)
+        answer = RedirectResponse("/ui/", 303)
+        answer.set_cookie(
+            COOKIE,
+            sign(secret, "session", {"key": found.key_id}, SESSION_SECONDS),
+            max_age=SESSION_SECONDS,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    async def make_token(request: Request) -> Response:
+        """Return a token with which a browser may vote on one interaction: {"interaction_id"}."""
+        try:
+            values, _ = await _read_json(request.receive)
+        except _Refused as refusal:
+            return _refusal(request.scope, refusal)
+        asked = values.get("interaction_id")
+        if not isinstance(asked, str) or not asked.isascii() or len(asked) > 36 or "\0" in asked:
+            return JSONResponse({"error": "interaction_id: needed an interaction's id"}, 422)
+        right: Right = request.scope["rlhf.right"]
+        found = await run_in_threadpool(store.interaction, asked)
+        if found is None or not right.reaches(found.agent_id):
+            return JSONResponse({"error": "interaction_id: no such interaction"}, 404)
+        facts = {"key": right.key_id, "interaction": asked, "agent": found.agent_id}
+        token = sign(secret, "feedback", facts, TOKEN_SECONDS)
+        return JSONResponse({"token": token, "expires_in_seconds": TOKEN_SECONDS})
+
+    app.add_api_route("/sign-in", show_sign_in, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/sign-in", sign_in, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/v1/feedback/tokens", make_token, methods=["POST"], tags=["feedback"])
+    app.add_middleware(Access, keys=keys, open_without_keys=open_without_keys)
+
+
+def _right_of(key: ApiKey) -> Right:
+    return Right(key.key_id, key.role, key.agent_id)
+
+
+def _refusal(scope: Scope, refusal: _Refused) -> Response:
+    wants_page = "text/html" in Headers(scope=scope).get("accept", "")
+    if refusal.status == 401 and wants_page and scope.get("method") == "GET":
+        return RedirectResponse("/sign-in", 303)
+    return JSONResponse({"error": str(refusal)}, refusal.status, headers=refusal.headers)
+
+
+def _page(said: str, status: int = 200) -> HTMLResponse:
+    text = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<h1>Sign in</h1><p>{html.escape(said)}</p>"
+        '<form method="post" action="/sign-in"><label>API key '
+        '<input type="password" name="key" required autocomplete="current-password" autofocus>'
+        "</label> <button>Sign in</button></form></html>"
+    )
+    return HTMLResponse(text, status, headers={"cache-control": "no-store"})
+
+
+def _with_headers(send: Send) -> Send:
+    """Return a send that adds the safe headers to an answer that does not bring its own."""
+
+    async def sent(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            brought = {name.lower() for name, _ in message.get("headers", [])}
+            added = [(name, value) for name, value in HEADERS if name not in brought]
+            message["headers"] = [*message.get("headers", []), *added]
+        await send(message)
+
+    return sent
+
+
+def _text(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)

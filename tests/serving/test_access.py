@@ -1,0 +1,208 @@
+"""Who may do what: every route, mounts included, asked with every right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Interaction, now, user_prompt
+from rlhf_pipeline.serving.access import COOKIE, OPEN, sign, unsign
+from rlhf_pipeline.serving.app import create_app, run
+from rlhf_pipeline.serving.keys import Keys
+from tests.serving.doors import World
+
+ROOT = Path(__file__).parents[2]
+VOTE = {"agent_id": "tea", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "hello"}
+ABOUT = {"agent_id": "tea", "kind": "thumbs", "value": "up", "interaction_id": "i-1"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A service with three keys, and an interaction of the agent `tea`."""
+    settings = load_settings("tiny", {"state_dir": tmp_path_factory.mktemp("access")})
+    database = open_database(settings.resolved_database_url)
+    said = Interaction("i-1", "tea", user_prompt("hi"), "hello", 0, now())
+    FeedbackStore(database).add_interactions([said])
+    keys = Keys(settings.state_dir)
+    rights = (keys.create("admin"), keys.create("client"), keys.create("client", agent_id="tea"))
+    yield World(create_app(settings, pages=False), keys, *(secret for _, secret in rights))
+    database.close()
+
+
+def test_every_route_is_refused_without_a_right_except_the_list(tmp_path: Path) -> None:
+    # In a process of its own: Gradio leaves sockets and loops open behind itself.
+    command = [sys.executable, "-m", "tests.serving.doors", str(tmp_path / "state")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: list[tuple[str, str, int]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 200  # Gradio alone brings dozens of routes
+    assert {path for _, path, _ in found} >= OPEN | {"/ui/config", "/ui/review/config"}
+    for method, path, code in found:
+        asks_itself = (method, path) == ("POST", "/sign-in")  # for the key that is typed there
+        assert (code == 401) == (path not in OPEN or asks_itself), (method, path, code)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "codes"),  # of the admin's, the client's and the one agent's key
+    [
+        ("GET", "/ui/", (404, 404, 403)),
+        ("GET", "/ui/review/", (404, 403, 403)),
+        ("GET", "/metrics", (200, 403, 403)),
+        ("GET", "/openapi.json", (200, 200, 403)),
+        ("GET", "/v1/models", (200, 200, 403)),
+        ("GET", "/api/policies/tea", (200, 200, 200)),
+        ("GET", "/api/policies/milk", (200, 200, 403)),
+        ("GET", "/v1/chat/events/milk", (404, 404, 403)),
+        ("POST", "/api/policies/train_policy/tea", (422, 403, 403)),
+        ("GET", "/nowhere", (404, 403, 403)),
+    ],
+)
+def test_a_key_opens_what_its_role_and_agent_say(
+    world: World, method: str, path: str, codes: tuple[int, int, int]
+) -> None:
+    body: dict[str, str] | None = {} if method == "POST" else None
+    for right, code in zip((world.admin, world.client, world.tea), codes, strict=True):
+        assert world.ask(method, path, right, body).status_code == code
+
+
+def test_an_agents_key_writes_for_its_agent_alone(world: World) -> None:
+    other = {**VOTE, "agent_id": "milk"}
+    for body, code in (
+        (VOTE, 200),
+        ({"events": [VOTE, VOTE]}, 200),
+        (other, 403),
+        ({"events": [VOTE, other]}, 403),
+        ({"events": []}, 403),
+        (b'{"agent_id": "tea", "agent_id": "milk"}', 422),
+        (b"[" * 100_000, 422),
+    ):
+        assert world.ask("POST", "/v1/feedback", world.tea, body).status_code == code, body
+    asked = {"model": "milk:baseline", "messages": [{"role": "user", "content": "hi"}]}
+    assert world.ask("POST", "/v1/chat/completions", world.tea, asked).status_code == 403
+    asked["model"] = "tea"
+    assert world.ask("POST", "/v1/chat/completions", world.tea, asked).status_code == 404
+
+
+def test_a_revoked_expired_or_changed_key_opens_nothing(world: World) -> None:
+    made, secret = world.keys.create("client")
+    assert world.ask("GET", "/v1/models", secret).status_code == 200
+    world.keys.revoke(made.key_id)
+    late = world.keys.create("client", expires_at=now() - timedelta(seconds=1))[1]
+    for wrong in (secret, late, world.admin[:-1], f"{world.admin}x", "rlhf", ""):
+        assert world.ask("GET", "/v1/models", wrong).status_code == 401, wrong
+    with pytest.raises(ConfigError, match="needed the id of a key"):
+        world.keys.revoke("nobody")
+    with pytest.raises(ConfigError, match="for every agent"):
+        world.keys.create("admin", agent_id="tea")
+
+
+def test_keys_are_kept_as_hashes_that_only_the_owner_reads(world: World) -> None:
+    for path in world.keys.folder.iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+        text = path.read_bytes().decode("latin-1")
+        assert not any(secret in text for secret in (world.admin, world.client, world.tea))
+    assert world.keys.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_feedback_token_takes_votes_on_its_interaction_and_nothing_else(world: World) -> None:
+    asked = {"interaction_id": "i-1"}
+    token = world.ask("POST", "/v1/feedback/tokens", world.tea, asked).json()["token"]
+    for body, code in (
+        (ABOUT, 200),
+        ({**ABOUT, "interaction_id": "i-2"}, 403),
+        ({**ABOUT, "agent_id": "milk"}, 403),
+        ({**ABOUT, "completion": "other"}, 403),
+        ({"events": [ABOUT]}, 403),
+    ):
+        answer = world.ask("POST", "/v1/feedback", None, body, x_feedback_token=token)
+        assert answer.status_code == code, body
+    for wrong in (f"{token}A", token[1:], "!.?", ".", f"{token.partition('.')[0]}."):
+        answer = world.ask("POST", "/v1/feedback", None, ABOUT, x_feedback_token=wrong)
+        assert answer.status_code == 401, wrong
+    assert world.ask("GET", "/v1/models", None, x_feedback_token=token).status_code == 401
+    for unfit, code in (({"interaction_id": "i-9"}, 404), ({"interaction_id": 3}, 422), ({}, 422)):
+        answer = world.ask("POST", "/v1/feedback/tokens", world.client, unfit)
+        assert answer.status_code == code, unfit
+    milk = world.keys.create("client", agent_id="milk")[1]
+    assert world.ask("POST", "/v1/feedback/tokens", milk, asked).status_code == 404
+
+
+def test_what_was_signed_holds_for_its_purpose_and_its_time() -> None:
+    signed = sign(b"s" * 32, "feedback", {"key": "k"}, 60)
+    told = unsign(b"s" * 32, "feedback", signed)
+    assert told is not None
+    assert told["key"] == "k"
+    assert unsign(b"s" * 32, "session", signed) is None
+    assert unsign(b"t" * 32, "feedback", signed) is None
+    assert unsign(b"s" * 32, "feedback", sign(b"s" * 32, "feedback", {}, -1)) is None
+
+
+def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) -> None:
+    sent = world.ask("GET", "/ui/", accept="text/html")
+    assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in")
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    refused = _sign_in(world, "<script>", form)
+    assert refused.status_code == 401
+    assert "default-src 'none'" in refused.headers["content-security-policy"]
+    made, secret = world.keys.create("client")
+    entered = _sign_in(world, secret, form)
+    assert (entered.status_code, entered.headers["location"]) == (303, "/ui/")
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert secret not in cookie
+    kept = f"{COOKIE}={entered.cookies[COOKIE]}"
+    assert world.ask("GET", "/v1/models", cookie=kept).status_code == 200
+    for origin, code in (("http://localhost", 200), ("http://evil.example", 403)):
+        answer = world.ask("POST", "/v1/feedback", None, VOTE, cookie=kept, origin=origin)
+        assert answer.status_code == code
+    assert world.ask("POST", "/v1/feedback", None, VOTE, cookie=kept).status_code == 403
+    world.keys.revoke(made.key_id)
+    assert world.ask("GET", "/v1/models", cookie=kept).status_code == 401
+
+
+def _sign_in(world: World, key: str, form: dict[str, str]) -> httpx.Response:
+    return world.ask("POST", "/sign-in", None, f"key={key}".encode(), **form)
+
+
+def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"interaction_id": "i-1"}
+    token = world.ask("POST", "/v1/feedback/tokens", world.client, asked).json()["token"]
+    wrong = {**ABOUT, "agent_id": "milk"}
+    answers = [
+        world.ask("POST", "/v1/feedback", None, wrong, x_feedback_token=token) for _ in range(40)
+    ]
+    assert answers[-1].status_code == 429
+    assert answers[-1].headers["retry-after"] == "1"
+    long = b'{"agent_id": "' + b"x" * (4 << 20) + b'"}'
+    assert world.ask("POST", "/v1/feedback", world.admin, long).status_code == 413
+    for length in ("-1", "9" * 5000):
+        answer = world.ask("GET", "/v1/models", world.admin, content_length=length)
+        assert answer.status_code == 413
+
+
+def test_the_service_is_open_until_a_key_is_made_but_only_on_loopback(tmp_path: Path) -> None:
+    settings = load_settings("tiny", {"state_dir": tmp_path})
+    opened = World(create_app(settings, pages=False), Keys(tmp_path), "", "", "")
+    assert opened.ask("GET", "/v1/models").status_code == 200
+    assert opened.ask("GET", "/v1/models", host="evil.example").status_code == 400
+    closed = World(
+        create_app(settings, pages=False, open_without_keys=False), Keys(tmp_path), "", "", ""
+    )
+    assert closed.ask("GET", "/v1/models").status_code == 401
+    with pytest.raises(ConfigError, match="needed an API key before it listens"):
+        run(settings, 1, host="0.0.0.0")
+    made, _ = Keys(tmp_path).create("client")
+    assert opened.ask("GET", "/v1/models").status_code == 401
+    Keys(tmp_path).revoke(made.key_id)  # the last key's end opens nothing
+    assert opened.ask("GET", "/v1/models").status_code == 401
