@@ -22,6 +22,8 @@ from resources.pipeline import (
     bootstrap_mark,
 )
 from rlhf_pipeline.continuous import BACK_OFF, Due, due
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.live import look
 from rlhf_pipeline.records import now
 
 log = structlog.get_logger()
@@ -176,6 +178,19 @@ def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipelin
         if pipeline.ledger.champion(agent_id) is not None:
             said += pipeline.registry.reconcile(agent_id).changes
     return dg.SkipReason("; ".join(said) or "aliases and ledger agree")
+
+
+@dg.sensor(target=None, minimum_interval_seconds=15, default_status=RUNNING)
+def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
+    """Look at every running experiment, and promote, roll back, widen or end it."""
+    book = ExperimentBook(pipeline.database)
+    said = []
+    for experiment in book.all_running():
+        settings = pipeline.settings(experiment.agent_id).experiments
+        _, done = look(book, pipeline.ledger, experiment, settings)
+        log.info("experiment", agent=experiment.agent_id, done=done)
+        said.append(f"{experiment.agent_id}: {done}")
+    return dg.SkipReason("; ".join(said) or "no experiment is running")
 
 
 @dg.run_failure_sensor(minimum_interval_seconds=30, default_status=RUNNING)

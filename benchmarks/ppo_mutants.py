@@ -113,8 +113,9 @@ MUTANTS = (
         "KL without temperature",
         (
             "ppo/learner.py",
-            "            tokens.completion_mask,\n            temperature=settings.temperature,\n",
-            "            tokens.completion_mask,\n            temperature=1.0,\n",
+            "                temperature=self.settings.temperature,\n                support=tokens.support,\n"
+            "            )\n",
+            "                temperature=1.0,\n                support=tokens.support,\n            )\n",
         ),
     ),
     mutant(
@@ -135,8 +136,8 @@ MUTANTS = (
         "reference is the live policy",
         (
             "ppo/learner.py",
-            "        return _logprobs(reference, tokens, settings)\n",
-            "        return _logprobs(policy, tokens, settings)\n",
+            "                reference.model,\n",
+            "                self.policy.model,\n",
         ),
     ),
     mutant(
@@ -282,8 +283,9 @@ MUTANTS = (
         "reference outside what a narrowed draw could reach",
         (
             "ppo/learner.py",
-            "            temperature=settings.temperature,\n            support=tokens.support,\n",
-            "            temperature=settings.temperature,\n",
+            "                temperature=self.settings.temperature,\n                support=tokens.support,\n"
+            "            )\n",
+            "                temperature=self.settings.temperature,\n            )\n",
         ),
     ),
     mutant(

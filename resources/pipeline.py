@@ -15,6 +15,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -213,6 +214,21 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"version {version.version} passed and waits for a person: "
                 f"rlhf promote {version.version} --agent {turn.agent_id}"
             )
+        if turn.settings.experiments.enabled:
+            book = ExperimentBook(self.database)
+            if running := book.running(turn.agent_id):
+                return (
+                    f"version {version.version} passed; version {running.challenger} is in an "
+                    "experiment, so this one waits for a person"
+                )
+            begun = book.start(
+                turn.agent_id,
+                champion=champion.version,
+                challenger=version.version,
+                share=turn.settings.experiments.ramp[0],
+                actor="promotion",
+            )
+            return f"version {version.version} passed and meets {begun.share:.0%} of the people"
         return self.ledger.promote(
             turn.agent_id,
             version.version,

@@ -13,6 +13,7 @@ import typer
 from rlhf_pipeline.commands import (
     agents,
     chat,
+    experiment,
     feedback,
     keys,
     models,
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
 access = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+experiments = typer.Typer(no_args_is_help=True, help="A challenger among people, measured.")
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
 FEEDBACK, MODELS, TRAINING, AUTOMATION = "Feedback", "Models", "Training", "Automation"
@@ -86,6 +88,14 @@ feedback_out.command(
     name="export",
     epilog="Example: rlhf feedback export votes.jsonl --agent demo",
 )(feedback.export)
+EXPERIMENT_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (experiment.start, "rlhf experiment start demo --version 3"),
+    (experiment.status, "rlhf experiment status demo"),
+    (experiment.stop, 'rlhf experiment stop demo --reason "a complaint"'),
+)
+for function, example in EXPERIMENT_COMMANDS:
+    experiments.command(cls=Command, epilog=f"Example: {example}")(function)
+app.add_typer(experiments, name="experiment", rich_help_panel=MODELS)
 app.add_typer(feedback_out, name="feedback", rich_help_panel=FEEDBACK)
 app.add_typer(access, name="keys", rich_help_panel=STATE)
 app.add_typer(config, name="config", rich_help_panel=SETTINGS)

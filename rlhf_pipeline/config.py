@@ -312,13 +312,54 @@ class ExperimentSettings(Section):
     """Live A/B between champion and challenger."""
 
     enabled: bool = Field(
-        False, description="Live experiments need the chat service; off until it."
+        False,
+        description="A version the gate let through meets people in an experiment before it is "
+        "promoted; needs people who chat through `rlhf serve`.",
+    )
+    ramp: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        (0.01, 0.05, 0.10, 0.25, 0.50),
+        min_length=1,
+        description="Shares of the users that meet the challenger, one step after the other.",
+    )
+    users_per_step: Positive = Field(
+        30, description="New challenger users before the next step of the ramp."
+    )
+    minutes_per_step: Annotated[float, Field(ge=0)] = 60.0
+    days: Annotated[float, Field(gt=0)] = Field(14.0, description="Then the champion stays.")
+    promote: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05, description="Largest chance to promote a challenger that is no better."
+    )
+    roll_back: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.01, description="Largest chance to roll back one that is no worse."
+    )
+    margins: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="How much worse a challenger may be and still be promoted, by guardrail, "
+        "where it differs from experiment/decision.py.",
+    )
+    slow_seconds: Annotated[float, Field(gt=0)] = Field(
+        10.0, description="An answer that takes longer counts as slow."
+    )
+    long_words: Positive = Field(400, description="A completion of so many words has length 1.")
+    trouble_answers: Positive = Field(
+        20, description="Latest answers of the challenger that the hard trigger looks at."
+    )
+    trouble_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="Share of them the baseline had to give: rolled back at once."
     )
 
     @model_validator(mode="after")
-    def _not_yet(self) -> ExperimentSettings:
-        if self.enabled:
-            raise ValueError("needs the chat service, which this version does not have; set false")
+    def _ramp_rises(self) -> ExperimentSettings:
+        if list(self.ramp) != sorted(set(self.ramp)):
+            raise ValueError(f"the ramp must rise from step to step, found {list(self.ramp)}")
+        from rlhf_pipeline.experiment.decision import GUARDRAILS  # imports numpy: only here
+
+        known = [metric.name for metric in GUARDRAILS]
+        if unknown := sorted(set(self.margins) - set(known)):
+            raise ValueError(
+                f"margins are for guardrails, found {', '.join(unknown)}; all are "
+                f"{', '.join(known)}"
+            )
         return self
 
 

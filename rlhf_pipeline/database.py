@@ -75,6 +75,7 @@ interactions = sa.Table(
     sa.Column("latency_seconds", sa.Float),
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Index("ix_interactions_agent_created", "agent_id", "created_at"),
+    sa.Index("ix_interactions_experiment", "experiment"),
 )
 
 feedback = sa.Table(
@@ -215,6 +216,40 @@ chat_events = sa.Table(
     sa.Column("detail", sa.Text, nullable=False),  # nothing that anybody wrote
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Index("ix_chat_events_agent_seq", "agent_id", "seq"),
+)
+
+experiments = sa.Table(
+    "experiments",
+    metadata,
+    sa.Column("experiment_id", sa.String(36), primary_key=True),  # the salt of its assignment too
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("champion", sa.Integer, nullable=False),
+    sa.Column("challenger", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # running, or how it ended
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("share", sa.Float, nullable=False),  # of the users, that meet the challenger
+    sa.Column("share_since", UtcDateTime, nullable=False),
+    sa.Column("actor", sa.String(100), nullable=False),
+    sa.Column("started_at", UtcDateTime, nullable=False),
+    sa.Column("ended_at", UtcDateTime),
+    sa.Index(
+        "ix_experiments_running",
+        "agent_id",
+        unique=True,
+        sqlite_where=sa.text("state = 'running'"),
+        postgresql_where=sa.text("state = 'running'"),
+    ),
+)
+
+experiment_looks = sa.Table(
+    "experiment_looks",
+    metadata,
+    sa.Column("experiment_id", sa.String(36), primary_key=True),
+    sa.Column("look", sa.Integer, primary_key=True),  # 1, 2, 3
+    sa.Column("share", sa.Float, nullable=False),
+    sa.Column("action", sa.String(16), nullable=False),
+    sa.Column("verdict", sa.JSON, nullable=False),
+    sa.Column("looked_at", UtcDateTime, nullable=False),
 )
 
 

@@ -21,6 +21,7 @@ def definitions() -> dg.Definitions:
             sensors.dropped_files,
             sensors.dead_runs,
             sensors.aliases_moved_by_hand,
+            sensors.live_experiments,
             assessments.assessments_in_mlflow,
             sensors.run_failed,
         ],

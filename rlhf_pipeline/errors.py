@@ -19,6 +19,7 @@
     ├── ChatError              a chat request has no answer
     │   ├── ChatRefused        it breaks an input rule; carries the rule's name
     │   └── ChatAway           neither the champion nor the baseline could answer
+    ├── ExperimentError        a live experiment cannot begin or change
     ├── BackupError            a state folder cannot be copied, or a copy not taken back
     ├── OrchestratorAway       Dagster does not answer, or refuses a run
     └── RegistryError          the registry or the promotion ledger refuses
@@ -111,6 +112,10 @@ class ChatRefused(ChatError):
 
 class ChatAway(ChatError):
     """Neither the champion nor the baseline could answer."""
+
+
+class ExperimentError(PipelineError):
+    """A live experiment cannot begin or change."""
 
 
 class BackupError(PipelineError):

@@ -120,6 +120,7 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
             "dropped_files",
             "dead_runs",
             "aliases_moved_by_hand",
+            "live_experiments",
             "assessments_in_mlflow",
             "run_failed",
         ),

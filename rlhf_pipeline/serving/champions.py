@@ -16,6 +16,7 @@ import structlog
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ModelError, PipelineError, RegistryError
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.records import hashed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Arm = Literal["champion", "baseline"]
+Arm = Literal["champion", "challenger", "baseline"]
 
 LOOK_EVERY_SECONDS = 2.0  # how long a new champion may go unseen
 TRY_AGAIN_SECONDS = 15.0  # after a model could not be loaded
@@ -103,9 +104,9 @@ class Champions:
     def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
         """Bring one arm up to what the ledger says and return it."""
         with self._loading:
-            find = getattr(self.registry.ledger, arm)
-            version: ModelVersion | None = find(agent_id)
+            version = self._version(agent_id, arm)
             if version is None:
+                self._leave(agent_id, arm)
                 raise RegistryError(
                     f"agent {agent_id!r} needs a {arm} to answer, found none; its first turn "
                     "trains version 0"
@@ -129,6 +130,20 @@ class Champions:
                 self._watcher = threading.Thread(target=self._watch, name="champions", daemon=True)
                 self._watcher.start()
             return seat
+
+    def _version(self, agent_id: str, arm: Arm) -> ModelVersion | None:
+        """Return who holds the arm: in an experiment its challenger, else as the ledger says."""
+        ledger = self.registry.ledger
+        if arm == "challenger":
+            running = ExperimentBook(self.store.database).running(agent_id)
+            return None if running is None else ledger.version(agent_id, running.challenger)
+        return ledger.champion(agent_id) if arm == "champion" else ledger.baseline(agent_id)
+
+    def _leave(self, agent_id: str, arm: Arm) -> None:
+        """Give up an arm that nobody holds any more; what it is writing it finishes."""
+        before = self._seats.pop((agent_id, arm), None)
+        if isinstance(before, Seat) and not any(seat is before for seat in self._seats.values()):
+            before.decoder.retire()
 
     def _loaded(self, agent_id: str, version: ModelVersion) -> Seat | _Unfit:
         for (agent, _), seat in self._seats.items():
@@ -172,5 +187,7 @@ class Champions:
             for agent_id, arm in list(self._seats):
                 try:
                     self._look(agent_id, arm)
+                except RegistryError as error:  # an experiment is over
+                    log.info("an arm is empty", agent=agent_id, why=str(error))
                 except Exception:  # a ledger that cannot be read now; what is loaded goes on
                     log.exception("the ledger could not be read", agent=agent_id)

@@ -24,6 +24,7 @@ from rlhf_pipeline.records import Interaction, Prompt, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
+from rlhf_pipeline.serving.trials import Trials
 from rlhf_pipeline.serving.upstream import upstream_pieces
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
+        self.trials = Trials(store.database, settings.experiments)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
 
@@ -139,6 +141,11 @@ class Gateway:
         interaction_id = interaction_id or uuid7()
         began = time.monotonic()
         rules = self.settings.serving.guardrails
+        trial, unit = None, user_id or session_id
+        if arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
+            trial = await asyncio.to_thread(self.trials.meeting, agent_id, unit)
+            if trial is not None and self.trials.is_challenged(trial, unit):
+                arm = "challenger"
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
         trouble: list[dict[str, str]] = []
 
@@ -182,10 +189,15 @@ class Gateway:
                 first = first or (ChatAway(detail) if late else error)
                 if shown:
                     raise
+        if trial is not None and arm == "challenger" and (first is not None or done is None):
+            await asyncio.to_thread(self.trials.tell, trial, fell_back=True)
+        elif trial is not None and arm == "challenger":
+            self.trials.tell(trial, fell_back=False)
         if done is None:
             assert first is not None
             raise first
         extra = note(done.text, done.others) if note else {}
+        in_trial = {} if trial is None else {"challenger_share": trial.share, "ending": done.ending}
         interaction = Interaction(
             interaction_id=interaction_id,
             agent_id=agent_id,
@@ -195,8 +207,14 @@ class Gateway:
             created_at=now(),
             session_id=session_id,
             user_id=user_id,
-            arm=done.arm,
-            sampling={**done.sampling, **({"events": trouble} if trouble else {}), **extra},
+            experiment=None if trial is None else trial.experiment_id,
+            arm=done.arm if trial is None else arm,  # a fallback answer stays in its arm
+            sampling={
+                **done.sampling,
+                **in_trial,
+                **({"events": trouble} if trouble else {}),
+                **extra,
+            },
             latency_seconds=time.monotonic() - began,
         )
         await asyncio.to_thread(self._store, interaction)

@@ -23,6 +23,8 @@ import uvicorn
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.experiment.assignment import arm_of
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
@@ -409,3 +411,44 @@ def test_a_restart_ends_the_stream(world: Workspace, sign: signal.Signals) -> No
     finally:
         process.kill()
         process.wait()
+
+
+# -- experiments ----------------------------------------------------------------------------------
+
+
+def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: Workspace) -> None:
+    book = ExperimentBook(world.database)
+    champion = world.ledger.champion("shop")
+    assert champion is not None
+    begun = book.start("shop", champion=champion.version, challenger=2, share=0.5, actor="test")
+    rules = {"ramp": (0.5,), "trouble_answers": 5}
+    settings = world.settings.model_copy(
+        update={"experiments": world.settings.experiments.model_copy(update=rules)}
+    )
+    people = {
+        arm_of(begun.experiment_id, hash_rater("shop", n), 0.5): n for n in map(str, range(9))
+    }
+    with serving(settings, world) as running:
+
+        def asked(user: str) -> Any:
+            answer = running.post(user=user)
+            assert answer.status_code == 200, answer.text
+            found = world.store.interaction(answer.json()["id"])
+            assert found is not None
+            return found
+
+        calm = asked(people["champion"])
+        assert (calm.experiment, calm.arm) == (begun.experiment_id, "champion")
+        assert calm.model_version == champion.version
+        # Version 2 writes nothing that is a number: the baseline answers, in the challenger's arm.
+        met = asked(people["challenger"])
+        assert (met.experiment, met.arm, met.model_version) == (
+            begun.experiment_id,
+            "challenger",
+            0,
+        )
+        assert met.sampling["challenger_share"] == 0.5
+        assert book.history("shop")[0].state == "rolled_back"
+        after = asked(people["challenger"])
+        assert (after.experiment, after.arm) == (None, "champion")
+        assert after.model_version == champion.version

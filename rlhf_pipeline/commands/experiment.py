@@ -1,0 +1,116 @@
+"""`rlhf experiment start · status · stop`: a challenger among people, beside the champion."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_pipeline.commands.common import AgentArgument, AsJson, Workspace, workspace
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
+
+
+def start(
+    agent: AgentArgument,
+    version: Annotated[
+        str, typer.Option("--version", "-v", help="A version number, or challenger.")
+    ] = "challenger",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also a version that the gate refused.")
+    ] = False,
+) -> None:
+    """Let a version meet a growing share of the people who chat through `rlhf serve`.
+
+    It begins at the first step of experiments.ramp. A sensor of the daemon looks at it, widens the
+    share, promotes, rolls back or gives up; each look is kept (`rlhf experiment status`).
+    """
+    from rlhf_pipeline.errors import ExperimentError
+
+    here = workspace()
+    here.need_agent(agent)
+    champion = here.ledger.champion(agent)
+    challenger = here.ledger.find(agent, version)
+    if champion is None:
+        raise ExperimentError(
+            f"an experiment needs a champion to hold version {challenger.version} against, found "
+            f"none for agent {agent!r}; promote one first"
+        )
+    if not (challenger.passed_gate or force):
+        raise ExperimentError(
+            f"version {challenger.version} must have passed the gate to meet people, found it "
+            "refused or never judged; see `rlhf explain`, or take --force"
+        )
+    settings = here.settings_of(agent).experiments
+    begun = _book(here).start(
+        agent,
+        champion=champion.version,
+        challenger=challenger.version,
+        share=settings.ramp[0],
+        actor="a person",
+    )
+    typer.echo(
+        f"{agent}: version {begun.challenger} meets {begun.share:.0%} of the people beside "
+        f"version {begun.champion}"
+    )
+
+
+def status(agent: AgentArgument, as_json: AsJson = False) -> None:
+    """Show the agent's experiments, newest first, with the latest look at each."""
+    here = workspace()
+    here.need_agent(agent)
+    book = _book(here)
+    found = [_told(book, experiment) for experiment in book.history(agent)]
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2, default=str))
+        return
+    if not found:
+        typer.echo(f"{agent} has had no experiment; begin one with `rlhf experiment start`")
+    for each in found:
+        typer.echo(
+            f"version {each['challenger']} beside {each['champion']}: {each['state']}, "
+            f"{each['share']:.0%} of the people, {each['looks']} looks"
+            + (f"\n  {each['reason']}" if each["reason"] else "")
+        )
+        differences = (each["latest"] or {}).get("differences", {})
+        for name, difference in differences.items():
+            bounds = [difference[side] for side in ("low", "high")]
+            shown = ["?" if bound is None else f"{bound:+.3f}" for bound in bounds]
+            typer.echo(
+                f"  {name}: {difference['value']:+.3f} ({' to '.join(shown)}), "
+                f"{difference['challenger_users']} and {difference['champion_users']} users"
+            )
+
+
+def stop(
+    agent: AgentArgument,
+    reason: Annotated[str, typer.Option("--reason", "-r", help="Why; it is kept.")] = "by hand",
+) -> None:
+    """End the running experiment; within seconds everybody meets the champion."""
+    from rlhf_pipeline.errors import ExperimentError
+
+    here = workspace()
+    here.need_agent(agent)
+    book = _book(here)
+    running = book.running(agent)
+    if running is None or not book.end(running, "stopped", reason):
+        raise ExperimentError(
+            f"stopping needs a running experiment of agent {agent!r}, found none; "
+            "`rlhf experiment status` lists those that ended"
+        )
+    typer.echo(f"{agent}: stopped; version {running.champion} answers everybody")
+
+
+def _book(here: Workspace) -> ExperimentBook:
+    from rlhf_pipeline.experiment.book import ExperimentBook
+
+    return ExperimentBook(here.store.database)
+
+
+def _told(book: ExperimentBook, experiment: Experiment) -> dict[str, Any]:
+    looks = book.looks(experiment.experiment_id)
+    latest = looks[-1].verdict if looks else None
+    return {**asdict(experiment), "looks": len(looks), "latest": latest}

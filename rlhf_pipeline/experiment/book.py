@@ -1,0 +1,163 @@
+"""The book of live experiments: who meets whom, at what share, every look, and how it ended.
+
+An agent has one running experiment at most; the database itself refuses a second. Every change is
+a compare-and-set on the row being still running, so two watchers cannot both end one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import ExperimentError
+from rlhf_pipeline.records import now, uuid7
+
+State = Literal["running", "promoted", "rolled_back", "timed_out", "invalid", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A challenger beside a champion."""
+
+    experiment_id: str  # and the salt of its assignment
+    agent_id: str
+    champion: int
+    challenger: int
+    state: State
+    reason: str
+    share: float  # of the users, that meet the challenger
+    share_since: datetime
+    actor: str
+    started_at: datetime
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at the numbers, as it was stored."""
+
+    look: int
+    share: float
+    action: str
+    verdict: dict[str, Any]
+    looked_at: datetime
+
+
+class ExperimentBook:
+    """Experiments of every agent in one database."""
+
+    def __init__(self, database: db.Database) -> None:
+        self.database = database
+
+    def start(
+        self, agent_id: str, *, champion: int, challenger: int, share: float, actor: str
+    ) -> Experiment:
+        """Begin an experiment; raises ExperimentError where one runs or both are one version."""
+        if champion == challenger:
+            raise ExperimentError(
+                f"an experiment needs two versions, found version {champion} as both; name another"
+            )
+        at = now()
+        values: dict[str, Any] = {
+            "experiment_id": uuid7(),
+            "agent_id": agent_id,
+            "champion": champion,
+            "challenger": challenger,
+            "state": "running",
+            "reason": "",
+            "share": share,
+            "share_since": at,
+            "actor": actor,
+            "started_at": at,
+            "ended_at": None,
+        }
+        try:
+            with self.database.write() as connection:
+                connection.execute(db.experiments.insert().values(**values))
+        except sa.exc.IntegrityError as error:
+            running = self.running(agent_id)
+            raise ExperimentError(
+                f"agent {agent_id!r} may have one experiment at a time, found version "
+                f"{running.challenger if running else 'another'} in one; wait, or stop it with "
+                "`rlhf experiment stop`"
+            ) from error
+        return Experiment(**values)
+
+    def running(self, agent_id: str) -> Experiment | None:
+        """Return the agent's running experiment, or None."""
+        e = db.experiments.c
+        query = db.experiments.select().where(e.agent_id == agent_id, e.state == "running")
+        with self.database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else Experiment(**row._mapping)
+
+    def all_running(self) -> list[Experiment]:
+        """Return every agent's running experiment."""
+        e = db.experiments.c
+        with self.database.read() as connection:
+            rows = connection.execute(db.experiments.select().where(e.state == "running"))
+            return [Experiment(**row._mapping) for row in rows]
+
+    def history(self, agent_id: str) -> list[Experiment]:
+        """Return all experiments of the agent, newest first."""
+        e = db.experiments.c
+        query = db.experiments.select().where(e.agent_id == agent_id).order_by(e.started_at.desc())
+        with self.database.read() as connection:
+            return [Experiment(**row._mapping) for row in connection.execute(query)]
+
+    def ramp(self, experiment: Experiment, share: float) -> bool:
+        """Widen the challenger's share; return whether the experiment was still running there.
+
+        Raises ExperimentError for a smaller share: people would be moved back.
+        """
+        if share < experiment.share:
+            raise ExperimentError(
+                f"a ramp goes up only, found {experiment.share:.0%} and then {share:.0%}; "
+                "stop the experiment instead"
+            )
+        return self._change(experiment, share=share, share_since=now())
+
+    def end(self, experiment: Experiment, state: State, reason: str) -> bool:
+        """End the experiment; return False where somebody else had ended it."""
+        return self._change(experiment, state=state, reason=reason, ended_at=now())
+
+    def record(self, experiment: Experiment, action: str, verdict: dict[str, Any]) -> int:
+        """Keep one look and return its number."""
+        looks = db.experiment_looks
+        with self.database.write() as connection:
+            query = sa.select(sa.func.max(looks.c.look)).where(
+                looks.c.experiment_id == experiment.experiment_id
+            )
+            number = int(connection.execute(query).scalar() or 0) + 1
+            connection.execute(
+                looks.insert().values(
+                    experiment_id=experiment.experiment_id,
+                    look=number,
+                    share=experiment.share,
+                    action=action,
+                    verdict=verdict,
+                    looked_at=now(),
+                )
+            )
+        return number
+
+    def looks(self, experiment_id: str) -> list[Look]:
+        """Return every look at the experiment, first first."""
+        c = db.experiment_looks.c
+        columns = (c.look, c.share, c.action, c.verdict, c.looked_at)
+        query = sa.select(*columns).where(c.experiment_id == experiment_id).order_by(c.look)
+        with self.database.read() as connection:
+            return [Look(**row._mapping) for row in connection.execute(query)]
+
+    def _change(self, experiment: Experiment, **values: Any) -> bool:
+        e = db.experiments.c
+        conditions = [e.experiment_id == experiment.experiment_id, e.state == "running"]
+        if "share" in values:  # an end does not depend on where the ramp stands
+            conditions.append(e.share == experiment.share)
+        with self.database.write() as connection:
+            done = connection.execute(db.experiments.update().where(*conditions).values(**values))
+            return done.rowcount == 1

@@ -1,0 +1,235 @@
+"""A look at a running experiment, from the rows people left to what is done about it.
+
+1. `measured`: interactions and effective votes to one number per user and metric. 2. `decide`
+(decision.py): what the numbers say. 3. `look`: the verdict is stored, then carried out.
+
+A user counts in the arm that the present share gives them, with what they said in that arm alone;
+those are drawn by the hash, never by what they thought. A fallback answer stays in its arm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import StalePromotion
+from rlhf_pipeline.experiment.assignment import Arm, arm_of
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
+from rlhf_pipeline.experiment.decision import (
+    GUARDRAILS,
+    PRIMARY,
+    Action,
+    Arms,
+    Bounds,
+    Verdict,
+    decide,
+)
+from rlhf_pipeline.experiment.sequences import RampStep, Sample
+from rlhf_pipeline.records import now
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import ExperimentSettings
+    from rlhf_pipeline.registry.ledger import PromotionLedger
+
+ENDS: Mapping[Action, State] = {
+    "promote": "promoted",
+    "roll_back": "rolled_back",
+    "time_out": "timed_out",
+    "invalid": "invalid",
+}
+REFUSES = re.compile(
+    r"\b(i (can(no|')?t|am (not able|unable)|won'?t|must decline)|i'm (sorry|unable|not able))\b",
+    re.IGNORECASE,
+)
+"""Words that begin a refusal, in English; a completion is searched in its first 80 characters."""
+
+
+@dataclass(slots=True)
+class _Person:
+    """What one user did and said in one arm."""
+
+    answers: int = 0
+    fallbacks: int = 0
+    truncated: int = 0
+    refusals: int = 0
+    slow: int = 0
+    length: float = 0.0
+    heard: set[str] = field(default_factory=set)  # interactions with any feedback
+    downs: int = 0
+    satisfaction: list[float] = field(default_factory=list)
+
+
+def measured(
+    database: db.Database, experiment: Experiment, settings: ExperimentSettings
+) -> tuple[dict[str, Arms], list[RampStep]]:
+    """Return every metric's users in either arm, and how many users each step of the ramp met."""
+    people: dict[tuple[str, Arm], _Person] = defaultdict(_Person)
+    met: dict[str, tuple[float, Arm]] = {}  # user -> share and arm when first seen
+    where: dict[str, tuple[str, Arm]] = {}
+    for row in _interactions(database, experiment):
+        user, arm = row.user_id or row.session_id, row.arm
+        if user is None or arm not in ("champion", "challenger"):
+            continue
+        met.setdefault(user, (float(row.sampling.get("challenger_share", 0.0)), arm))
+        where[row.interaction_id] = (user, arm)
+        person = people[user, arm]
+        person.answers += 1
+        served = experiment.challenger if arm == "challenger" else experiment.champion
+        person.fallbacks += row.model_version != served
+        person.truncated += row.sampling.get("ending") == "length"
+        person.refusals += REFUSES.search(row.completion[:80]) is not None
+        person.slow += (row.latency_seconds or 0.0) > settings.slow_seconds
+        person.length += min(len(row.completion.split()) / settings.long_words, 1.0)
+    for vote in _votes(database, experiment):
+        place = where.get(vote.interaction_id)
+        if place is None:
+            continue
+        person = people[place]
+        person.heard.add(vote.interaction_id)
+        if vote.kind == "thumbs":
+            person.downs += vote.number == 0
+            person.satisfaction.append(vote.number)
+        elif vote.kind == "rating":
+            person.satisfaction.append((vote.number - 1) / 4)
+        elif vote.kind == "score":
+            person.satisfaction.append(vote.number)
+    arms = _arms(people, experiment)
+    counts: dict[float, dict[Arm, int]] = defaultdict(lambda: {"champion": 0, "challenger": 0})
+    for share, arm in met.values():
+        counts[share][arm] += 1
+    steps = [RampStep(s, n["challenger"], n["champion"]) for s, n in sorted(counts.items())]
+    return arms, steps
+
+
+def _arms(people: Mapping[tuple[str, Arm], _Person], experiment: Experiment) -> dict[str, Arms]:
+    numbers: dict[str, dict[Arm, list[float]]] = {
+        metric.name: {"champion": [], "challenger": []} for metric in (PRIMARY, *GUARDRAILS)
+    }
+    for (user, arm), person in people.items():
+        if arm_of(experiment.experiment_id, user, experiment.share) != arm:
+            continue  # from before the ramp reached them
+        n = person.answers
+        shown = {
+            "thumbs_down": person.downs / n,
+            "feedback_rate": len(person.heard) / n,
+            "fallbacks": person.fallbacks / n,
+            "truncated": person.truncated / n,
+            "refusals": person.refusals / n,
+            "slow": person.slow / n,
+            "length": person.length / n,
+        }
+        for name, value in shown.items():
+            numbers[name][arm].append(min(value, 1.0))
+        if person.satisfaction:
+            mean = sum(person.satisfaction) / len(person.satisfaction)
+            numbers[PRIMARY.name][arm].append(mean)
+    return {
+        name: Arms(Sample.of(by_arm["challenger"]), Sample.of(by_arm["champion"]))
+        for name, by_arm in numbers.items()
+    }
+
+
+def look(
+    book: ExperimentBook,
+    ledger: PromotionLedger,
+    experiment: Experiment,
+    settings: ExperimentSettings,
+) -> tuple[Verdict, str]:
+    """Look at a running experiment, store the verdict, carry it out; return it and what was done.
+
+    Promoting moves the ledger first, if the champion is still the one of the experiment; then the
+    experiment ends. Killed in between, the next look finds the challenger champion and ends it.
+    """
+    champion = ledger.champion(experiment.agent_id)
+    arms, steps = measured(book.database, experiment, settings)
+    over = now() - experiment.started_at > timedelta(days=settings.days)
+    verdict = decide(
+        arms,
+        steps,
+        bounds=Bounds(promote=settings.promote, roll_back=settings.roll_back),
+        guardrails=[replace(m, margin=settings.margins.get(m.name, m.margin)) for m in GUARDRAILS],
+        timed_out=over,
+    )
+    book.record(experiment, verdict.action, verdict.to_json())
+    why = "; ".join(verdict.reasons)
+    agent_id, challenger = experiment.agent_id, experiment.challenger
+    if champion is not None and champion.version == challenger:
+        book.end(experiment, "promoted", "the challenger is the champion")
+        return verdict, f"version {challenger} is the champion"
+    if champion is None or champion.version != experiment.champion:
+        found = "none" if champion is None else f"version {champion.version}"
+        book.end(experiment, "stopped", f"the champion is {found} now")
+        return verdict, f"stopped: the champion is {found} now"
+    if verdict.action == "continue":
+        return verdict, _go_on(book, experiment, settings, arms, why)
+    if verdict.action == "promote":
+        try:
+            outcome = ledger.promote(
+                agent_id,
+                challenger,
+                actor="experiment",
+                reason=why,
+                expected_champion=experiment.champion,
+            )
+        except StalePromotion as error:
+            book.end(experiment, "stopped", str(error))
+            return verdict, f"stopped: {error}"
+        book.end(experiment, "promoted", why)
+        return verdict, outcome.words
+    book.end(experiment, ENDS[verdict.action], why)
+    return verdict, f"version {experiment.champion} stays: {why}"
+
+
+def _go_on(
+    book: ExperimentBook,
+    experiment: Experiment,
+    settings: ExperimentSettings,
+    arms: Mapping[str, Arms],
+    why: str,
+) -> str:
+    """Take the next step of the ramp when enough people met the challenger for long enough."""
+    wider = [share for share in settings.ramp if share > experiment.share]
+    waited = now() - experiment.share_since >= timedelta(minutes=settings.minutes_per_step)
+    steps_done = sum(share <= experiment.share for share in settings.ramp)
+    users = arms["feedback_rate"].challenger.users
+    if wider and waited and users >= settings.users_per_step * steps_done:
+        book.ramp(experiment, wider[0])
+        return f"ramped from {experiment.share:.0%} to {wider[0]:.0%}"
+    return f"goes on at {experiment.share:.0%}: {why}"
+
+
+def _interactions(database: db.Database, experiment: Experiment) -> Iterable[Any]:
+    i = db.interactions.c
+    columns = (
+        i.interaction_id,
+        i.user_id,
+        i.session_id,
+        i.arm,
+        i.model_version,
+        i.completion,
+        i.sampling,
+        i.latency_seconds,
+    )
+    query = sa.select(*columns).where(i.experiment == experiment.experiment_id)
+    with database.read() as connection:
+        return connection.execute(query.order_by(i.created_at)).all()
+
+
+def _votes(database: db.Database, experiment: Experiment) -> Iterable[Any]:
+    f, i = db.effective_feedback.c, db.interactions.c
+    query = (
+        sa.select(f.interaction_id, f.kind, f.number)
+        .select_from(
+            db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)
+        )
+        .where(i.experiment == experiment.experiment_id, f.source == "human")
+    )
+    with database.read() as connection:
+        return connection.execute(query).all()

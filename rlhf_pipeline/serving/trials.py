@@ -1,0 +1,77 @@
+"""Who meets the challenger in this process, and the trigger that ends it at once.
+
+The book is read every LOOK_EVERY_SECONDS, so an experiment that another process ended is over here
+within as many. Trouble seen here ends it here, and in the book: no request after it meets the
+challenger. Where the book cannot be read, everybody meets the champion.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import structlog
+
+from rlhf_pipeline.experiment.assignment import arm_of
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
+
+if TYPE_CHECKING:
+    from rlhf_pipeline import database as db
+    from rlhf_pipeline.config import ExperimentSettings
+
+log = structlog.get_logger(__name__)
+
+LOOK_EVERY_SECONDS = 2.0
+
+
+class Trials:
+    """The running experiments of all agents, as this process knows them."""
+
+    def __init__(self, database: db.Database, settings: ExperimentSettings) -> None:
+        self.book = ExperimentBook(database)
+        self.settings = settings
+        self._running: dict[str, Experiment] = {}
+        self._answers: dict[str, deque[bool]] = {}  # by experiment: whether the baseline had to
+        self._looked = -LOOK_EVERY_SECONDS
+        self._lock = threading.Lock()
+
+    def meeting(self, agent_id: str, user_id: str | None) -> Experiment | None:
+        """Return the experiment that this user takes part in, None for nobody in particular."""
+        if user_id is None:
+            return None
+        self._refresh()
+        return self._running.get(agent_id)
+
+    def is_challenged(self, experiment: Experiment, user_id: str) -> bool:
+        """Say whether the user meets the challenger."""
+        return arm_of(experiment.experiment_id, user_id, experiment.share) == "challenger"
+
+    def tell(self, experiment: Experiment, *, fell_back: bool) -> None:
+        """Hear of an answer of the challenger's; too many that the baseline had to give end it."""
+        most = self.settings.trouble_answers
+        with self._lock:
+            answers = self._answers.setdefault(experiment.experiment_id, deque(maxlen=most))
+            answers.append(fell_back)
+            failed = sum(answers)
+            trouble = failed >= max(self.settings.trouble_share * most, 1.0)
+            if trouble:
+                self._running.pop(experiment.agent_id, None)
+        if trouble:
+            reason = f"the baseline had to answer {failed} of the latest {len(answers)} times"
+            log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)
+            self.book.end(experiment, "rolled_back", reason)
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._looked < LOOK_EVERY_SECONDS:
+            return
+        with self._lock:
+            if time.monotonic() - self._looked < LOOK_EVERY_SECONDS:
+                return
+            self._looked = time.monotonic()
+            try:
+                self._running = {e.agent_id: e for e in self.book.all_running()}
+            except Exception:  # a store that cannot be read now
+                log.exception("experiments could not be read; everybody meets the champion")
+                self._running = {}

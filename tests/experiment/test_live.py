@@ -1,0 +1,222 @@
+"""Live experiments from rows to the ledger: what is measured, decided, done and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.config import ExperimentSettings, load_settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import ConfigError, ExperimentError
+from rlhf_pipeline.experiment.assignment import arm_of
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.live import look, measured
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.serving.trials import Trials
+from tests.experiment.world import AGENT, SETTINGS, begin, ledger_of_two, meet
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    yield FeedbackStore(database)
+    database.close()
+
+
+@pytest.fixture
+def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
+    return ledger_of_two(store, tmp_path)
+
+
+def champion(ledger: PromotionLedger) -> int:
+    found = ledger.champion(AGENT)
+    assert found is not None
+    return found.version
+
+
+def test_a_better_challenger_is_promoted_by_the_ledger(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(1200), likes=(0.55, 0.80))
+    verdict, done = look(book, ledger, experiment, SETTINGS)
+    assert verdict.action == "promote", verdict
+    assert champion(ledger) == 1
+    [entry] = [e for e in ledger.history(AGENT) if e.action == "promote"]
+    assert entry.actor == "experiment"
+    assert "satisfaction is better" in entry.reason
+    [ended] = book.history(AGENT)
+    assert ended.state == "promoted"
+    assert ended.ended_at is not None
+    assert "1" in done
+    [kept] = book.looks(experiment.experiment_id)
+    assert kept.action == "promote"
+    assert kept.verdict["differences"]["satisfaction"]["low"] > 0
+
+
+def test_a_worse_challenger_leaves_and_the_ledger_never_moved(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(700), likes=(0.75, 0.45))
+    verdict, _ = look(book, ledger, experiment, SETTINGS)
+    assert verdict.action == "roll_back"
+    assert champion(ledger) == 0
+    assert book.running(AGENT) is None
+    assert [e.state for e in book.history(AGENT)] == ["rolled_back"]
+    assert len(ledger.history(AGENT)) == 1  # the baseline's entry alone
+
+
+def test_an_equal_challenger_goes_up_the_ramp_step_by_step_and_times_out(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.1)
+    meet(store, experiment, range(50), likes=(0.6, 0.6))
+    _, done = look(book, ledger, experiment, SETTINGS)
+    assert "goes on at 10%" in done  # too few have met it
+    meet(store, experiment, range(50, 400), likes=(0.6, 0.6), seed=1)
+    _, done = look(book, ledger, experiment, SETTINGS)
+    assert done == "ramped from 10% to 50%"
+    wider = book.running(AGENT)
+    assert wider is not None
+    assert wider.share == 0.5
+    meet(store, wider, range(400), likes=(0.6, 0.6), seed=2)
+    verdict, _ = look(book, ledger, wider, SETTINGS)
+    assert verdict.action == "continue"
+    verdict, done = look(book, ledger, wider, SETTINGS.model_copy(update={"days": 1e-9}))
+    assert verdict.action == "time_out"
+    assert champion(ledger) == 0
+    assert [e.state for e in book.history(AGENT)] == ["timed_out"]
+    assert [k.look for k in book.looks(experiment.experiment_id)] == [1, 2, 3, 4]
+
+
+def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.1)
+    meet(store, experiment, range(300), likes=(0.5, 0.5))
+    book.ramp(experiment, 0.5)
+    wider = book.running(AGENT)
+    assert wider is not None
+    meet(store, wider, range(300), likes=(0.5, 0.5), fallbacks=0.5, seed=1)
+    arms, steps = measured(store.database, wider, SETTINGS)
+    challengers = sum(
+        arm_of(wider.experiment_id, f"user-{n}", 0.5) == "challenger" for n in range(300)
+    )
+    answers = arms["feedback_rate"]
+    assert (answers.challenger.users, answers.champion.users) == (challengers, 300 - challengers)
+    assert arms["fallbacks"].champion.mean == 0.0
+    assert 0.3 < arms["fallbacks"].challenger.mean < 0.6
+    # All were first met at the first share; nobody is counted again at the second.
+    [step] = steps
+    assert step.share == 0.1
+    assert step.challenger + step.champion == 300
+    assert arms["slow"].challenger.mean == 0.0
+    assert arms["length"].champion.mean == pytest.approx(5 / SETTINGS.long_words)
+
+
+def test_assignment_that_does_not_keep_the_share_is_invalid(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    planned = [
+        n
+        for n in range(1500)
+        if arm_of(experiment.experiment_id, f"user-{n}", 0.5) == "challenger" or n % 2
+    ]
+    meet(store, experiment, planned, likes=(0.6, 0.6), answers=1)
+    verdict, _ = look(book, ledger, experiment, SETTINGS)
+    assert verdict.action == "invalid"
+    assert champion(ledger) == 0
+
+
+def test_one_experiment_at_a_time_and_two_watchers_end_it_once(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.1)
+    with pytest.raises(ExperimentError, match="one experiment at a time, found version 1"):
+        book.start(AGENT, champion=0, challenger=1, share=0.1, actor="test")
+    with pytest.raises(ExperimentError, match="needs two versions"):
+        book.start("other", champion=2, challenger=2, share=0.1, actor="test")
+    with pytest.raises(ExperimentError, match="goes up only"):
+        book.ramp(experiment, 0.05)
+    assert book.ramp(experiment, 0.2)
+    assert not book.ramp(experiment, 0.2)  # a watcher that looked before the step
+    assert book.end(experiment, "stopped", "first")
+    assert not book.end(experiment, "promoted", "second")
+    assert [(e.state, e.reason) for e in book.history(AGENT)] == [("stopped", "first")]
+    assert book.start(AGENT, champion=0, challenger=1, share=0.1, actor="test").state == "running"
+
+
+def test_a_champion_that_changed_ends_the_experiment_and_a_killed_promotion_is_finished(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    ledger.promote(AGENT, 1, actor="experiment", reason="killed after this", expected_champion=0)
+    _, done = look(book, ledger, experiment, SETTINGS)
+    assert done == "version 1 is the champion"
+    assert [e.state for e in book.history(AGENT)] == ["promoted"]
+    begun = book.start(AGENT, champion=0, challenger=2, share=0.5, actor="test")
+    _, done = look(book, ledger, begun, SETTINGS)
+    assert "the champion is version 1 now" in done
+    assert book.history(AGENT)[0].state == "stopped"
+
+
+def test_trouble_ends_it_here_at_once_and_in_the_book(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, SETTINGS.model_copy(update={"trouble_answers": 10}))
+    assert trials.meeting(AGENT, "ann") == experiment
+    assert trials.meeting(AGENT, None) is None
+    assert trials.meeting("another", "ann") is None
+    for _ in range(30):
+        trials.tell(experiment, fell_back=False)
+    trials.tell(experiment, fell_back=True)
+    assert trials.meeting(AGENT, "ann") == experiment
+    trials.tell(experiment, fell_back=True)
+    assert trials.meeting(AGENT, "ann") is None
+    [ended] = book.history(AGENT)
+    assert ended.state == "rolled_back"
+    assert ended.reason == "the baseline had to answer 2 of the latest 10 times"
+
+
+def test_an_experiment_that_ends_elsewhere_is_over_here_within_seconds(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
+    store.ensure_agent(AGENT)
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, SETTINGS)
+    found = trials.meeting(AGENT, "ann")
+    assert found is not None
+    assert trials.is_challenged(found, "ann") == (
+        arm_of(experiment.experiment_id, "ann", 0.5) == "challenger"
+    )
+    book.end(experiment, "stopped", "by hand")
+    assert trials.meeting(AGENT, "ann") is None
+
+
+def test_where_the_book_cannot_be_read_everybody_meets_the_champion(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.ensure_agent(AGENT)
+    begin(store, 0.5)
+    trials = Trials(store.database, SETTINGS)
+
+    def broken(_: ExperimentBook) -> list[object]:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(ExperimentBook, "all_running", broken)
+    assert trials.meeting(AGENT, "ann") is None
+
+
+def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="the ramp must rise"):
+        load_settings("tiny", {"experiments": {"ramp": [0.5, 0.1]}})
+    with pytest.raises(ConfigError, match="margins are for guardrails, found kindness"):
+        load_settings("tiny", {"experiments": {"margins": {"kindness": 0.1}}})
+    assert ExperimentSettings(margins={"slow": 0.2}).margins == {"slow": 0.2}
