@@ -113,9 +113,10 @@ MUTANTS = (
         "KL without temperature",
         (
             "ppo/learner.py",
-            "                temperature=self.settings.temperature,\n                support=tokens.support,\n"
-            "            )\n",
-            "                temperature=1.0,\n                support=tokens.support,\n            )\n",
+            "                temperature=self.settings.temperature,\n"
+            "                support=tokens.support,\n            )\n\n",
+            "                temperature=1.0,\n"
+            "                support=tokens.support,\n            )\n\n",
         ),
     ),
     mutant(
@@ -200,8 +201,8 @@ MUTANTS = (
         "gradient clip inert",
         (
             "ppo/optimising.py",
-            "clip_grad_norm_(weights, learner.settings.max_grad_norm)",
-            "clip_grad_norm_(weights, 1e9)",
+            "clip_grad_norm_(trained_weights(learner), learner.settings.max_grad_norm)",
+            "clip_grad_norm_(trained_weights(learner), 1e9)",
         ),
     ),
     mutant(
@@ -283,9 +284,9 @@ MUTANTS = (
         "reference outside what a narrowed draw could reach",
         (
             "ppo/learner.py",
-            "                temperature=self.settings.temperature,\n                support=tokens.support,\n"
-            "            )\n",
-            "                temperature=self.settings.temperature,\n            )\n",
+            "                temperature=self.settings.temperature,\n"
+            "                support=tokens.support,\n            )\n\n",
+            "                temperature=self.settings.temperature,\n            )\n\n",
         ),
     ),
     mutant(
