@@ -28,7 +28,14 @@ def feedback_snapshot(
     mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
     turn = pipeline.begin_turn(context, mark, watermark, again=config.again)
     with pipeline.turn(context):
-        taken = snapshot.take(pipeline.database, agent_id, watermark, turn.data / SNAPSHOT)
+        taken = snapshot.take(
+            pipeline.database,
+            agent_id,
+            watermark,
+            turn.data / SNAPSHOT,
+            redacts=turn.settings.feedback.redact,
+        )
+    redacted = snapshot.redacted_in(taken.path) or {}
     return dg.MaterializeResult(
         data_version=dg.DataVersion(taken.fingerprint),
         metadata={
@@ -39,6 +46,7 @@ def feedback_snapshot(
             "votes by kind": table(
                 [{"kind": k, "votes": n} for k, n in pipeline.store.counts(agent_id).items()]
             ),
+            "redacted": table([{"kind": k, "found": n} for k, n in redacted.items()]),
             "path": dg.MetadataValue.path(taken.path),
         },
     )

@@ -143,6 +143,9 @@ class FeedbackSettings(Section):
     )
     max_samples: Positive | None = Field(None, description="Rows per data set; None keeps all.")
     evaluation_share: Share = Field(0.15, description="Prompts kept from training, by hash.")
+    redact: bool = Field(
+        True, description="Take e-mails, phones, cards, keys and IPs out of what is trained on."
+    )
     drop_folder: str = Field(
         "inbox", description="Folder in the state whose JSONL files are taken."
     )

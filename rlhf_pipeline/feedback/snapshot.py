@@ -1,12 +1,14 @@
 """A snapshot: the effective votes up to a watermark, frozen in a file, known by a fingerprint.
 
 A training run reads a snapshot, never "the table now", so what it learned from can be said, and
-done again, later.
+done again, later. What identifies people (feedback/privacy.py) does not get into the file unless
+asked for; how much was taken out stands in the file's own metadata.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,17 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import NotEnoughData
-from rlhf_pipeline.records import now, uuid7
+from rlhf_pipeline.feedback.privacy import Counts, redact
+from rlhf_pipeline.records import Message, now, prompt_from_json, prompt_to_json, uuid7
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CHUNK_ROWS = 50_000
 FILE = "feedback.parquet"  # in the turn's data folder
+PROMPTS = ("prompt", "other_prompt")  # JSON of messages
+TEXTS = ("completion", "other_completion", "text", "comment", "topic")
+REDACTED = "rlhf.redacted"  # in the file's metadata: {kind: how many}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,14 @@ def fingerprint(database: db.Database, agent_id: str, watermark: int) -> str:
     return digest.hexdigest()
 
 
-def take(database: db.Database, agent_id: str, watermark: int, path: Path) -> Snapshot:
+def take(
+    database: db.Database,
+    agent_id: str,
+    watermark: int,
+    path: Path,
+    *,
+    redacts: bool = True,
+) -> Snapshot:
     """Write the votes up to the watermark to `path` (parquet) and record the snapshot.
 
     Memory stays bounded: rows stream from the database to the file. Raises NotEnoughData where the
@@ -69,11 +82,17 @@ def take(database: db.Database, agent_id: str, watermark: int, path: Path) -> Sn
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{uuid7()}.partial")
     rows = 0
+    redacted: Counts = {}
     with pq.ParquetWriter(aside, _schema(pa)) as writer:
         for some in _rows(database, agent_id, watermark):
             frame = pd.DataFrame(some, columns=_schema(pa).names)
+            if redacts:
+                _redact(frame, redacted)
             writer.write_table(pa.Table.from_pandas(frame, _schema(pa), preserve_index=False))
             rows += len(some)
+        if redacts:
+            told = json.dumps(dict(sorted(redacted.items())))
+            writer.add_key_value_metadata({REDACTED: told})
     if rows == 0:
         aside.unlink()
         raise NotEnoughData(
@@ -126,6 +145,33 @@ def count(path: Path) -> int:
 
     rows: int = pq.read_metadata(path).num_rows
     return rows
+
+
+def redacted_in(path: str | Path) -> Counts | None:
+    """Return what was taken out of a snapshot's texts, by kind; None where nobody looked."""
+    import pyarrow.parquet as pq
+
+    told = (pq.read_metadata(path).metadata or {}).get(REDACTED.encode())
+    return None if told is None else dict(json.loads(told))
+
+
+def _redact(frame: pd.DataFrame, counts: Counts) -> None:
+    """Clean the frame's texts in place, and add what was found to `counts`."""
+
+    def clean(text: str) -> str:
+        cleaned, found = redact(text)
+        for kind, n in found.items():
+            counts[kind] = counts.get(kind, 0) + n
+        return cleaned
+
+    def clean_prompt(text: str) -> str:
+        # Message by message: in JSON an escaped line break would read as part of a word.
+        turns = prompt_from_json(text)
+        return prompt_to_json(tuple(Message(turn.role, clean(turn.content)) for turn in turns))
+
+    for names, cleaner in ((PROMPTS, clean_prompt), (TEXTS, clean)):
+        for name in names:
+            frame[name] = [cleaner(v) if isinstance(v, str) else v for v in frame[name]]
 
 
 def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[Any]:

@@ -106,6 +106,23 @@ def test_the_file_is_the_one_that_was_recorded(store: FeedbackStore, tmp_path: P
     assert [p.name for p in path.parent.iterdir()] == ["feedback.parquet"]
 
 
+def test_what_identifies_people_stays_out_of_the_file(store: FeedbackStore, tmp_path: Path) -> None:
+    asked = user_prompt("I am\nann@example.org, who are you?")
+    store.append(
+        [replace(THUMBS, prompt=asked, completion="Call +49 30 1234567", comment="me@a.io")]
+    )
+    paths = tmp_path / "first.parquet", tmp_path / "second.parquet", tmp_path / "raw.parquet"
+    first, again = (snapshot.take(store.database, "tea", 9, path) for path in paths[:2])
+    assert first.sha256 == again.sha256
+    [row] = snapshot.read(paths[0]).itertuples()
+    assert row.prompt == prompt_to_json(user_prompt("I am\n[email], who are you?"))
+    assert (row.completion, row.comment) == ("Call [phone]", "[email]")
+    assert snapshot.redacted_in(paths[0]) == {"email": 2, "phone": 1}
+    snapshot.take(store.database, "tea", 9, paths[2], redacts=False)
+    assert snapshot.read(paths[2]).prompt[0] == prompt_to_json(asked)
+    assert snapshot.redacted_in(paths[2]) is None
+
+
 def test_without_feedback_there_is_nothing_to_freeze(store: FeedbackStore, tmp_path: Path) -> None:
     assert snapshot.newest_seq(store.database, "tea") == 0
     with pytest.raises(NotEnoughData, match="rlhf ingest"):

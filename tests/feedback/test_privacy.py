@@ -1,0 +1,66 @@
+"""What is taken out of texts, and what stays in them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_pipeline.feedback.privacy import redact
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("write to ann.b+x@mail.example.org.", "write to [email]."),
+        ("call +49 30 1234567 or (212) 555-0100", "call [phone] or [phone]"),
+        ("+1 (212) 555-0100, 212-555-0100", "[phone], [phone]"),
+        ("card 4111 1111 1111 1111!", "card [card]!"),
+        ("378282246310005", "[card]"),
+        ("from 192.0.2.17 and 2001:db8::17.", "from [ip] and [ip]."),
+        ("use sk-" + "a1B2" * 8 + " now", "use [key] now"),
+        ("AKIAIOSFODNN7EXAMPLE", "[key]"),
+        ("ghp_" + "a" * 36, "[key]"),
+        ("eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSMeK", "[key]"),
+    ],
+)
+def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
+    found, counts = redact(text)
+    assert found == cleaned
+    assert sum(counts.values()) == cleaned.count("[")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In 1999-2024 it cost $1,299.99, then 1.299,99 €; 3.14159265358979 is pi",
+        "version 1.2.3, at 10:30:00, on 2024-01-31T10:00:00Z, rows 10-20, 127.0.0.1 and ::",
+        "4111 1111 1111 1112 is no card, 1234567890123456 neither, 0000000000000000 too",
+        "(2024) 100 people; +5 points; 5+3=8; a @ b; @ann; std::vector; 1/2; -273.15",
+        "order 20240131000123, id 550e8400-e29b-41d4-a716-446655440000, sk-learn, task_key",
+        "1.2.3.4.5 and 999.1.1.1 and dead:beef",
+    ],
+)
+def test_ordinary_numbers_and_words_stay(text: str) -> None:
+    assert redact(text) == (text, {})
+
+
+@given(st.floats(-1e6, 1e6).map(lambda x: f"{x:,.2f}") | st.integers(0, 10**9).map(str))
+def test_a_number_stays(number: str) -> None:
+    for text in (number, f"it costs ${number}.", f"{number}%", f"({number})"):
+        assert redact(text) == (text, {})
+
+
+@given(st.text("ab1234567890.:-+@()[] _/", max_size=60))
+def test_cleaning_twice_is_cleaning_once(text: str) -> None:
+    once, _ = redact(text)
+    assert redact(once) == (once, {})
+
+
+@pytest.mark.parametrize("piece", ["a@", "1.", "1-", "a.", "+1(", ":", "sk_a_", "a@a.", "1 "])
+def test_long_texts_of_one_piece_take_no_time(piece: str) -> None:
+    import time
+
+    started = time.process_time()
+    redact(piece * (20_000 // len(piece)))
+    assert time.process_time() - started < 1
