@@ -272,11 +272,6 @@ def test_settings_are_frozen() -> None:
         Settings().__setattr__("recipe", "other")
 
 
-def test_a_switch_that_nothing_is_behind_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"experiments: .*chat service"):
-        load_settings("tiny", {"experiments": {"enabled": True}})
-
-
 def test_conversations_of_several_turns_and_their_user_are_set_together(recipe: Any) -> None:
     both = "training: {simulated_user: shop}\nppo: {max_turns: 3}\n"
     assert load_settings(recipe(both)).ppo.max_turns == 3
