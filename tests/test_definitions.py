@@ -183,7 +183,7 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
         "jobs": 3,
         "resources": 2,
         "schedules": 1,
-        "sensors": 6,
+        "sensors": 7,
     }
 
 
