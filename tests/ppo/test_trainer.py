@@ -186,8 +186,11 @@ def test_the_gradient_is_the_same_for_any_microbatches_and_padding(base: Path, c
         assert part_facts == pytest.approx(facts, abs=1e-5)
 
 
-def test_on_the_first_minibatch_the_ratio_is_one(base: Path) -> None:
-    learner = moved_learner(base)
+@pytest.mark.parametrize("positions", ["base", "absolute"])
+def test_on_the_first_minibatch_the_ratio_is_one(
+    request: pytest.FixtureRequest, positions: str
+) -> None:
+    learner = moved_learner(request.getfixturevalue(positions))
     _, facts = gradients(learner, rollouts_of(learner))
     assert facts["ratio"] == pytest.approx(1, abs=1e-5)
     assert facts["abs_log_ratio"] < 1e-5
