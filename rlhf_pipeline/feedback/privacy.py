@@ -64,21 +64,22 @@ def _always(_: str) -> bool:
 
 
 def _is_card(text: str) -> bool:
-    """Say whether the digits are a card's: a known first digit, 13 to 19, and Luhn's sum.
+    """Say whether the digits are a card's: a known first digit, not one alone, and Luhn's sum."""
+    digits = [c for c in text if c.isdigit()]
+    return digits[0] in "23456" and len(set(digits)) > 1 and passes_luhn("".join(digits))
 
-    Source: ISO/IEC 7812-1, annex B: every second digit from the right doubled, digits summed.
+
+def passes_luhn(digits: str) -> bool:
+    """Say whether the last digit is the Luhn check digit (ISO/IEC 7812-1, annex B).
+
+    Every second digit from the right is doubled, and all digits of that are summed.
     """
-    digits = [int(c) for c in text if c.isdigit()]
-    if digits[0] not in (2, 3, 4, 5, 6) or len(set(digits)) == 1:
-        return False
-    doubled = [sum(divmod(2 * d, 10)) if i % 2 else d for i, d in enumerate(reversed(digits))]
-    return sum(doubled) % 10 == 0
+    numbers = [int(digit) for digit in reversed(digits)]
+    return sum(sum(divmod(2 * n, 10)) if i % 2 else n for i, n in enumerate(numbers)) % 10 == 0
 
 
-def _is_address(text: str) -> bool:
+def is_somebodys_address(text: str) -> bool:
     """Say whether it is an IP address of somebody: `::`, loopback and 0.0.0.0 are nobody's."""
-    if ":" in text and text.count(":") < 2:
-        return False
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -90,7 +91,7 @@ RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
     ("key", KEY, _always),
     ("email", EMAIL, _always),
     ("card", CARD, _is_card),
-    ("ip", IP4, _is_address),
-    ("ip", IP6, _is_address),
+    ("ip", IP4, is_somebodys_address),
+    ("ip", IP6, is_somebodys_address),
     ("phone", PHONE, _always),
 )

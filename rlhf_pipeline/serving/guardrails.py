@@ -7,13 +7,13 @@ out in prose. They are a floor under the model's own manners, not a judge.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.feedback.privacy import is_somebodys_address, passes_luhn
 from rlhf_pipeline.records import Prompt
 
 if TYPE_CHECKING:
@@ -125,21 +125,8 @@ def _is_real(kind: str, match: str) -> bool:
     if kind == "a card number":
         return passes_luhn(re.sub(r"\D", "", match))
     if kind == "an IP address":
-        try:
-            address = ipaddress.ip_address(match)
-        except ValueError:
-            return False
-        return not (address.is_loopback or address.is_unspecified)
+        return is_somebodys_address(match)
     return True
-
-
-def passes_luhn(digits: str) -> bool:
-    """Say whether the last digit is the Luhn check digit (ISO/IEC 7812-1, annex B)."""
-    total = 0
-    for place, digit in enumerate(reversed(digits)):
-        n = int(digit) * (2 if place % 2 else 1)
-        total += n - 9 if n > 9 else n
-    return total % 10 == 0
 
 
 def _repeats(text: str, most: int) -> str | None:

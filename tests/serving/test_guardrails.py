@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rlhf_pipeline.config import GuardrailSettings
+from rlhf_pipeline.feedback.privacy import passes_luhn
 from rlhf_pipeline.records import user_prompt
 from rlhf_pipeline.serving.guardrails import (
     PERSONAL,
@@ -17,7 +18,6 @@ from rlhf_pipeline.serving.guardrails import (
     certain,
     input_block,
     output_block,
-    passes_luhn,
 )
 
 RULES = GuardrailSettings()
