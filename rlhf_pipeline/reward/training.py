@@ -419,12 +419,7 @@ def fit_head(
     on a fifth of the prompts (`groups` names each pair's), then all pairs are used.
     """
     rows = [*pairs.chosen, *pairs.rejected]
-    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
-    done = 0
-    for members, batch in features_of(model, rows):
-        features[members] = batch.double().cpu()
-        done += len(members)
-        report({"features": done, "of": len(rows)})
+    features = all_features(model, rows, report)
     deviation = features.std(0).clamp(min=1e-6)
     differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
@@ -452,6 +447,17 @@ def fit_head(
     return Fit(curve, pair_accuracy((differences @ weight)[targets == 1].tolist()))
 
 
+def all_features(model: RewardModel, rows: Sequence[Row], report: Progress) -> Tensor:
+    """Return what the head reads of every row, (len(rows), features) float64 on the CPU."""
+    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
+    done = 0
+    for members, batch in features_of(model, rows):
+        features[members] = batch.double().cpu()
+        done += len(members)
+        report({"features": done, "of": len(rows)})
+    return features
+
+
 def fit_kinds(
     model: RewardModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -470,12 +476,7 @@ def fit_kinds(
     texts = opinions.texts
     found = encode_rows(tokenizer, [(t.record.prompt, t.completion) for t in texts], limits)
     rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
-    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
-    done = 0
-    for members, batch in features_of(model, rows):
-        features[members] = batch.double().cpu()
-        done += len(members)
-        report({"features": done, "of": len(rows)})
+    features = all_features(model, rows, report)
     fitted = fit_best(
         features,
         opinions,
