@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmarks.promises import tell
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import PolicySettings
 from rlhf_pipeline.files import folder_sha256
@@ -239,10 +240,7 @@ def main() -> None:
         ("recovers", "10 s", f"{recovered:.1f} s", recovered < 10),
         ("answers cut off or of another kind", "0", str(over.odd + some.odd), not over.odd),
     ]
-    print("| what | needed | found | |\n|---|---|---|---|")
-    for what, needed, found, met in rows:
-        print(f"| {what} | {needed} | {found} | {'met' if met else 'short'} |")
-    sys.exit(0 if all(met for *_, met in rows) else 1)
+    tell(rows)
 
 
 if __name__ == "__main__":

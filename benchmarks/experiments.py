@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.promises import tell
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Arms, decide
 from rlhf_pipeline.experiment.sequences import RampStep, Sample, sample_ratio_evidence
@@ -139,10 +140,7 @@ def main() -> None:
     switches, chi2 = assignment(options.users)
     rows.append((f"unplanned switches, {options.users:,} users", "0", str(switches), not switches))
     rows.append(("chi-squared, 5 degrees", "< 20.5 (p > 0.001)", f"{chi2:.1f}", chi2 < 20.5))
-    print("| what | needed | found | |\n|---|---|---|---|")
-    for what, needed, found, met in rows:
-        print(f"| {what} | {needed} | {found} | {'met' if met else 'short'} |")
-    sys.exit(0 if all(met for *_, met in rows) else 1)
+    tell(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from benchmarks.promises import tell
 from tests.serving.kills import play, start
 from tests.serving.pages.world import free_port
 
@@ -112,10 +112,7 @@ def main() -> None:
         )
         recovery = toll.slowest_recovery
         rows.append(("slowest recovery", "< 2 s", f"{recovery:.2f} s", recovery < 2))
-    print("| what | needed | found | |\n|---|---|---|---|")
-    for what, needed, found, met in rows:
-        print(f"| {what} | {needed} | {found} | {'met' if met else 'short'} |")
-    sys.exit(0 if all(met for *_, met in rows) else 1)
+    tell(rows)
 
 
 if __name__ == "__main__":
