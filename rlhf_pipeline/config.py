@@ -355,6 +355,8 @@ class ExperimentSettings(Section):
     def _ramp_rises(self) -> ExperimentSettings:
         if list(self.ramp) != sorted(set(self.ramp)):
             raise ValueError(f"the ramp must rise from step to step, found {list(self.ramp)}")
+        if not self.margins:
+            return self
         from rlhf_pipeline.experiment.decision import GUARDRAILS  # imports numpy: only here
 
         known = [metric.name for metric in GUARDRAILS]
