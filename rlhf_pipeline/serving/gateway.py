@@ -189,10 +189,8 @@ class Gateway:
                 first = first or (ChatAway(detail) if late else error)
                 if shown:
                     raise
-        if trial is not None and arm == "challenger" and (first is not None or done is None):
-            await asyncio.to_thread(self.trials.tell, trial, fell_back=True)
-        elif trial is not None and arm == "challenger":
-            self.trials.tell(trial, fell_back=False)
+        if trial is not None and arm == "challenger":
+            await asyncio.to_thread(self.trials.tell, trial, fell_back=first is not None)
         if done is None:
             assert first is not None
             raise first
