@@ -26,7 +26,8 @@ from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.files import write_json
+from rlhf_pipeline.ppo.collecting import PROBES
 from rlhf_pipeline.records import EvaluationPrompt, RewardFunction, RewardInput, ignore_progress
 from rlhf_pipeline.simulation.measure import compare_hidden
 from rlhf_pipeline.simulation.people import population
@@ -70,21 +71,17 @@ class Seed:
 class Overheard:
     """A stopping reward that also notes what people secretly think of what it is shown."""
 
-    def __init__(self, inner: RewardFunction, path: Path) -> None:
-        self.inner, self.path = inner, path
+    def __init__(self, inner: RewardFunction) -> None:
+        self.inner = inner
         self.version = getattr(inner, "version", "unknown")
-        self.means: list[float] = read_json(path) if path.exists() else []
+        self.means: list[float] = []
 
     def __call__(self, items: Sequence[RewardInput]) -> Sequence[float]:
         scores = self.inner(items)
         if len(items) > PROBES:  # a look, not the check before training
             hidden = [hidden_preference(item.prompt, item.completion) for item in items]
             self.means.append(statistics.fmean(hidden))
-            write_json(self.path, self.means)
         return scores
-
-
-PROBES = 8  # no more completions than this are shown to check a reward
 
 
 def build_world(settings: Settings, folder: Path) -> Turn:
@@ -148,9 +145,10 @@ def train(turn: Turn, seed: int, folder: Path) -> Seed:
     settings = turn.settings
     prompts = stages.training_prompts(turn)
     watched = settings.training.watch_prompts
-    proxy, stopping = (load_reward_model(turn.work / "reward" / job) for job in JUDGES)
-    overheard = Overheard(stopping, folder / "hidden.json")
-    folder.mkdir(parents=True, exist_ok=True)
+    proxy, stopping = (
+        load_reward_model(turn.work / "reward" / job) for job in ("proxy", "stopping")
+    )
+    overheard = Overheard(stopping)
     result = train_ppo(
         policy_dir=turn.baseline or "",
         reference_dir=turn.baseline or "",
@@ -187,9 +185,6 @@ def train(turn: Turn, seed: int, folder: Path) -> Seed:
         looks=list(zip(updates, overheard.means, strict=True)),
         seconds=time.monotonic() - began,
     )
-
-
-JUDGES = ("proxy", "stopping")
 
 
 def table(seeds: Sequence[Seed]) -> str:
