@@ -255,9 +255,9 @@ def _give_pad_token(policy: Policy) -> None:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         with torch.no_grad():
             for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                weight = layer.weight if layer is not None else None
-                if weight is not None:
-                    weight[rows:] = weight[:rows].float().mean(0).to(weight.dtype)
+                for of_rows in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+                    if of_rows is not None:
+                        of_rows[rows:] = of_rows[:rows].float().mean(0).to(of_rows.dtype)
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.generation_config is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id

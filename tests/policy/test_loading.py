@@ -16,6 +16,7 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
 from tests.policy.test_chat import plain_tokenizer
+from tests.policy.test_families import family_model
 
 TEXTS = ["please open the settings page", "where is my order"] * 5
 SIZES: dict[str, int] = {
@@ -87,6 +88,17 @@ def test_a_missing_pad_token_is_added_as_an_unlikely_one_and_dropout_is_off(tmp_
     assert set(dropouts) == {0.0}
     policy.model.train()
     torch.testing.assert_close(logits_of(policy), logits_of(policy), rtol=0, atol=0)
+
+
+def test_an_output_layers_bias_gets_the_mean_for_an_added_token_too(tmp_path: Path) -> None:
+    tokenizer = plain_tokenizer()
+    model = family_model("phi", vocab_size=len(tokenizer), pad_token_id=None)
+    torch.nn.init.normal_(model.lm_head.bias, mean=-5.0)
+    model.save_pretrained(tmp_path / "phi")
+    tokenizer.save_pretrained(tmp_path / "phi")
+    bias = load_policy(tmp_path / "phi", device="cpu").model.get_output_embeddings().bias
+    assert bias.shape == (len(tokenizer) + 1,)
+    torch.testing.assert_close(bias[-1], bias[:-1].mean())  # 0 would be the likeliest by far
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # the pad row was added
