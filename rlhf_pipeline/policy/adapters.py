@@ -69,6 +69,7 @@ def load_base(
         lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules="all-linear",
+        fan_in_fan_out=keeps_weights_transposed(policy.model),
         task_type="CAUSAL_LM",
     )
     wrapper = get_peft_model(policy.model, config)
@@ -119,7 +120,11 @@ def add_adapters(trunk: nn.Module, name: str, *, rank: int, alpha: float, seed: 
     from peft import LoraConfig
 
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=linear_names(trunk)
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=linear_names(trunk),
+        fan_in_fan_out=keeps_weights_transposed(trunk),
     )
     _inject(trunk, name, config, seed)
 
@@ -197,6 +202,13 @@ def unique_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes the tensors take in memory, storage that is shared counted once."""
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(stores.values())
+
+
+def keeps_weights_transposed(model: nn.Module) -> bool:
+    """Return whether the linear layers are GPT-2's, of weights (in, out); PEFT has to be told."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
 
 
 def _inject(trunk: nn.Module, name: str, config: Any, seed: int) -> None:

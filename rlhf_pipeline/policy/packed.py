@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKED = "rlhf_packed"  # no mask function goes by this name, so transformers builds no mask
-PACKABLE = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3"})
+PACKABLE = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True, slots=True)

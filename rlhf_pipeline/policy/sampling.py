@@ -487,6 +487,14 @@ def trunk_of(model: Any) -> nn.Module:
     return trunk
 
 
+def state_width(config: Any) -> int:
+    """Return H, the width of a trunk's last hidden states.
+
+    That is the layers' width but for OPT-350M, which projects its states down to the embeddings'.
+    """
+    return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+
+
 def position_ids(mask: Tensor) -> Tensor:
     """Return the position of each token among the real ones of its row; padding gets 0."""
     return (mask.long().cumsum(-1) - 1).clamp_(min=0)

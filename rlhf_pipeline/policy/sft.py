@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK
+from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, keeps_weights_transposed
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.records import Progress, SftExample, ignore_progress
@@ -129,6 +129,7 @@ def _with_adapters(model: Any, rank: int, seed: int) -> Any:
         lora_alpha=ALPHA_PER_RANK * rank,
         lora_dropout=0.0,
         target_modules="all-linear",
+        fan_in_fan_out=keeps_weights_transposed(model),
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)

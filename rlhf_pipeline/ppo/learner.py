@@ -21,6 +21,7 @@ from rlhf_pipeline.policy.sampling import (
     completion_hidden,
     completion_logprobs,
     hidden_logprobs,
+    state_width,
     trunk_of,
 )
 from rlhf_pipeline.ppo.critic import (
@@ -278,7 +279,7 @@ def build_critic(
     """
     if not settings.has_critic:
         return None
-    width = policy.model.config.hidden_size
+    width = state_width(policy.model.config)
     if settings.critic == "shared":
         return SharedCritic(fresh_head(width, generator)).to(policy.device)
     if base is not None and value_init is not None:

@@ -53,6 +53,7 @@ from rlhf_pipeline.policy.sampling import (
     pad_left,
     pad_right,
     position_ids,
+    state_width,
     trunk_of,
 )
 from rlhf_pipeline.records import Prompt, RewardInput, hashed
@@ -228,7 +229,7 @@ def new_reward_model(
     tokenizer = load_tokenizer(base)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
-    width = trunk.config.hidden_size
+    width = state_width(trunk.config)
     head = nn.Linear(width + LIKELIHOODS * likelihood, 1)
     with torch.no_grad():
         head.weight.zero_()
@@ -335,7 +336,7 @@ def load_reward_model(
         trunk = load_weights(auto_class, source, "float32" if facts is None else dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
-        head = nn.Linear(trunk.config.hidden_size + LIKELIHOODS * likelihood, 1)
+        head = nn.Linear(state_width(trunk.config) + LIKELIHOODS * likelihood, 1)
         head.load_state_dict(load_file(root / HEAD))
         limits = Limits(settings["max_prompt_tokens"], settings["max_completion_tokens"])
         calibration = Calibration(**settings["calibration"])
