@@ -41,7 +41,10 @@ def sft_policy(
                 turn.agent_id,
                 Path(result["path"]),
                 label=f"v{pipeline.rows(turn)}",
-                lineage=pipeline.lineage(turn, examples=result["examples"]),
+                lineage={
+                    **pipeline.lineage(turn, examples=result["examples"]),
+                    **result.get("base", {}),
+                },
                 actor="sft_policy",
                 fingerprint=turn.fingerprint,
                 token=turn.token,

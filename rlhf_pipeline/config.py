@@ -85,7 +85,8 @@ class PolicySettings(Section):
 
     base: str = Field(
         "tiny",
-        description="`tiny`, a hub id, or a local folder such as `rlhf export` writes.",
+        description="`tiny`, a hub id, a local folder such as `rlhf export` writes, or a model in "
+        "MLflow's registry: `models:/name@alias`, `models:/name/3`.",
     )
     tiny: TinySettings = TinySettings()
     lora: LoraSettings = LoraSettings()

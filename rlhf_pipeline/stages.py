@@ -61,6 +61,7 @@ class Turn:
 
 def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Train version 0 from the seed conversations and what the snapshot holds worth imitating."""
+    from rlhf_pipeline.policy.adapters import base_digest
     from rlhf_pipeline.policy.loading import load_policy
     from rlhf_pipeline.policy.sft import train_sft
 
@@ -74,14 +75,16 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
             "the baseline needs conversations to learn from, found none; set "
             "sft.seed_conversations, or send corrections, ratings or preferences first"
         )
-    if settings.policy.base == "tiny":
+    source = base_source(settings)
+    if source is None:
         policy = _untrained(settings, examples)
     else:
         policy = load_policy(
-            settings.policy.base,
+            source,
             device=settings.policy.device,
             dtype=settings.policy.dtype if settings.sft.lora_rank else "float32",
         )
+    digest = None if source is None else base_digest(source)
     keep_going()
     result = train_sft(
         policy,
@@ -102,7 +105,26 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         "parameters": parameters,
         "loss_curve": [list(point) for point in result.loss_curve],
         "seconds": result.seconds,
+        "base": {} if source is None else {"started_from": str(source), "base_digest": digest},
     }
+
+
+def base_source(settings: Settings) -> str | Path | None:
+    """Return what the settings' policy starts from: a folder or a hub id; None for the tiny one.
+
+    A `models:/` URI becomes the folder of the model it names now (registry/bases.py).
+    """
+    base = settings.policy.base
+    if not base.startswith("models:/"):
+        return None if base == "tiny" else base
+    from rlhf_pipeline.database import open_database
+    from rlhf_pipeline.registry.bases import base_folder
+    from rlhf_pipeline.registry.ledger import PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+    ledger = PromotionLedger(open_database(settings.resolved_database_url), settings.state_dir)
+    folder = settings.state_dir.resolve() / "mlflow"
+    return base_folder(ModelRegistry(ledger, settings.resolved_mlflow_uri, folder), base)
 
 
 def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:

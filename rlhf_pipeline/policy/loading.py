@@ -218,6 +218,11 @@ def _local_folder(source: str | Path) -> str | Path:
                 "check the path"
             )
         return path
+    if str(source).startswith("models:/"):
+        raise ModelError(
+            f"a folder or a hub id is needed here, found {source}: name it as policy.base, or "
+            "take its folder with registry.bases.base_folder"
+        )
     if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
         raise ModelError(f"a model folder is needed, found none at {source}; check the path")
     return str(source)

@@ -44,6 +44,7 @@ from rlhf_pipeline.registry.tracking import (
 log = structlog.get_logger(__name__)
 
 PROJECTED = "rlhf.projected_entry"
+FILES_DIGEST = "rlhf.files_digest"
 UI_ACTOR = "mlflow-ui"
 
 
@@ -118,7 +119,7 @@ class ModelRegistry:
             agent_id,
             label=label,
             path=folder,
-            files=_files_of(folder),
+            files=safe_files(folder),
             lineage=lineage,
             actor=actor,
             fingerprint=fingerprint,
@@ -149,7 +150,7 @@ class ModelRegistry:
             agent_id,
             label=label,
             path=folder,
-            files=_files_of(folder),
+            files=safe_files(folder),
             lineage=lineage,
             gate=gate,
             fingerprint=fingerprint,
@@ -317,12 +318,16 @@ class ModelRegistry:
 
     @contextmanager
     def _stored(self, version: ModelVersion) -> Iterator[Path]:
-        """Yield MLflow's copy of the files: in place where it is local, else downloaded."""
+        """Yield MLflow's copy of a version's files."""
+        with self.copy_of(model_name(version.agent_id), self._number(version)) as stored:
+            yield stored
+
+    @contextmanager
+    def copy_of(self, name: str, number: str) -> Iterator[Path]:
+        """Yield the files of any model's MLflow version: in place where local, else downloaded."""
         from mlflow.artifacts import download_artifacts
 
-        location = self.client.get_model_version_download_uri(
-            model_name(version.agent_id), self._number(version)
-        )
+        location = self.client.get_model_version_download_uri(name, number)
         if sqlite_file(self.tracking_uri) is not None:
             yield Path(download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri))
             return
@@ -394,10 +399,8 @@ class ModelRegistry:
 
     def _register_one(self, version: ModelVersion, present: Mapping[str, Any]) -> str:
         """Register one version, or link the registration that a crash left unlinked."""
-        digest = _digest(version)
-        same = [
-            n for n, entity in present.items() if entity.tags.get("rlhf.files_digest") == digest
-        ]
+        digest = files_digest(version.files)
+        same = [n for n, entity in present.items() if entity.tags.get(FILES_DIGEST) == digest]
         number = same[0] if same else self._upload(version, digest)
         run_id = version.mlflow_run_id
         self.ledger.link_mlflow(
@@ -409,11 +412,11 @@ class ModelRegistry:
         """Put the files into a LoggedModel without a flavour and register it; return its number."""
         client = self.client
         experiment_id = self.experiment(version.agent_id)
-        tags = version_tags(version) | {"rlhf.files_digest": digest}
+        tags = version_tags(version) | {FILES_DIGEST: digest}
         folder = self._check(version, version.path)
         found = client.search_logged_models(
             experiment_ids=[experiment_id],
-            filter_string=f"tags.`rlhf.files_digest` = '{digest}'",
+            filter_string=f"tags.`{FILES_DIGEST}` = '{digest}'",
         )
         models = [m for m in found if m.tags.get("rlhf.version") == str(version.version)]
         if models:
@@ -497,11 +500,12 @@ def _verdict(version: ModelVersion) -> str:
     return "passed" if version.passed_gate else "refused"
 
 
-def _digest(version: ModelVersion) -> str:
-    return hashed(*(part for item in sorted(version.files.items()) for part in item))
+def files_digest(files: Mapping[str, str]) -> str:
+    """Return one digest of a folder's files, as it stands in the tag of a version in MLflow."""
+    return hashed(*(part for item in sorted(files.items()) for part in item))
 
 
-def _files_of(folder: Path) -> dict[str, str]:
+def safe_files(folder: Path) -> dict[str, str]:
     """Return the folder's hashes. Raises RegistryError where a file could hold a pickle."""
     files = folder_sha256(folder)
     pickles = [n for n in files if n.endswith((".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"))]

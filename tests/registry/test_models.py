@@ -1,8 +1,7 @@
-"""One embedded MLflow for the whole module: making its database takes four seconds."""
+"""Versions go into MLflow, and aliases follow the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
 
 PASSED = {"passed": True, "results": []}
@@ -21,15 +19,6 @@ REFUSED = {
     "passed": False,
     "results": [{"rule": "kl", "number": 25.0, "verdict": "fail", "words": "too far"}],
 }
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRegistry]:
-    state = tmp_path_factory.mktemp("state")
-    database = Database(f"sqlite:///{state}/store.db")
-    ledger = PromotionLedger(database, root=state)
-    yield ModelRegistry(ledger, f"sqlite:///{state}/mlflow/mlflow.db", state / "mlflow")
-    database.close()
 
 
 @pytest.fixture

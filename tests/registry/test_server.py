@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import HashMismatch
+from rlhf_pipeline.registry.bases import base_folder
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 
@@ -82,6 +84,7 @@ def test_the_registry_works_through_a_server(server: str, tmp_path: Path) -> Non
     registry = ModelRegistry(ledger, server, tmp_path / "mlflow")
     for name in ("baseline", "candidate"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_text(name)
     registry.register_baseline("a", tmp_path / "baseline", label="v0", lineage={}, actor="test")
     with registry.run("a", fingerprint="f", stage="ppo", parameters={"seed": 1}) as run:
@@ -103,3 +106,27 @@ def test_the_registry_works_through_a_server(server: str, tmp_path: Path) -> Non
     assert cached == tmp_path / "mlflow" / "cache" / "rlhf-a" / "1"
     assert (cached / "model.safetensors").read_text() == "candidate"
     database.close()
+
+
+@pytest.mark.slow
+def test_another_ledgers_model_is_fetched_once_and_held_against_its_digest(
+    server: str, tmp_path: Path
+) -> None:
+    databases = [Database(f"sqlite:///{tmp_path}/{name}.db") for name in ("one", "other")]
+    one, other = (
+        ModelRegistry(PromotionLedger(database), server, tmp_path / name)
+        for database, name in zip(databases, ("one", "other"), strict=True)
+    )
+    folder = tmp_path / "baseline"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    one.register_baseline("b", folder, label="v0", lineage={}, actor="test")
+    fetched = base_folder(other, "models:/rlhf-b@champion")
+    assert fetched.is_relative_to(tmp_path / "other" / "cache" / "bases")
+    assert base_folder(other, "models:/rlhf-b/1") == fetched
+    assert (fetched / "config.json").read_text() == "{}"
+    (fetched / "config.json").write_text("changed")
+    with pytest.raises(HashMismatch, match="needs the files that were registered"):
+        base_folder(other, "models:/rlhf-b@champion")
+    for database in databases:
+        database.close()

@@ -1,0 +1,77 @@
+"""A model to start from, by its name in MLflow: `models:/name@alias` or `models:/name/3`.
+
+A name that the ledger knows (`rlhf-<agent>`) means what the ledger says, and its files are checked
+by hash. Any other model is MLflow's alone: one that a pipeline of ours registered elsewhere carries
+a digest of its files, which is checked; of the rest is asked only what is asked of every model,
+safetensors and nothing pickled. What this does not protect: MLflow's own database.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.files import folder_sha256, new_folder
+from rlhf_pipeline.records import hashed
+from rlhf_pipeline.registry.models import (
+    FILES_DIGEST,
+    ModelRegistry,
+    files_digest,
+    model_name,
+    safe_files,
+)
+from rlhf_pipeline.registry.tracking import mlflow_refusals, sqlite_file
+
+SCHEME = "models:/"
+
+
+def base_folder(registry: ModelRegistry, uri: str) -> Path:
+    """Return the local folder of the model that a `models:/` URI names at this moment.
+
+    Raises RegistryError for what is unknown or no plain folder of safetensors, HashMismatch where
+    files are not the ones that were registered.
+    """
+    match = re.fullmatch(r"models:/([^/@]+)(?:@([^/@]+)|/(\d+))", uri)
+    if match is None:
+        raise RegistryError(
+            "a base from the registry needs a URI like models:/<name>@<alias> or "
+            f"models:/<name>/<version>, found {uri!r}; correct policy.base"
+        )
+    name, alias, number = match.groups()
+    agent_id = name.removeprefix(model_name(""))
+    if agent_id != name and registry.ledger.versions(agent_id):
+        return registry.resolve(uri)
+    with mlflow_refusals(f"finding {uri}"):
+        client = registry.client
+        if alias is not None:
+            entity = client.get_model_version_by_alias(name, alias)
+        else:
+            entity = client.get_model_version(name, number)
+        # A model that was deleted and made again begins with version 1 again.
+        mark = hashed(registry.tracking_uri, str(entity.creation_timestamp))[:12]
+        cached = registry.folder / "cache" / "bases" / f"{name}-{entity.version}-{mark}"
+        if not cached.is_dir():
+            with registry.copy_of(name, str(entity.version)) as stored:
+                if sqlite_file(registry.tracking_uri) is not None:
+                    return _checked(stored, uri, entity.tags.get(FILES_DIGEST))
+                with new_folder(cached) as aside:
+                    shutil.copytree(stored, aside, dirs_exist_ok=True)
+    return _checked(cached, uri, entity.tags.get(FILES_DIGEST))
+
+
+def _checked(folder: Path, uri: str, digest: str | None) -> Path:
+    if digest is not None and files_digest(folder_sha256(folder)) != digest:
+        raise HashMismatch(
+            f"{uri} needs the files that were registered, found others in {folder}; register the "
+            "model again, or take another version"
+        )
+    files = safe_files(folder)
+    if not {"config.json", "adapter_config.json"} & files.keys():
+        found = ", ".join(sorted(files)[:5]) or "no files"
+        raise RegistryError(
+            f"{uri} needs a plain transformers folder behind it (config.json, safetensors and the "
+            f"tokenizer at its top), found {found}; register what `save_pretrained` writes"
+        )
+    return folder
