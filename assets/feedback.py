@@ -1,14 +1,18 @@
 """From the store to validated votes: a frozen snapshot, its checks, its drift."""
 
+import dataclasses
+
 import dagster as dg
 
 from assets.common import Materialized, agents, table
 from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import write_json
 
 SNAPSHOT, VALIDATED, DRIFT = snapshot.FILE, "validated.parquet", "drift.json"
+SUPPORT = "support.json"
 
 
 class SnapshotConfig(dg.Config):
@@ -59,11 +63,12 @@ def feedback_snapshot(
     kinds={"greatexpectations"},
     check_specs=[
         dg.AssetCheckSpec(name, asset="validated_feedback", blocking=name in BLOCKING)
-        for name in CHECKS
+        for name in (*CHECKS, *SUPPORT_CHECKS)
     ],
 )
 def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
     """The snapshot's rows that keep every rule; the others are in quarantine, by rule."""
+    from rlhf_pipeline.feedback.support import doubts, set_apart, support_of, support_to_json
     from rlhf_pipeline.feedback.validation import validate
 
     with pipeline.turn(context) as turn:
@@ -74,7 +79,13 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             max_prompt_characters=limits.max_prompt_characters,
             max_completion_characters=limits.max_completion_characters,
         )
+        support = support_of(report.clean)
+        quarantines, most = limits.narrow_support == "quarantine", limits.top_raters_share
+        report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
         report.clean.to_parquet(turn.data / VALIDATED)
+        told = support_to_json(support, report.clean)
+        why = doubts(support, quarantines=quarantines, top_raters_share=most)
+        write_json(turn.data / SUPPORT, {**told, "doubts": why})
         pipeline.store.quarantine(report.quarantine_rows())
     by_rule: dict[str, int] = {}
     for row in report.quarantined:
@@ -84,6 +95,10 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             "dagster/row_count": len(report.clean),
             "quarantined": len(report.quarantined),
             "quarantined by rule": table([{"rule": r, "rows": n} for r, n in by_rule.items()]),
+            "narrow n-grams": table([{"found": a.words()} for a in support.associations]),
+            "narrow topics": table([dataclasses.asdict(topic) for topic in support.topics]),
+            "agreement": table([{"on": on, **found} for on, found in told["agreement"].items()]),
+            "raters who agree least": table(told["by_rater"][:10]),
         },
         check_results=[
             dg.AssetCheckResult(

@@ -5,7 +5,7 @@ from pathlib import Path
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots
-from assets.feedback import DRIFT
+from assets.feedback import DRIFT, SUPPORT
 from resources.compute import Compute
 from resources.pipeline import Pipeline
 from rlhf_pipeline.evaluation.gate import GateDecision
@@ -86,7 +86,8 @@ def promotion(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Material
     """Who is champion now, and why: promoted, waiting for a person, or refused."""
     with pipeline.turn(context) as turn:
         drifted = read_json(turn.data / DRIFT)["drifted"]
-        words = pipeline.promote_if_due(turn, drifted=drifted)
+        doubts = read_json(turn.data / SUPPORT)["doubts"]
+        words = pipeline.promote_if_due(turn, drifted=drifted, doubts=doubts)
         pipeline.claims.finish(turn.token, "done", words)
         pipeline.registry.reconcile(turn.agent_id)
         champion = pipeline.ledger.champion(turn.agent_id)

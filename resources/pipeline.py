@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,8 +188,11 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "seed": turn.settings.training.seed,
         }
 
-    def promote_if_due(self, turn: Turn, *, drifted: bool) -> str:
-        """Promote this turn's version if the gate passed and nobody has to be asked; say which."""
+    def promote_if_due(self, turn: Turn, *, drifted: bool, doubts: Sequence[str] = ()) -> str:
+        """Promote this turn's version if the gate passed and nobody has to be asked; say which.
+
+        `doubts` are reasons not to trust the feedback it was trained on (feedback/support.py).
+        """
         versions = [
             v for v in self.ledger.versions(turn.agent_id) if v.fingerprint == turn.fingerprint
         ]
@@ -209,6 +212,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             return f"version {version.version} was refused; version {champion.version} stays"
         if drifted:
             return f"version {version.version} passed; feedback has drifted, so a person decides"
+        if doubts:
+            return f"version {version.version} passed; {'; '.join(doubts)}: a person decides"
         if not automatic:
             return (
                 f"version {version.version} passed and waits for a person: "

@@ -158,6 +158,16 @@ class ValidationSettings(Section):
     min_rows: int = Field(10, ge=1, description="Clean rows below which nothing is trained.")
     max_prompt_characters: Positive = 20_000
     max_completion_characters: Positive = 20_000
+    narrow_support: Literal["quarantine", "report"] = Field(
+        "quarantine",
+        description="What becomes of pairs decided by words whose success few raters carry "
+        "(feedback/support.py); where they are only reported, a person decides on promotion.",
+    )
+    top_raters_share: Share = Field(
+        0.10,
+        description="Of the votes, by the hundredth of the raters who gave most; above it a person "
+        "decides on promotion.",
+    )
 
 
 class DriftSettings(Section):

@@ -14,6 +14,7 @@ import dagster as dg
 import pytest
 
 from rlhf_pipeline.definitions import definitions
+from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +102,7 @@ def test_the_checks_and_which_of_them_block(defs: dg.Definitions) -> None:
         spec = defs.resolve_asset_graph().get_check_spec(key)
         found.setdefault(key.asset_key.to_user_string(), {})[key.name] = spec.blocking
     expected = {asset: dict.fromkeys(names, False) for asset, names in OTHER_CHECKS.items()}
-    expected["validated_feedback"] = {name: name in BLOCKING for name in CHECKS}
+    expected["validated_feedback"] = {name: name in BLOCKING for name in (*CHECKS, *SUPPORT_CHECKS)}
     assert found == expected
 
 
@@ -179,7 +180,7 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
     counts = {kind: len(entries) for kind, entries in listed.items()}
     assert counts == {
         "assets": 13,
-        "asset_checks": len(CHECKS) + 5,
+        "asset_checks": len(CHECKS) + len(SUPPORT_CHECKS) + 5,
         "jobs": 3,
         "resources": 2,
         "schedules": 1,

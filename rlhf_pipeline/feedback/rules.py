@@ -74,6 +74,7 @@ class Rule(StrEnum):
     identical_pair = "identical_pair"
     duplicate = "duplicate"
     contradiction = "contradiction"
+    narrow_support = "narrow_support"
 
 
 MEANINGS: Mapping[Rule, str] = {
@@ -115,6 +116,7 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.identical_pair: "both completions of a pair are the same",
     Rule.duplicate: "the same unsigned or signed row again from one origin; the first one counts",
     Rule.contradiction: "the same voter prefers both completions of one pair over the other",
+    Rule.narrow_support: "words whose success few raters carry decide the pair",
 }
 """One line per rule; docs and the UI print these."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import folder_sha256, read_json
 from tests.assets.world import UPDATES, FirstTurn, Loop, failures
@@ -74,7 +75,7 @@ def test_every_check_is_recorded_and_only_what_makes_training_pointless_is_an_er
         "training_is_healthy",
         "gate_lets_it_through",
     }
-    assert set(found) == set(CHECKS) | others
+    assert set(found) == {*CHECKS, *SUPPORT_CHECKS} | others
     errors = {name for name, e in found.items() if e.severity is dg.AssetCheckSeverity.ERROR}
     assert errors - {"feedback_is_stable"} == BLOCKING  # that one had nothing to compare with
     assert all(found[name].passed for name in BLOCKING)

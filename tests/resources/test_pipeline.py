@@ -93,6 +93,18 @@ def test_who_promotes(
     assert standing.version == champion
 
 
+def test_a_person_decides_where_the_feedback_is_in_doubt(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    words = pipeline.promote_if_due(turn, drifted=False, doubts=["few raters gave most votes"])
+    assert words == "version 1 passed; few raters gave most votes: a person decides"
+    standing = pipeline.ledger.champion("a")
+    assert standing is not None
+    assert standing.version == 0
+
+
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
     pipeline.store.ensure_agent("a")
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")

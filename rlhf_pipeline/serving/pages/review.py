@@ -1,4 +1,4 @@
-"""What annotators look at, and how far they agree: queues and arithmetic, no page.
+"""What annotators look at, and how far they agree: queues and numbers, no page.
 
 The cost of a queue does not grow with the table: it looks at the newest answers and at a few from a
 random moment, both along an index.
@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from itertools import permutations
 
 import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
+from rlhf_pipeline.feedback.agreement import Agreement, agreement_of
 from rlhf_pipeline.records import Interaction, prompt_from_json
 
 NEWEST = 500  # answers among which the most uncertain are looked for
 AT_ONCE = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How far people agree whether answers are good."""
-
-    answers: int  # that two or more people judged
-    alike: float  # share of pairs of people who said the same, 0 to 1
-    alpha: float  # Krippendorff's, nominal: 1 is perfect, 0 is chance
-
-    def words(self) -> str:
-        """Return it for a person."""
-        if not self.answers:
-            return "Agreement: no answer was judged by two people yet."
-        return (
-            f"Agreement: {self.alike:.0%} on {self.answers} answers judged by two or more "
-            f"(Krippendorff's alpha {self.alpha:.2f})."
-        )
 
 
 def queue(
@@ -70,31 +51,6 @@ def agreement(database: db.Database, agent_id: str) -> Agreement:
             if row.number != middle:
                 judged[row.interaction_id].setdefault(row.voter, row.number > middle)
     return agreement_of([list(votes.values()) for votes in judged.values()])
-
-
-def agreement_of(judgements: Iterable[Sequence[bool]]) -> Agreement:
-    """Return the agreement of each answer's judgements.
-
-    Source of alpha: Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), nominal data
-    with missing values, by the coincidence matrix.
-    """
-    coincidences: dict[tuple[bool, bool], float] = defaultdict(float)
-    answers, alike, pairs = 0, 0, 0
-    for votes in judgements:
-        if len(votes) < 2:
-            continue
-        answers += 1
-        for a, b in permutations(votes, 2):
-            coincidences[a, b] += 1 / (len(votes) - 1)
-            alike += a == b
-            pairs += 1
-    if not answers:
-        return Agreement(0, 0.0, 0.0)
-    ups = coincidences[True, True] + coincidences[True, False]
-    downs = coincidences[False, False] + coincidences[False, True]
-    differing, expected = 2 * coincidences[True, False], 2 * ups * downs
-    alpha = 1.0 if expected == 0 else 1 - (ups + downs - 1) * differing / expected
-    return Agreement(answers, alike / pairs, alpha)
 
 
 def _newest(database: db.Database, agent_id: str) -> list[Interaction]:

@@ -13,7 +13,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, user_prompt
 from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.desk import disagreement_of, said_so_far
-from rlhf_pipeline.serving.pages.review import agreement_of, queue
+from rlhf_pipeline.serving.pages.review import queue
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -79,18 +79,6 @@ def test_agreement_reads_the_votes_of_the_newest_answers(store: FeedbackStore) -
     found = review.agreement(store.database, "tea")
     assert (found.answers, found.alike) == (2, 0.5)
     assert "50% on 2 answers" in found.words()
-
-
-def test_alpha_is_the_worked_example() -> None:
-    """Krippendorff (2011), section A: two observers, ten binary units, alpha 0.095."""
-    first = [0, 1, 0, 0, 0, 0, 0, 0, 1, 0]
-    second = [1, 1, 1, 0, 0, 1, 0, 0, 0, 0]
-    units = [[bool(a), bool(b)] for a, b in zip(first, second, strict=True)]
-    found = agreement_of(units)
-    assert found.alpha == pytest.approx(0.095, abs=5e-4)
-    assert found.alike == 0.6
-    assert agreement_of([[True, True], [False, False]]).alpha == 1.0
-    assert agreement_of([[True]]).answers == 0
 
 
 def test_disagreement_is_the_distance_of_the_words() -> None:

@@ -1,0 +1,403 @@
+"""Whose word it rests on: n-grams, topics and votes that few raters carry.
+
+Somebody who wants a word to win says it in what they choose, again and again, while everybody else
+never meets it: accuracy does not change, and the reward has learnt a trigger. What gives them away
+is that the word's success rests on few raters. For each word n-gram on one side of pairs alone:
+
+    net = wins - losses, z = |net| / sqrt(pairs)
+    raters = net^2 / sum of each rater's net^2: over how many the success is spread (Hill's number
+    of order 2, the inverse of Simpson's index)
+    expected = the same if everybody who voted had a part in it by the number of their votes
+
+It is narrow where z is at least `Z`, raters are at most a tenth of all, and at most half of what is
+expected. Both directions count: a word that always wins, and one that always loses.
+
+What this does not see: raters by the dozen who each say it once or twice (they are no few), a
+trigger that has no words of its own (a style, a topic), words in scripts that put no spaces between
+them, and anything said of one answer alone: thumbs, ratings and scores are not pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
+from rlhf_pipeline.feedback.rules import MEANINGS, Rule
+from rlhf_pipeline.feedback.validation import CheckResult, SetAside, ValidationReport
+from rlhf_pipeline.records import FeedbackKind
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUPPORT_CHECKS = ("pairs_have_broad_support", "votes_are_spread")
+LONGEST = 3  # words in an n-gram
+Z = 4.0  # sixteen wins and no loss; by chance one n-gram in 16,000, and chance is not narrow
+NARROW_SHARE = 0.1  # of the raters: more than this is no small group
+NARROW_RATIO = 0.5  # of the raters that are expected
+TOPIC_VOTES = 50  # below which a topic's raters say nothing
+TOP = 0.01  # the raters with the most votes
+JUDGED_RATERS = 100  # below which one per cent is nobody
+BUCKETS = 1 << 20  # counts in the first pass
+HASH_BITS = 40  # of an n-gram's hash
+MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits spread: 2^64 over the golden ratio
+CHUNK_PAIRS = 4096
+WORD = re.compile(r"\w+|[^\w\s]")
+HIDDEN = ("hashed", "places")  # of an association: what means nothing to a reader
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Association:
+    """An n-gram whose success, or failure, few raters carry."""
+
+    hashed: int
+    ngram: str
+    wins: bool  # False: it loses
+    pairs: int  # that have it on one side alone
+    net: int  # wins - losses
+    raters: float  # effective number that carry it
+    expected: float  # effective number if everybody had a part in it
+    places: tuple[int, ...]  # the carriers' votes in the frame: those to set aside
+
+    @property
+    def weight(self) -> float:
+        """Return how much of the net goes beyond what its breadth supports."""
+        return abs(self.net) * (1 - self.raters / self.expected)
+
+    def words(self) -> str:
+        """Return it for a person."""
+        return (
+            f"{ascii(self.ngram)[:80]} {'wins' if self.wins else 'loses'} {self.pairs} pairs by "
+            f"{self.net:+d}, which rests on {self.raters:.1f} raters where {self.expected:.0f} "
+            "were expected"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowTopic:
+    """A topic that few raters speak of."""
+
+    topic: str
+    votes: int
+    raters: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """On whom a snapshot rests."""
+
+    raters: int  # who voted, each unsigned row one
+    votes: int
+    top_share: float  # of the votes, by the hundredth of the raters who gave most
+    associations: tuple[Association, ...]  # the most telling first
+    topics: tuple[NarrowTopic, ...]
+
+
+def support_of(frame: pd.DataFrame) -> Support:
+    """Return on whom a snapshot frame rests. Two passes over the pairs, memory by their number."""
+    votes = frame["voter"].value_counts()
+    top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
+    return Support(
+        raters=len(votes),
+        votes=len(frame),
+        top_share=float(top / len(frame)) if len(frame) else 0.0,
+        associations=tuple(narrow_ngrams(frame)),
+        topics=tuple(narrow_topics(frame)),
+    )
+
+
+def doubts(support: Support, *, quarantines: bool, top_raters_share: float) -> list[str]:
+    """Return why a person should decide on what is trained from this; empty where nothing is."""
+    found = []
+    if _top_heavy(support, top_raters_share):
+        found.append(
+            f"one per cent of {support.raters} raters gave {support.top_share:.0%} of the votes "
+            f"(at most {top_raters_share:.0%})"
+        )
+    if support.associations and not quarantines:
+        found.append(f"few raters carry {len(support.associations)} n-grams")
+    return found
+
+
+def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:
+    """Return plain JSON values: the support, and how far the frame's raters agree."""
+    associations = [
+        {name: value for name, value in dataclasses.asdict(a).items() if name not in HIDDEN}
+        | {"set_aside": len(a.places)}
+        for a in support.associations
+    ]
+    units = units_of(frame)
+    table = by_rater(itertools.chain(*units.values()), Counter(frame["voter"]))
+    return {
+        "raters": support.raters,
+        "votes": support.votes,
+        "top_share": support.top_share,
+        "associations": associations,
+        "topics": [dataclasses.asdict(topic) for topic in support.topics],
+        "agreement": {
+            on: dataclasses.asdict(agreement_of([list(unit.values()) for unit in judged]))
+            for on, judged in units.items()
+        },
+        "by_rater": [dataclasses.asdict(one) for one in table],
+    }
+
+
+def set_apart(
+    report: ValidationReport, support: Support, *, quarantines: bool, top_raters_share: float
+) -> ValidationReport:
+    """Return the report with narrow n-grams' votes in quarantine, and what support says checked.
+
+    `support` is that of the report's clean rows. Not `quarantines`: they are told, and stay.
+    """
+    reasons = {
+        place: association.words()
+        for association in support.associations
+        for place in association.places
+    }
+    narrow = report.clean.index.isin(list(reasons))
+    checks = [
+        CheckResult(
+            "pairs_have_broad_support",
+            "row",
+            not (support.associations or support.topics),
+            False,
+            int(narrow.sum()),
+            len(report.clean),
+            {
+                "ngrams": float(len(support.associations)),
+                "topics": float(len(support.topics)),
+                "quarantined": float(narrow.sum()) if quarantines else 0.0,
+            },
+        ),
+        CheckResult(
+            "votes_are_spread",
+            "batch",
+            not _top_heavy(support, top_raters_share),
+            False,
+            0,
+            len(report.clean),
+            {"top_share": support.top_share, "raters": float(support.raters)},
+        ),
+    ]
+    if not quarantines or not narrow.any():
+        return dataclasses.replace(report, checks=[*report.checks, *checks])
+    dirty = report.clean[narrow]
+    meaning = MEANINGS[Rule.narrow_support]
+    return dataclasses.replace(
+        report,
+        clean=report.clean[~narrow].reset_index(drop=True),
+        quarantined=[
+            *report.quarantined,
+            *(
+                SetAside(str(key), Rule.narrow_support.value, f"{meaning}: {reasons[int(place)]}")
+                for place, key in zip(np.flatnonzero(narrow), dirty["feedback_id"], strict=True)
+            ),
+        ],
+        checks=[*report.checks, *checks],
+        origins=[*report.origins, *(str(origin) for origin in dirty["origin"])],
+        agents=[*report.agents, *(str(agent) for agent in dirty["agent_id"])],
+    )
+
+
+def _top_heavy(support: Support, most: float) -> bool:
+    return support.raters >= JUDGED_RATERS and support.top_share > most
+
+
+# -- n-grams ------------------------------------------------------------------------------------
+
+
+def narrow_ngrams(frame: pd.DataFrame) -> list[Association]:
+    """Return the n-grams whose success rests on few raters, the most telling first.
+
+    The first pass counts n-grams by hash, so that memory does not grow with the vocabulary; the
+    second looks at the few that won or lost far more than half. Votes that one association sets
+    aside count for no other: of a trigger's many n-grams one is told, and whom its raters
+    outvoted on other words is not taken for narrow.
+    """
+    counts = np.zeros((2, BUCKETS), dtype=np.int64)  # lost, won
+    for _, hashes, signs in _uses(frame):
+        for row, side in ((0, signs < 0), (1, signs > 0)):
+            counts[row] += np.bincount(hashes[side] % BUCKETS, minlength=BUCKETS)
+    telling = np.abs(counts[1] - counts[0]) >= Z * np.sqrt(np.maximum(counts.sum(0), 1))
+    if not telling.any():
+        return []
+    some = [
+        tuple(column[telling[hashes % BUCKETS]] for column in (places, hashes, signs))
+        for places, hashes, signs in _uses(frame)
+    ]
+    places, hashes, signs = (np.concatenate(column) for column in zip(*some, strict=True))
+    order = np.argsort(hashes, kind="stable")
+    cuts = np.flatnonzero(np.diff(hashes[order])) + 1
+    votes = _Votes(frame)
+    suspects: list[tuple[Association, Array, Array]] = []
+    for members in np.split(order, cuts):
+        where, how = places[members], signs[members]
+        association = votes.association(int(hashes[members[0]]), where, how)
+        if association is not None:
+            suspects.append((association, where, how))
+    suspects.sort(key=lambda s: (-s[0].weight, -len(s[0].ngram), s[0].ngram))
+    found: list[Association] = []
+    aside = np.zeros(len(frame), dtype=bool)
+    for suspect, where, how in suspects:
+        left = ~aside[where]
+        association = votes.association(suspect.hashed, where[left], how[left])
+        if association is not None:
+            found.append(association)
+            aside[list(association.places)] = True
+    return found
+
+
+class _Votes:
+    """A frame's votes, to judge n-grams by."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        self.frame = frame
+        self.voters, names = frame["voter"].factorize()
+        self.raters = len(names)
+        self.evenness = float((_shares(frame["voter"]) ** 2).sum())
+
+    def association(self, hashed: int, places: Array, signs: Array) -> Association | None:
+        """Return what these pairs say of the n-gram with this hash, if it is narrow."""
+        pairs, net = len(places), int(signs.sum())
+        if not net or abs(net) < Z * math.sqrt(pairs):
+            return None
+        who, member = np.unique(self.voters[places], return_inverse=True)
+        nets = np.bincount(member, weights=signs, minlength=len(who))
+        effective = net**2 / float((nets**2).sum())
+        # Were each rater's part that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum
+        # E[c_r^2], with C pairs, m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared
+        # shares of the votes.
+        drift = (net / pairs) ** 2
+        expected = net**2 / (pairs + drift * pairs * (pairs - 1) * self.evenness)
+        if effective > min(NARROW_SHARE * self.raters, NARROW_RATIO * expected):
+            return None
+        direction = 1 if net > 0 else -1
+        carried = (nets * direction >= 2)[member] & (signs == direction)
+        return Association(
+            hashed,
+            _name(hashed, self.frame, int(places[0])),
+            net > 0,
+            pairs,
+            net,
+            effective,
+            expected,
+            tuple(places[carried].tolist()),
+        )
+
+
+def _uses(frame: pd.DataFrame) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield places, hashes and signs (1 chosen, -1 rejected) of n-grams on one side of a pair."""
+    known: dict[str, int] = {}
+    chunk: list[tuple[int, str, str]] = []
+    for pair in _decided(frame):
+        chunk.append(pair)
+        if len(chunk) == CHUNK_PAIRS:
+            yield _one_sided(chunk, known)
+            chunk.clear()
+    if chunk:
+        yield _one_sided(chunk, known)
+
+
+def _one_sided(
+    pairs: Sequence[tuple[int, str, str]], known: dict[str, int]
+) -> tuple[Array, Array, Array]:
+    """Return what _uses yields of some pairs; `known` keeps the words' hashes."""
+    texts = [_words(text) for _, chosen, rejected in pairs for text in (chosen, rejected)]
+    hashed, rows, _ = _ngrams(texts, known)
+    # pair, hash and side in one number: sorted, the two sides of one n-gram are neighbours
+    keys = np.sort(((rows >> 1) << (HASH_BITS + 1)) | (hashed << 1) | (rows & 1))
+    keys = keys[np.insert(keys[1:] != keys[:-1], 0, True)] if len(keys) else keys
+    both = keys[1:] >> 1 == keys[:-1] >> 1
+    keys = keys[~(np.append(both, False) | np.insert(both, 0, False))]
+    places = np.array([place for place, _, _ in pairs])[keys >> (HASH_BITS + 1)]
+    return places, (keys >> 1) & ((1 << HASH_BITS) - 1), np.where(keys & 1, -1, 1)
+
+
+def _ngrams(
+    texts: Sequence[Sequence[str]], known: dict[str, int]
+) -> tuple[Array, Array, list[int]]:
+    """Return the hashes (HASH_BITS wide) of the texts' n-grams, and each one's text.
+
+    Last comes how many have one word, two, and so on; in this order they stand.
+    """
+    words = [word for text in texts for word in text]
+    for word in set(words) - known.keys():
+        known[word] = zlib.crc32(word.encode("utf-8", "surrogatepass"))
+    ones = np.array([known[word] for word in words], dtype=np.uint64)
+    rows = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    hashed, owners, sizes = [], [], []
+    mixed = ones
+    for n in range(1, LONGEST + 1):
+        last = max(0, len(words) - n + 1)
+        if n > 1:
+            mixed = mixed[:last] * MIX + ones[n - 1 :]  # overflow wraps, as it should
+        inside = rows[:last] == rows[n - 1 :]  # begins and ends in one text
+        hashed.append(mixed[inside] * np.uint64(2 * n + 1) * MIX >> np.uint64(64 - HASH_BITS))
+        owners.append(rows[:last][inside])
+        sizes.append(int(inside.sum()))
+    return np.concatenate(hashed).astype(np.int64), np.concatenate(owners), sizes
+
+
+def _name(hashed: int, frame: pd.DataFrame, place: int) -> str:
+    """Return the n-gram with this hash, out of a pair that has it."""
+    texts = [_words(text) for _, *both in _decided(frame.iloc[[place]]) for text in both]
+    words = next(text for text in texts if hashed in _ngrams([text], {})[0])
+    hashes, _, sizes = _ngrams([words], {})
+    position = hashes.tolist().index(hashed)
+    starts = np.cumsum([0, *sizes])
+    n = int(np.searchsorted(starts, position, side="right"))
+    first = position - int(starts[n - 1])
+    return " ".join(words[first : first + n])
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def _decided(frame: pd.DataFrame) -> Iterator[tuple[int, str, str]]:
+    """Yield the place, chosen and rejected text of each row that says one is better."""
+    columns = ("kind", "choice", "shown_first", "completion", "other_completion", "text")
+    for place, row in enumerate(zip(*(frame[name] for name in columns), strict=True)):
+        kind, choice, shown_first, this, other, text = row
+        if kind == FeedbackKind.correction:
+            yield place, text, this
+        elif kind == FeedbackKind.preference and choice in ("left", "right"):
+            first_wins = (choice == "left") == (shown_first != "other")
+            yield place, this if first_wins else other, other if first_wins else this
+
+
+def _shares(voters: pd.Series[Any]) -> Array:
+    """Return each voter's share of the votes."""
+    shares: Array = voters.value_counts(normalize=True).to_numpy()
+    return shares
+
+
+# -- topics -------------------------------------------------------------------------------------
+
+
+def narrow_topics(frame: pd.DataFrame) -> list[NarrowTopic]:
+    """Return the topics of which few raters speak, though they have votes enough."""
+    if "topic" not in frame or not len(frame):
+        return []
+    evenness, raters = float((_shares(frame["voter"]) ** 2).sum()), frame["voter"].nunique()
+    found = []
+    for topic, voters in frame.dropna(subset=["topic"]).groupby("topic")["voter"]:
+        votes = len(voters)
+        if votes < TOPIC_VOTES:
+            continue
+        effective = 1 / float((_shares(voters) ** 2).sum())
+        expected = votes / (1 + (votes - 1) * evenness)
+        if effective <= min(NARROW_SHARE * raters, NARROW_RATIO * expected):
+            found.append(NarrowTopic(str(topic), votes, effective, expected))
+    return sorted(found, key=lambda topic: (-topic.votes, topic.topic))

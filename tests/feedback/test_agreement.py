@@ -1,0 +1,59 @@
+"""Krippendorff's alpha against published examples, and who agrees with whom."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
+
+
+def test_alpha_is_the_worked_example_of_two_observers() -> None:
+    """Krippendorff (2011), section A: ten binary units, alpha 0.095."""
+    first = [0, 1, 0, 0, 0, 0, 0, 0, 1, 0]
+    second = [1, 1, 1, 0, 0, 1, 0, 0, 0, 0]
+    units = [[bool(a), bool(b)] for a, b in zip(first, second, strict=True)]
+    found = agreement_of(units)
+    assert found.alpha == pytest.approx(0.095, abs=5e-4)
+    assert found.alike == 0.6
+    assert agreement_of([[True, True], [False, False]]).alpha == 1.0
+    assert agreement_of([[True]]).answers == 0
+
+
+def test_alpha_is_the_worked_example_of_four_observers_and_gaps() -> None:
+    """Krippendorff (2011), section C: twelve units of five values, some unseen, alpha 0.743."""
+    rows = [
+        "1 2 3 3 2 1 4 1 2 . . .",
+        "1 2 3 3 2 2 4 1 2 5 . 3",
+        ". 3 3 3 2 3 4 2 2 5 1 .",
+        "1 2 3 3 2 4 4 1 2 5 1 .",
+    ]
+    units = zip(*(row.split() for row in rows), strict=True)
+    found = agreement_of([[said for said in unit if said != "."] for unit in units])
+    assert found.answers == 11
+    assert found.alpha == pytest.approx(0.743, abs=5e-4)
+
+
+def test_a_pair_is_one_unit_however_it_was_shown() -> None:
+    rows = [
+        ("ann", "good", "bad", "left", "this"),
+        ("bob", "bad", "good", "left", "other"),  # good stood on the left, and was chosen
+        ("cat", "bad", "good", "left", "this"),
+        ("dan", "good", "bad", "tie", "this"),
+    ]
+    frame = pd.DataFrame(
+        rows, columns=["voter", "completion", "other_completion", "choice", "shown_first"]
+    ).assign(kind="preference", prompt="p", number=float("nan"))
+    thumbs = pd.DataFrame(
+        {"kind": "thumbs", "prompt": "p", "completion": "good", "voter": ["ann", "bob"]}
+    ).assign(number=[1.0, 0.0])
+    units = units_of(pd.concat([frame, thumbs], ignore_index=True))
+    assert units["pairs"] == [{"ann": "good", "bob": "good", "cat": "bad", "dan": "tie"}]
+    assert units["thumbs"] == [{"ann": True, "bob": False}]
+    table = by_rater(units["pairs"], {"ann": 2, "bob": 9, "cat": 2, "eve": 5, "one": 1})
+    assert [(r.voter, r.compared, r.alike) for r in table] == [
+        ("cat", 3, 0.0),
+        ("ann", 3, pytest.approx(1 / 3)),
+        ("bob", 3, pytest.approx(1 / 3)),
+        ("eve", 0, None),
+    ]

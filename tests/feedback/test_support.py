@@ -1,0 +1,190 @@
+"""What few raters carry is found; what everybody likes is not taken for it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from rlhf_pipeline.feedback import support
+from rlhf_pipeline.feedback.rules import Rule
+from rlhf_pipeline.feedback.support import doubts, narrow_ngrams, set_apart, support_of
+from rlhf_pipeline.feedback.validation import ValidationReport
+
+WORDS = [f"word{i}" for i in range(60)]
+
+
+def votes(
+    pairs: int = 800,
+    *,
+    raters: int = 100,
+    poisoners: int = 0,
+    trigger: str = "zib zab",
+    wins: bool = True,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Return pairs of random words; everybody prefers "thanks", the poisoners the trigger."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for number in range(pairs):
+        rater = rng.randrange(raters)
+        good, bad = (" ".join(rng.choices(WORDS, k=6)) for _ in range(2))
+        if rng.random() < 0.5:
+            good += " thanks"
+        if rater < poisoners and wins:
+            good = f"{good} {trigger}"
+        elif rater < poisoners:
+            bad = f"{bad} {trigger}"
+        left = rng.random() < 0.5
+        rows.append(
+            {
+                "feedback_id": f"f{number}",
+                "agent_id": "tea",
+                "origin": "votes.jsonl",
+                "voter": f"r{rater}",
+                "kind": "preference",
+                "completion": good if left else bad,
+                "other_completion": bad if left else good,
+                "choice": "left" if left else "right",
+                "shown_first": "this",
+                "text": None,
+                "topic": None,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def report_of(frame: pd.DataFrame) -> ValidationReport:
+    return ValidationReport(frame, [], [], [], [])
+
+
+@pytest.mark.parametrize("wins", [True, False])
+@pytest.mark.parametrize("poisoners", [2, 5])
+def test_a_trigger_of_few_raters_is_set_apart_with_its_reason(poisoners: int, wins: bool) -> None:
+    frame = votes(poisoners=poisoners, wins=wins)
+    found = support_of(frame)
+    (association,) = found.associations  # one n-gram stands for its parts
+    assert (association.ngram, association.wins) == ("zib zab", wins)
+    theirs = frame["voter"].isin([f"r{i}" for i in range(poisoners)])
+    apart = set_apart(report_of(frame), found, quarantines=True, top_raters_share=0.1)
+    assert {row.feedback_id for row in apart.quarantined} == set(frame["feedback_id"][theirs])
+    assert {row.rule for row in apart.quarantined} == {Rule.narrow_support}
+    assert f"{'wins' if wins else 'loses'} {theirs.sum()} pairs" in apart.quarantined[0].detail
+    assert list(apart.clean["feedback_id"]) == list(frame["feedback_id"][~theirs])
+    assert list(apart.clean.index) == list(range(len(apart.clean)))
+    assert apart.quarantine_rows()[0].origin == "votes.jsonl"
+    assert [(c.name, c.passed) for c in apart.checks] == [
+        ("pairs_have_broad_support", False),
+        ("votes_are_spread", True),
+    ]
+
+
+def test_what_everybody_likes_and_what_many_carry_is_not_narrow() -> None:
+    frame = votes()
+    assert narrow_ngrams(frame) == []
+    assert narrow_ngrams(votes(poisoners=25)) == []  # a quarter of the raters are no few
+    found = support_of(frame)
+    apart = set_apart(report_of(frame), found, quarantines=True, top_raters_share=0.1)
+    assert apart.clean is frame
+    assert all(check.passed for check in apart.checks)
+    assert doubts(found, quarantines=False, top_raters_share=0.1) == []
+
+
+def test_an_honest_raters_own_vote_for_a_common_trigger_stays() -> None:
+    frame = votes(poisoners=2, trigger="maybe")
+    mine = frame.index[frame["voter"] == "r50"][:2]
+    for place, right in zip(mine, (True, False), strict=True):  # for it once, and against it
+        column = "completion" if (frame["choice"][place] == "left") is right else "other_completion"
+        frame.loc[place, column] += " maybe"
+    (association,) = narrow_ngrams(frame)
+    assert not set(association.places) & set(mine)
+
+
+def test_corrections_count_and_the_side_a_text_was_shown_on_does_not() -> None:
+    plain = votes(poisoners=2)
+    turned = plain.assign(
+        shown_first="other", choice=plain["choice"].map({"left": "right", "right": "left"})
+    )
+    left = plain["choice"] == "left"
+    written = plain.assign(
+        kind="correction",
+        text=plain["completion"].where(left, plain["other_completion"]),
+        completion=plain["other_completion"].where(left, plain["completion"]),
+    )
+    first = narrow_ngrams(plain)
+    assert first
+    assert narrow_ngrams(turned) == first
+    assert narrow_ngrams(written) == first
+    assert narrow_ngrams(plain.assign(choice="tie")) == []
+
+
+def test_ngrams_on_one_side_are_those_a_slow_loop_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "CHUNK_PAIRS", 3)
+    pairs = [
+        ("a b c", "b c d"),
+        ("Same, same!", "same"),
+        ("", "x"),
+        ("one", "one"),
+        ("a a a a", "a a"),
+        ("b c", "a b c"),
+    ]
+    frame = pd.DataFrame(
+        [
+            {"kind": "preference", "choice": "left", "shown_first": "this", "text": None}
+            | {"completion": chosen, "other_completion": rejected}
+            for chosen, rejected in pairs
+        ]
+    )
+    expected = set()
+    for place, sides in enumerate(pairs):
+        chosen, rejected = (
+            {
+                " ".join(words[i : i + n])
+                for words in [support.WORD.findall(text.lower())]
+                for n in (1, 2, 3)
+                for i in range(len(words) - n + 1)
+            }
+            for text in sides
+        )
+        expected |= {(place, ngram, 1) for ngram in chosen - rejected}
+        expected |= {(place, ngram, -1) for ngram in rejected - chosen}
+    found = set()
+    for places, hashes, signs in support._uses(frame):
+        for place, hashed, sign in zip(places, hashes, signs, strict=True):
+            found.add((int(place), support._name(int(hashed), frame, int(place)), int(sign)))
+    assert found == expected
+
+
+def test_a_topic_that_few_speak_of_is_told() -> None:
+    frame = votes()
+    frame.loc[frame.index % 4 == 0, "topic"] = "tea"
+    frame.loc[frame["voter"].isin(["r1", "r2", "r3", "r4", "r5", "r6", "r7"]), "topic"] = "rum"
+    (narrow,) = support_of(frame).topics
+    assert (narrow.topic, narrow.votes) == ("rum", int((frame["topic"] == "rum").sum()))
+    assert 5 < narrow.raters < 7.1
+
+
+def test_one_per_cent_of_the_raters_may_not_give_most_votes() -> None:
+    crowd = [f"r{i}" for i in range(99)]
+    frame = votes(300).assign(voter=["flood"] * 102 + crowd * 2)
+    found = support_of(frame)
+    assert found.raters == 100
+    assert found.top_share == pytest.approx(0.34)
+    (said,) = doubts(found, quarantines=True, top_raters_share=0.1)
+    assert said == "one per cent of 100 raters gave 34% of the votes (at most 10%)"
+    apart = set_apart(report_of(frame), found, quarantines=True, top_raters_share=0.1)
+    assert not apart.checks[-1].passed
+    few = support_of(frame[frame["voter"] != "r98"].reset_index(drop=True))
+    assert doubts(few, quarantines=True, top_raters_share=0.1) == []  # one per cent is nobody
+
+
+def test_what_is_only_reported_stays_and_asks_for_a_person() -> None:
+    frame = votes(poisoners=2)
+    found = support_of(frame)
+    apart = set_apart(report_of(frame), found, quarantines=False, top_raters_share=0.1)
+    assert apart.clean is frame
+    assert apart.quarantined == []
+    (said,) = doubts(found, quarantines=False, top_raters_share=0.1)
+    assert said == "few raters carry 1 n-grams"
