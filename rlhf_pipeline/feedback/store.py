@@ -65,12 +65,12 @@ class Opinion:
 
 
 @dataclass(slots=True)
-class _Ticket:
+class Ticket:
     """One caller's events on their way through a group commit."""
 
     events: Sequence[Feedback]
-    outcomes: list[Stored | FeedbackError] = field(default_factory=list)
-    error: BaseException | None = None
+    outcomes: list[Stored | FeedbackError] = field(default_factory=list)  # one per event, in order
+    error: BaseException | None = None  # none of the events is stored
     done: bool = False
 
 
@@ -83,7 +83,7 @@ class FeedbackStore:
         """Open the store; `on_stored` hears of every new event once it is synced."""
         self.database = database
         self._on_stored = on_stored
-        self._waiting: list[_Ticket] = []
+        self._waiting: list[Ticket] = []
         self._queue = threading.Lock()
         self._leader = threading.Lock()
 
@@ -145,31 +145,39 @@ class FeedbackStore:
         one about an interaction nobody has seen, raises (IdempotencyConflict, FeedbackRefused)
         after the others are stored; with `on_refused` it is handed over instead and left out.
         """
-        ticket = _Ticket(events)
-        with self._queue:
-            self._waiting.append(ticket)
-        with (
-            self._leader
-        ):  # whoever gets here first commits for all who wait; they find theirs done
-            if not ticket.done:
-                with self._queue:
-                    tickets, self._waiting = self._waiting, []
-                self._commit(tickets)
+        ticket = Ticket(events)
+        self.commit([ticket])
         if ticket.error is not None:
             raise ticket.error
         stored = []
         for event, outcome in zip(events, ticket.outcomes, strict=True):
             if isinstance(outcome, Stored):
                 stored.append(outcome)
-                if not outcome.known:
-                    self._on_stored(event)
             elif on_refused is None:
                 raise outcome
             else:
                 on_refused(event, outcome)
         return stored
 
-    def _commit(self, tickets: Sequence[_Ticket]) -> None:
+    def commit(self, tickets: Sequence[Ticket]) -> None:
+        """Store the events of every ticket, and of all who came meanwhile; fill the tickets in.
+
+        Returns once they are synced, or why not stands in the ticket. Whoever gets the lock first
+        commits for all who wait; they find theirs done.
+        """
+        with self._queue:
+            self._waiting.extend(tickets)
+        with self._leader:
+            if not all(ticket.done for ticket in tickets):
+                with self._queue:
+                    waiting, self._waiting = self._waiting, []
+                self._commit(waiting)
+        for ticket in tickets:
+            for event, outcome in zip(ticket.events, ticket.outcomes, strict=False):
+                if isinstance(outcome, Stored) and not outcome.known:
+                    self._on_stored(event)
+
+    def _commit(self, tickets: Sequence[Ticket]) -> None:
         events = [event for ticket in tickets for event in ticket.events]
         try:
             with self.database.write() as connection:

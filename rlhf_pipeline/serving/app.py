@@ -42,7 +42,7 @@ def create_app(
     from rlhf_pipeline.serving.access import add_access
     from rlhf_pipeline.serving.chat_api import add_chat_routes
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
-    from rlhf_pipeline.serving.feedback_api import add_feedback_route
+    from rlhf_pipeline.serving.feedback_api import Inbox, add_feedback_route
     from rlhf_pipeline.serving.gateway import Gateway
     from rlhf_pipeline.serving.health import add_health_routes
     from rlhf_pipeline.serving.keys import Keys
@@ -53,7 +53,8 @@ def create_app(
     database = open_database(settings.resolved_database_url)
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
-    metrics.watch_queue("feedback", lambda: store.waiting)
+    inbox = Inbox(store)
+    metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
 
     @app.get("/health")
@@ -63,7 +64,7 @@ def create_app(
             connection.exec_driver_sql("SELECT 1")
         return {"status": "ok"}
 
-    add_feedback_route(app, store, enabled=settings.feedback.enabled)
+    add_feedback_route(app, inbox, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
     add_policy_routes(app, Policies(settings, store, runs))
     add_health_routes(app, database, settings)
@@ -109,9 +110,10 @@ def run(
         structlog.get_logger().warning(
             "OPEN: everybody on this machine may do everything; `rlhf keys create` ends that"
         )
+    app = create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names])
     # No access log: a line a request would bury what matters.
     uvicorn.run(
-        create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names]),
+        app,
         host=host,
         port=port,
         log_level="warning",

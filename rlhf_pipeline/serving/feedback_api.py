@@ -9,7 +9,8 @@ bodies over LONGEST_BODY, and rows that break a rule, by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -21,6 +22,7 @@ from rlhf_pipeline.errors import FeedbackError, FeedbackRefused
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
+from rlhf_pipeline.feedback.store import Stored, Ticket
 from rlhf_pipeline.records import Feedback, uuid7
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
     from rlhf_pipeline.feedback.store import FeedbackStore
 
 LONGEST_BODY = 4 << 20  # bytes
+READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
 MOST_EVENTS = 1000  # in one body
 CONFLICT, REFUSED, TOO_LARGE, NOT_JSON, AWAY = 409, 422, 413, 415, 503
 
 Answer = tuple[int, dict[str, Any]]
 
 
-def add_feedback_route(app: FastAPI, store: FeedbackStore, *, enabled: bool) -> None:
+def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
     """Add the route; while feedback is switched off it answers 503."""
 
     async def post_feedback(request: Request) -> JSONResponse:
@@ -47,12 +50,55 @@ def add_feedback_route(app: FastAPI, store: FeedbackStore, *, enabled: bool) -> 
             return answer(AWAY, {"error": "feedback.enabled is off"})
         key = request.headers.get("idempotency-key")
         try:
-            code, told = await run_in_threadpool(take, store, body, key)
+            code, told = await take(inbox, body, key)
         except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return answer(code, told)
 
     app.add_api_route("/v1/feedback", post_feedback, methods=["POST"], tags=["feedback"])
+
+
+class Inbox:
+    """The votes of all requests on their way into the store: one commit after the other.
+
+    What arrives while one is under way shares the next. One thread at a time commits for
+    everybody; with a thread per request they would fight over the interpreter instead.
+    """
+
+    def __init__(self, store: FeedbackStore) -> None:
+        self._store = store
+        self._waiting: list[tuple[Ticket, asyncio.Future[None]]] = []
+        self._emptying: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Return how many events wait for the next commit."""
+        return sum(len(ticket.events) for ticket, _ in self._waiting)
+
+    async def put(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
+        """Store the events; return each one's outcome, in order, once they are synced."""
+        ticket, done = Ticket(events), asyncio.get_running_loop().create_future()
+        self._waiting.append((ticket, done))
+        if self._emptying is None:
+            self._emptying = asyncio.create_task(self._empty())
+        await done
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.outcomes
+
+    async def _empty(self) -> None:
+        while self._waiting:
+            now, self._waiting = self._waiting, []
+            error: BaseException | None = None
+            try:
+                await run_in_threadpool(self._store.commit, [ticket for ticket, _ in now])
+            except BaseException as problem:  # noqa: BLE001 - every waiting request must hear of it
+                error = problem
+            for ticket, done in now:
+                ticket.error = ticket.error or error
+                if not done.done():  # its request was given up
+                    done.set_result(None)
+        self._emptying = None
 
 
 async def read_body(request: Request) -> bytes | JSONResponse:
@@ -67,56 +113,60 @@ async def read_body(request: Request) -> bytes | JSONResponse:
     return bytes(body)
 
 
-def take(store: FeedbackStore, body: bytes, key: str | None) -> Answer:
+async def take(inbox: Inbox, body: bytes, key: str | None) -> Answer:
     """Store what the body holds; return the status and what to say."""
     try:
-        values = parse(RawRow(1, body))
-        rows = values.get("events")
-        if rows is None:
-            return _take_one(store, values, key)
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS or len(values) > 1:
-            refuse(Rule.wrong_type, f"events alone, a list of 1 to {MOST_EVENTS} rows", type(rows))
+        if len(body) <= READ_AT_ONCE:
+            sent = read(body, key)
+        else:
+            sent = await run_in_threadpool(read, body, key)
     except FeedbackRefused as refusal:
         return REFUSED, refusal_of(refusal)
-    return _take_many(store, rows, key)
+    if isinstance(sent, Feedback):
+        [outcome] = await inbox.put([sent])
+        if isinstance(outcome, FeedbackRefused):
+            return REFUSED, refusal_of(outcome)
+        if isinstance(outcome, FeedbackError):
+            return CONFLICT, {"error": str(outcome)}
+        return 200, _stored(outcome)
+    sound = [row for row in sent if isinstance(row, Feedback)]
+    outcomes = iter(await inbox.put(sound) if sound else [])
+    return 200, {
+        "results": [_told(next(outcomes) if isinstance(row, Feedback) else row) for row in sent]
+    }
 
 
-def _take_one(store: FeedbackStore, values: Mapping[str, Any], key: str | None) -> Answer:
-    try:
-        [stored] = store.append([_event(values, key)])
-    except FeedbackRefused as refusal:
-        return REFUSED, refusal_of(refusal)
-    except FeedbackError as conflict:
-        return CONFLICT, {"error": str(conflict)}
-    return 200, {"feedback_id": stored.feedback_id, "known": stored.known}
+def read(body: bytes, key: str | None) -> Feedback | list[Feedback | FeedbackRefused]:
+    """Return the one event of a body, or what became of each of its rows, in order.
 
-
-def _take_many(store: FeedbackStore, rows: list[Any], key: str | None) -> Answer:
-    """Store the sound rows in one commit; each row has its answer, in order."""
-    answers: list[dict[str, Any]] = [{} for _ in rows]
-    sound: list[tuple[int, Feedback]] = []
+    Raises FeedbackRefused for a body that is neither, and for one event that breaks a rule.
+    """
+    values = parse(RawRow(1, body))
+    rows = values.get("events")
+    if rows is None:
+        return _event(values, key)
+    if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS or len(values) > 1:
+        refuse(Rule.wrong_type, f"events alone, a list of 1 to {MOST_EVENTS} rows", type(rows))
+    found: list[Feedback | FeedbackRefused] = []
     for i, row in enumerate(rows):
         try:
-            sound.append((i, _event(row, None if key is None else f"{key}:{i}")))
+            found.append(_event(row, None if key is None else f"{key}:{i}"))
         except FeedbackRefused as refusal:
-            answers[i] = refusal_of(refusal)
-    lost: dict[int, FeedbackError] = {}
-    stored = iter(
-        store.append(
-            [event for _, event in sound],
-            on_refused=lambda event, error: lost.__setitem__(id(event), error),
-        )
-    )
-    for i, event in sound:
-        error = lost.get(id(event))
-        if error is None:
-            one = next(stored)
-            answers[i] = {"feedback_id": one.feedback_id, "known": one.known}
-        elif isinstance(error, FeedbackRefused):
-            answers[i] = refusal_of(error)
-        else:
-            answers[i] = {"error": str(error), "rule": Rule.idempotency_conflict}
-    return 200, {"results": answers}
+            found.append(refusal)
+    return found
+
+
+def _stored(outcome: Stored) -> dict[str, Any]:
+    return {"feedback_id": outcome.feedback_id, "known": outcome.known}
+
+
+def _told(outcome: Stored | FeedbackError) -> dict[str, Any]:
+    """Return what the sender of one row of many is told."""
+    if isinstance(outcome, Stored):
+        return _stored(outcome)
+    if isinstance(outcome, FeedbackRefused):
+        return refusal_of(outcome)
+    return {"error": str(outcome), "rule": Rule.idempotency_conflict}
 
 
 def _event(values: Any, key: str | None) -> Feedback:

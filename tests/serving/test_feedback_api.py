@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, add_feedback_route, take
+from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.feedback.store import FeedbackStore, Stored, Ticket
+from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, Inbox, add_feedback_route, take
 
 VOTE: dict[str, Any] = {
     "agent_id": "tea",
@@ -43,13 +46,12 @@ def send(
     headers: dict[str, str] | None = None,
 ) -> Any:
     """Return the answer of a real application, without a socket."""
-    import asyncio
 
     import httpx
     from fastapi import FastAPI
 
     app = FastAPI()
-    add_feedback_route(app, store, enabled=enabled)
+    add_feedback_route(app, Inbox(store), enabled=enabled)
 
     async def post() -> Any:
         transport = httpx.ASGITransport(app)
@@ -152,9 +154,47 @@ JSON_VALUES = st.recursive(
 @given(st.dictionaries(st.sampled_from([*VOTE, "events", "tags", "criteria"]), JSON_VALUES))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_body_is_an_error_of_ours(store: FeedbackStore, changes: dict[str, Any]) -> None:
-    code, told = take(store, json.dumps({**VOTE, **changes}).encode(), None)
+    body = json.dumps({**VOTE, **changes}).encode()
+    code, told = asyncio.run(take(Inbox(store), body, None))
     assert code in (200, 409, 422)
     assert "feedback_id" in told or "error" in told or "results" in told
+
+
+def thumb(key: str, **changes: Any) -> Feedback:
+    said: dict[str, Any] = {"prompt": user_prompt("hi"), "completion": key, "number": 1.0}
+    return Feedback("crowd", FeedbackKind.thumbs, idempotency_key=key, **{**said, **changes})
+
+
+def test_votes_that_arrive_together_share_commits(store: FeedbackStore) -> None:
+    commits: list[int] = []
+
+    class Counted(FeedbackStore):
+        def commit(self, tickets: Sequence[Ticket]) -> None:
+            commits.append(len(tickets))
+            super().commit(tickets)
+
+    async def crowd() -> list[Any]:
+        inbox = Inbox(Counted(store.database))
+        lost = {"prompt": None, "completion": None, "interaction_id": "nobody's"}
+        sent = [[thumb(f"vote {n}")] for n in range(40)]
+        sent += [[thumb("vote 7", number=0.0)], [thumb("gone", **lost)], [thumb("vote 7")]]
+        tasks = [asyncio.create_task(inbox.put(events)) for events in sent]
+        await asyncio.sleep(0)
+        tasks[3].cancel()  # who asked is gone; the vote is in, and the others are answered
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert inbox.waiting == 0
+        return answers
+
+    answers = asyncio.run(crowd())
+    assert sum(commits) == 43
+    assert len(commits) <= 3
+    assert isinstance(answers.pop(3), asyncio.CancelledError)
+    *fresh, conflict, unknown, again = (outcome for [outcome] in answers)
+    assert all(isinstance(one, Stored) and not one.known for one in fresh)
+    assert isinstance(conflict, IdempotencyConflict)
+    assert isinstance(unknown, FeedbackRefused)
+    assert again == Stored(fresh[6].feedback_id, known=True)
+    assert store.counts("crowd") == {"thumbs": 40}
 
 
 def test_the_readmes_example_is_a_vote(store: FeedbackStore) -> None:
