@@ -7,6 +7,7 @@ on any other address nobody without one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,8 @@ def run(
             "OPEN: everybody on this machine may do everything; `rlhf keys create` ends that"
         )
     app = create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names])
+    gc.collect()
+    gc.freeze()  # what was imported stays: searching it for garbage held requests up for 50 ms
     # No access log: a line a request would bury what matters.
     uvicorn.run(
         app,
