@@ -7,7 +7,6 @@ import json
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -217,7 +216,8 @@ def uuid7() -> str:
     value = (milliseconds << 80) | int.from_bytes(os.urandom(10), "big")
     value = (value & ~(0xF << 76)) | (0x7 << 76)
     value = (value & ~(0x3 << 62)) | (0x2 << 62)
-    return str(uuid.UUID(int=value))
+    digits = f"{value:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 def now() -> datetime:
@@ -235,9 +235,12 @@ def hash_rater(agent_id: str, rater: str) -> str:
     return hashed("rater", agent_id, rater)[:32]
 
 
+_AS_WRITTEN = json.JSONEncoder(ensure_ascii=False)  # json.dumps would build one per prompt
+
+
 def prompt_to_json(prompt: Prompt) -> str:
     """Return the canonical JSON of a prompt: what is stored, hashed and compared."""
-    return json.dumps([[m.role, m.content] for m in prompt], ensure_ascii=False)
+    return _AS_WRITTEN.encode([[m.role, m.content] for m in prompt])
 
 
 def prompt_from_json(text: str) -> Prompt:
