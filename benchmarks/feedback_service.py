@@ -2,7 +2,7 @@
 
     python -m benchmarks.feedback_service [--seconds 60] [--kills 1000]
 
-A real server process on loopback, senders in a process of their own. Each 200 is a vote
+A real server process on loopback, 16 connections from wrk (apt-get install wrk). Each 200 is a vote
 committed and synced to this machine's disk; the rate is bounded by how fast that disk syncs and by
 the two sides sharing the cores.
 """
@@ -10,73 +10,45 @@ the two sides sharing the cores.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
+import os
+import shutil
+import subprocess
 import tempfile
-import threading
-import time
 from pathlib import Path
 
-import httpx
-import numpy as np
-
 from benchmarks.promises import tell
+from rlhf_pipeline.database import Database
 from tests.serving.kills import play, start
 from tests.serving.pages.world import free_port
 
-THREADS = 16
+SENDERS = 16
 BATCH = 500
+SCRIPT = Path(__file__).with_name("votes.lua")
 
 
-def vote(n: int) -> dict[str, object]:
-    """Return one vote as a sender writes it."""
-    return {
-        "agent_id": "tea",
-        "kind": "thumbs",
-        "value": "up",
-        "prompt": "Why is the sky blue?",
-        "completion": f"Because of how air scatters light, number {n}.",
-        "idempotency_key": f"key {n}",
-    }
+def load(address: str, seconds: float, run: str, senders: int, rows: int = 1) -> dict[str, float]:
+    """Return what wrk found: requests, seconds, p50_ms, p99_ms, errors."""
+    told = subprocess.run(
+        f"wrk -t1 -c{senders} -d{seconds:.0f}s --timeout 10s".split()
+        + f"-s {SCRIPT.name} {address}/v1/feedback".split(),
+        cwd=SCRIPT.parent,
+        env={**os.environ, "ROWS": str(rows), "RUN": run},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found: dict[str, float] = json.loads(told.stdout.splitlines()[-1])
+    return found
 
 
-def post(address: str, thread: int, until: float, seconds: list[float], errors: list[int]) -> None:
-    """Send one vote after the other, keeping how long each took."""
-    with httpx.Client(base_url=address, timeout=30) as client:
-        n = 0
-        while time.monotonic() < until:
-            began = time.perf_counter()
-            told = client.post("/v1/feedback", json=vote(thread * 10_000_000 + n))
-            seconds.append(time.perf_counter() - began)
-            errors.append(told.status_code != 200)
-            n += 1
-
-
-def singles(address: str, seconds: float) -> tuple[float, float, int]:
-    """Return votes per second, the 99th percentile in ms, and errors."""
-    took: list[float] = []
-    errors: list[int] = []
-    until = time.monotonic() + seconds
-    threads = [
-        threading.Thread(target=post, args=(address, t, until, took, errors))
-        for t in range(THREADS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return len(took) / seconds, float(np.percentile(took, 99)) * 1000, sum(errors)
-
-
-def batches(address: str, seconds: float) -> float:
-    """Return rows per second in batches."""
-    rows, began = 0, time.monotonic()
-    with httpx.Client(base_url=address, timeout=60) as client:
-        while time.monotonic() - began < seconds:
-            events = [vote(-1 - rows - n) for n in range(BATCH)]
-            told = client.post("/v1/feedback", json={"events": events})
-            assert all("feedback_id" in r for r in told.json()["results"]), told.text[:300]
-            rows += BATCH
-    return rows / (time.monotonic() - began)
+def stored(state: Path) -> int:
+    """Return how many votes the store holds."""
+    database = Database(f"sqlite:///{state / 'feedback.db'}")
+    with database.read() as connection:
+        votes: int = connection.exec_driver_sql("SELECT count(*) FROM feedback").scalar_one()
+    database.close()
+    return votes
 
 
 def main() -> None:
@@ -85,22 +57,33 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kills", type=int, default=1000)
     options = parser.parse_args()
+    if shutil.which("wrk") is None:
+        parser.error("needed the load generator wrk, found none; install it: apt-get install wrk")
     rows: list[tuple[str, str, str, bool]] = []
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        server = start(Path(folder) / "load", port)
+        port, state = free_port(), Path(folder) / "load"
+        server = start(state, port)
         address = f"http://127.0.0.1:{port}"
         try:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                rate, p99, errors = pool.apply(singles, (address, options.seconds))
-                bulk = pool.apply(batches, (address, min(options.seconds, 20)))
+            load(address, 3, "warm", SENDERS)
+            before = stored(state)
+            single = load(address, options.seconds, "one", SENDERS)
+            between = stored(state)
+            bulk = load(address, min(options.seconds, 20), "bulk", 2, BATCH)
+            after = stored(state)
         finally:
             server.kill()
             server.wait()
+        rate, p99 = (between - before) / single["seconds"], single["p99_ms"]
+        errors = single["errors"] + bulk["errors"]
+        missing = single["requests"] - (between - before)
+        bulk_rate = (after - between) / bulk["seconds"]
         rows.append(("votes per second, one by one", "≥ 500", f"{rate:.0f}", rate >= 500))
+        rows.append(("median", "-", f"{single['p50_ms']:.1f} ms", True))
         rows.append(("99th percentile", "< 50 ms", f"{p99:.1f} ms", p99 < 50))
-        rows.append(("errors", "0", str(errors), errors == 0))
-        rows.append(("rows per second in batches", "≥ 5,000", f"{bulk:.0f}", bulk >= 5000))
+        rows.append(("acknowledged, not in the store", "0", f"{max(missing, 0)}", missing <= 0))
+        rows.append(("errors", "0", f"{errors:.0f}", errors == 0))
+        rows.append(("rows/s in batches", "≥ 5,000", f"{bulk_rate:.0f}", bulk_rate >= 5000))
         toll = play(Path(folder) / "kills", options.kills, seed=2)
         rows.append(
             (
