@@ -12,6 +12,7 @@ What this does not bound is how many wait: the gateway does (serving/gateway.py)
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -162,6 +163,10 @@ class Decoder:
 
         Tokens are handed on as they are drawn; rows that have ended or are gone are dropped.
         """
+        if self.policy.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # One core is left to the loop that reads and writes: with all of them here each product
+            # of matrices waits for the core that it is on.
+            torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
         batch: _Batch | None = None
         while True:
             with self._changed:
