@@ -7,7 +7,7 @@ on any other address nobody without one.
 
 from __future__ import annotations
 
-import gc
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from rlhf_pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from rlhf_pipeline.serving.gateway import Gateway
 
 GRACE_SECONDS = 10  # for streams in flight when the service is asked to stop
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -30,8 +32,8 @@ def create_app(
 ) -> FastAPI:
     """Return the application of a state folder; without arguments the embedded one.
 
-    Without pages it is the API alone, which starts in a moment. Models load when first asked.
-    `names` are host names it answers to besides this machine's own.
+    Without pages it is the API alone, which starts in a moment. Models load when first asked; `run`
+    loads every champion ahead. `names` are host names it answers to besides this machine's own.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -72,7 +74,7 @@ def create_app(
     ledger = PromotionLedger(database, settings.state_dir)
     folder = settings.state_dir.resolve() / "mlflow"
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
-    gateway = Gateway(settings, store, registry, metrics)
+    gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
     if pages:
@@ -99,6 +101,7 @@ def run(
     import uvicorn
 
     from rlhf_pipeline.serving.access import LOOPBACK
+    from rlhf_pipeline.serving.champions import settle
     from rlhf_pipeline.serving.keys import Keys
 
     keyed, loopback = bool(Keys(settings.state_dir).all()), host in LOOPBACK
@@ -112,8 +115,9 @@ def run(
             "OPEN: everybody on this machine may do everything; `rlhf keys create` ends that"
         )
     app = create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names])
-    gc.collect()
-    gc.freeze()  # what was imported stays: searching it for garbage held requests up for 50 ms
+    settle()
+    gateway: Gateway = app.state.gateway
+    threading.Thread(target=gateway.champions.preload, name="preload", daemon=True).start()
     # No access log: a line a request would bury what matters.
     uvicorn.run(
         app,

@@ -32,6 +32,7 @@ from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import hash_rater, user_prompt
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
+from rlhf_pipeline.serving.champions import Champions
 from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
 
@@ -414,6 +415,17 @@ def test_a_restart_ends_the_stream(world: Workspace, sign: signal.Signals) -> No
 
 
 # -- experiments ----------------------------------------------------------------------------------
+
+
+def test_champions_are_loaded_ahead_but_for_those_that_answer_elsewhere(world: Workspace) -> None:
+    elsewhere = UpstreamSettings(url="http://127.0.0.1:9/v1", model="tea")
+    for upstreams, loaded in (({"shop": elsewhere}, False), ({}, True)):
+        champions = Champions(
+            told(world.settings, upstreams=upstreams), world.store, world.registry
+        )
+        champions.preload()
+        assert (champions.ready("shop", "champion") is not None) is loaded
+        champions.close()
 
 
 def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: Workspace) -> None:
