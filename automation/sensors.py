@@ -22,6 +22,7 @@ from resources.pipeline import (
     bootstrap_mark,
 )
 from rlhf_pipeline.continuous import BACK_OFF, Due, due
+from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
 from rlhf_pipeline.records import now
@@ -130,6 +131,8 @@ def dead_runs(
                 words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
                 context.instance.report_run_failed(run, message=words)
         pipeline.claims.give_up(claim.token, "the worker died: no heartbeat")
+        if claim.asked_by == ASKED_BY_ERASURE:
+            continue  # whoever asked for the erasure asks again; there is nothing to train
         log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
         settings, row = pipeline.settings(claim.agent_id), pipeline.store.agent(claim.agent_id)
         rules = settings.continuous_learning

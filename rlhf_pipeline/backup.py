@@ -79,10 +79,11 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
                 if _is_database(state / name):
                     _copy_database(state / name, copy)
                 else:
-                    shutil.copyfile(state / name, copy)
+                    shutil.copy(state / name, copy)  # with its mode: keys are their owner's
             except FileNotFoundError:  # a temporary file of somebody at work; the check below
                 continue  # misses it if anything registered needs it
             report({"file": name, "done": done, "of": len(names)})
+        _copy_modes(state, folder / STATE)
         _check_models(folder / STATE)
         made = {
             "format": FORMAT,
@@ -135,8 +136,9 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
         for done, name in enumerate(names, 1):
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / STATE / name, copy)
+            shutil.copy(source / STATE / name, copy)
             report({"file": name, "done": done, "of": len(names)})
+        _copy_modes(source / STATE, folder)
         _turn_paths(folder, found.state_dir, str(state.resolve()))
     return found
 
@@ -151,6 +153,12 @@ def _files_of(state: Path) -> Iterator[str]:
         if aside or path.name.endswith((".lock", "-wal", "-shm", "-journal")):
             continue
         yield name.as_posix()
+
+
+def _copy_modes(source: Path, target: Path) -> None:
+    """Give the folders of a copy the modes they had: what others may not read stays so."""
+    for path in [target, *(path for path in target.rglob("*") if path.is_dir())]:
+        shutil.copymode(source / path.relative_to(target), path)
 
 
 def _is_database(path: Path) -> bool:

@@ -17,6 +17,7 @@ from rlhf_pipeline.commands import (
     feedback,
     keys,
     models,
+    raters,
     score,
     serve,
     settings,
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
 access = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+people = typer.Typer(no_args_is_help=True, help="What is held about one person, shown or erased.")
 experiments = typer.Typer(no_args_is_help=True, help="A challenger among people, measured.")
 config = typer.Typer(no_args_is_help=True, help="Show and check settings and recipes.")
 
@@ -83,6 +85,12 @@ KEY_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 )
 for word, function, example in KEY_COMMANDS:
     access.command(word, cls=Command, epilog=f"Example: {example}")(function)
+RATER_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (raters.export, "rlhf raters export customer-17 --out customer-17.json"),
+    (raters.erase, "rlhf raters erase customer-17"),
+)
+for function, example in RATER_COMMANDS:
+    people.command(cls=Command, epilog=f"Example: {example}")(function)
 feedback_out.command(
     cls=Command,
     name="export",
@@ -97,6 +105,7 @@ for function, example in EXPERIMENT_COMMANDS:
     experiments.command(cls=Command, epilog=f"Example: {example}")(function)
 app.add_typer(experiments, name="experiment", rich_help_panel=MODELS)
 app.add_typer(feedback_out, name="feedback", rich_help_panel=FEEDBACK)
+app.add_typer(people, name="raters", rich_help_panel=FEEDBACK)
 app.add_typer(access, name="keys", rich_help_panel=STATE)
 app.add_typer(config, name="config", rich_help_panel=SETTINGS)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ feedback = sa.Table(
     sa.Column("topic", sa.String(200)),
     sa.Column("occurred_at", UtcDateTime, nullable=False),
     sa.Column("received_at", UtcDateTime, nullable=False),
+    sa.Column("erased_at", UtcDateTime),  # set: it was about what a person asked to have erased
     sa.UniqueConstraint("agent_id", "idempotency_key"),
     sa.Index("ix_feedback_agent_seq", "agent_id", "seq"),
     sa.Index("ix_feedback_vote", "agent_id", "voter", "target", "kind", "seq"),
@@ -118,7 +119,7 @@ feedback = sa.Table(
 effective_feedback = sa.table(
     "effective_feedback", *(sa.column(c.name, c.type) for c in feedback.columns)
 )
-"""The view of the votes that count: the one received last per (rater, target, kind)."""
+"""The view of the votes that count: received last per (rater, target, kind), and not erased."""
 
 quarantine = sa.Table(
     "quarantine",
@@ -252,6 +253,19 @@ experiment_looks = sa.Table(
     sa.Column("looked_at", UtcDateTime, nullable=False),
 )
 
+erasures = sa.Table(
+    "erasures",
+    metadata,
+    sa.Column("erasure_id", sa.String(36), primary_key=True),
+    sa.Column("agent_id", sa.String(64), nullable=False),
+    sa.Column("person", sa.String(64), nullable=False),  # a hash of the rater's hash
+    sa.Column("counts", sa.JSON, nullable=False),  # what went, by kind
+    sa.Column("snapshots", sa.JSON, nullable=False),  # [{fingerprint, rows}] that held their rows
+    sa.Column("versions", sa.JSON, nullable=False),  # [{version, label, rows, through}]
+    sa.Column("erased_at", UtcDateTime, nullable=False),
+    sa.Index("ix_erasures_agent_person", "agent_id", "person"),
+)
+
 
 class Database:
     """One database: `read()` and `write()` hand out connections in a transaction."""
@@ -294,6 +308,12 @@ class Database:
                 _run_migrations(self.engine)
                 self._migrated = True
 
+    def fold_back(self) -> None:
+        """Write SQLite's log back into the file and empty it: it holds what rows said before."""
+        if self.is_sqlite:
+            with closing(self.engine.raw_connection()) as connection:
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+
     def close(self) -> None:
         """Give back every connection."""
         self.engine.dispose()
@@ -312,6 +332,7 @@ def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute("PRAGMA secure_delete=ON")  # what is deleted is overwritten: erased is erased
     cursor.close()
 
 

@@ -5,6 +5,7 @@
     ├── FeedbackError          feedback cannot be taken or read
     │   ├── FeedbackRefused    one event breaks a rule; carries the rule's name
     │   ├── IdempotencyConflict  a known key arrived with another body
+    │   ├── UnknownRater       nothing is held about the person who is named
     │   └── SourceError        a file or data set cannot be read at all
     ├── ClaimError             a training run may not go on
     │   ├── ClaimRefused       this fingerprint is already claimed, or was trained on
@@ -52,6 +53,10 @@ class FeedbackRefused(FeedbackError):
 
 class IdempotencyConflict(FeedbackError):
     """A known idempotency key arrived with another body."""
+
+
+class UnknownRater(FeedbackError):
+    """Nothing is held about the person who is named."""
 
 
 class SourceError(FeedbackError):

@@ -18,6 +18,7 @@ from rlhf_pipeline.errors import BackupError
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.serving.keys import Keys
 from tests.assets.world import FirstTurn, Loop
 
 WRITER = """
@@ -108,6 +109,25 @@ def test_the_restored_ledger_finds_its_champion_in_the_new_place(
     assert champion.path == new / "agents" / "tea" / "v0"
     assert folder_sha256(champion.path) == champion.files
     database.close()
+
+
+def test_keys_go_along_and_open_the_restored_service_for_their_owner_alone(
+    state: Path, tmp_path: Path
+) -> None:
+    before = Keys(state)
+    _, key = before.create("admin")
+    secret = before.signing_secret()
+    back_up(settings_in(state), tmp_path / "copy")
+    new = tmp_path / "new"
+    restore(settings_in(new), tmp_path / "copy")
+    after = Keys(new)
+    found = after.find(key)
+    assert found is not None
+    assert found.role == "admin"
+    assert after.signing_secret() == secret
+    for folder in (tmp_path / "copy" / STATE, new):
+        for path in (folder / "access", *(folder / "access").iterdir()):
+            assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_a_model_that_is_not_what_was_registered_is_found_out(state: Path, tmp_path: Path) -> None:

@@ -609,3 +609,23 @@ def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> Non
     )
     assert result.exit_code == 1
     assert "feedback.enabled is off" in result.output
+
+
+# -- a person's data ----------------------------------------------------------------------------
+
+
+def test_a_person_is_shown_and_erased(rlhf: Run, tmp_path: Path) -> None:
+    row = '{"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "So.", "rater": "ann"}'
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", row)), "--agent", "tea")
+    out = tmp_path / "ann.json"
+    rlhf("raters", "export", "ann", "--out", str(out))
+    assert out.stat().st_mode & 0o077 == 0
+    [tea] = json.loads(out.read_text())["agents"]
+    assert json.loads(rlhf("raters", "export", tea["rater_id"]).stdout)["agents"] == [tea]
+    asked = rlhf("raters", "erase", "ann", typed="n\n", code=1)
+    assert "agent tea: 1 votes, 0 interactions, 0 traces" in asked.output
+    done = rlhf("raters", "erase", "ann", typed="y\n")
+    assert "feedback 1" in done.stdout
+    assert rlhf("raters", "erase", "ann", "--yes").stdout == done.stdout.splitlines()[-1] + "\n"
+    unknown = rlhf("raters", "erase", "bob", "--yes", code=1)
+    assert "found none; give the id as it was sent" in unknown.stderr

@@ -178,6 +178,8 @@ def reproduce(
             "take that commit, that machine and its thread count, and see `rlhf explain`"
         )
     typer.echo(f"version {found.version} of {agent} is reproduced, bit for bit")
+    if outcome.erased:
+        typer.echo(f"{outcome.erased} rows erased since; none of them was in what it trained on")
 
 
 def _reconcile(here: Workspace, agent_id: str) -> None:

@@ -177,6 +177,12 @@ class ClaimBook:
             if not _update(connection, token, state=state, reason=reason or None):
                 check_token(connection, token)  # taken over since: says by whom
 
+    def let_go(self, token: int) -> None:
+        """Take back a claim that trained nothing, so that it counts as no attempt and no turn."""
+        c = db.claims.c
+        with self.database.write() as connection:
+            connection.execute(db.claims.delete().where(c.token == token, c.state == "held"))
+
     def give_up(self, token: int, reason: str) -> None:
         """Close a claim whose holder is gone, if its lease has run out and nobody has yet."""
         c = db.claims.c

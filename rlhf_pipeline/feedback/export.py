@@ -168,7 +168,7 @@ def _rows(
                 other, other.c.interaction_id == f.c.other_interaction_id
             )
         )
-        .where(f.c.agent_id == agent_id)
+        .where(f.c.agent_id == agent_id, f.c.erased_at.is_(None))
         .order_by(f.c.seq)
     )
     if kinds is not None:

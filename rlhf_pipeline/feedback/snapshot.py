@@ -186,7 +186,12 @@ def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[A
     )
     return (
         sa.select(*columns)
-        .where(f.c.agent_id == agent_id, f.c.seq <= watermark, ~superseded)
+        .where(
+            f.c.agent_id == agent_id,
+            f.c.seq <= watermark,
+            f.c.erased_at.is_(None),
+            ~superseded,
+        )
         .order_by(f.c.seq)
     )
 

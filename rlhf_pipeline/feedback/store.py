@@ -265,7 +265,7 @@ class FeedbackStore:
             # Materialised, or SQLite reads the agent's whole voting index to save itself a sort.
             fresh = (
                 sa.select(f.voter, f.target, f.kind)
-                .where(f.agent_id == agent_id, f.seq > watermark)
+                .where(f.agent_id == agent_id, f.seq > watermark, f.erased_at.is_(None))
                 .cte("fresh")
                 .prefix_with("MATERIALIZED")
             )

@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rlhf_pipeline.database import claims, snapshots
+from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
 
@@ -105,6 +106,7 @@ def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:
     return {
         "fingerprint": version.fingerprint,
         "snapshot": _plain(snapshot) if snapshot else None,
+        "erased_rows": erased_rows(ledger.database, version.agent_id, version.fingerprint),
         "attempts": [_plain(attempt) for attempt in attempts],
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -25,6 +26,7 @@ class Reproduction:
     folder: Path
     same: tuple[str, ...]  # files equal to the registered ones
     different: tuple[str, ...]  # files that are not, or are missing
+    erased: int = 0  # rows erased from its snapshot since; none that it was trained on
 
     @property
     def is_exact(self) -> bool:
@@ -53,16 +55,22 @@ def reproduce(
     found = folder_sha256(folder)
     same = tuple(name for name, sha256 in version.files.items() if found.get(name) == sha256)
     different = tuple(name for name in version.files if name not in same)
-    return Reproduction(version.version, folder, same, different)
+    erased = erased_rows(ledger.database, version.agent_id, version.fingerprint)
+    return Reproduction(version.version, folder, same, different, erased)
 
 
 def recorded_turn(
-    ledger: PromotionLedger, settings: Settings, version: ModelVersion, work: Path
+    ledger: PromotionLedger,
+    settings: Settings,
+    version: ModelVersion,
+    work: Path,
+    *,
+    exact: bool = True,
 ) -> stages.Turn:
     """Return the turn the version came from, its outcome going to `work`.
 
     Files are looked for in today's state folder, so a restored one serves; they are checked
-    against the hashes of the day.
+    against the hashes of the day. Unless `exact`, what erasures have left of them will do.
     """
     lineage = version.lineage
     missing = [key for key in ("recipe", "fingerprint", "watermark") if lineage.get(key) is None]
@@ -74,15 +82,23 @@ def recorded_turn(
     recipe = _recorded_settings(lineage["recipe"], settings)
     fingerprint = str(lineage["fingerprint"])
     data = settings.agent_folder(version.agent_id) / "snapshots" / fingerprint[:16]
+    erased = erased_rows(ledger.database, version.agent_id, fingerprint)
     for name, sha256 in lineage.get("data", {}).items():
         path = data / name
         if not path.is_file():
             raise RegistryError(f"reproducing needs {path}, found none; restore it from a backup")
-        if file_sha256(path) != sha256:
+        if file_sha256(path) == sha256 or (erased and not exact):
+            continue
+        if erased:
             raise HashMismatch(
-                f"{path} is not the file version {version.version} was trained from: rows were "
-                "erased from it, or somebody wrote to it; the version cannot be reproduced exactly"
+                f"{erased} rows erased from the snapshot of version {version.version} of "
+                f"{version.agent_id} on people's request, {name} among what they were in; what it "
+                "learned cannot be learned again bit for bit, so train a new version"
             )
+        raise HashMismatch(
+            f"{path} is not the file version {version.version} was trained from, and no erasure "
+            "is known; somebody wrote to it: restore it from a backup"
+        )
     old_state = str(lineage["recipe"]["state_dir"])
     champion = _moved(lineage.get("started_from"), old_state, settings)
     baseline = ledger.baseline(version.agent_id)
@@ -114,7 +130,7 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
         )
     fingerprint = str(versions[-1].lineage["fingerprint"])
     work = settings.agent_folder(agent_id) / "turns" / fingerprint[:16]
-    turn = recorded_turn(ledger, settings, versions[-1], work)
+    turn = recorded_turn(ledger, settings, versions[-1], work, exact=False)
     return replace(turn, settings=settings, champion=champion.path)
 
 

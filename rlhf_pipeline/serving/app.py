@@ -51,6 +51,7 @@ def create_app(
     from rlhf_pipeline.serving.keys import Keys
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
+    from rlhf_pipeline.serving.raters_api import add_rater_routes
 
     settings = settings or load_settings()
     database = open_database(settings.resolved_database_url)
@@ -77,6 +78,7 @@ def create_app(
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
+    add_rater_routes(app, settings, registry)
     if pages:
         from rlhf_pipeline.serving.pages.desk import Desk
         from rlhf_pipeline.serving.pages.mount import mount_pages

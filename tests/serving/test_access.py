@@ -65,6 +65,8 @@ def test_every_route_is_refused_without_a_right_except_the_list(tmp_path: Path) 
         ("GET", "/v1/chat/events/milk", (404, 404, 403)),
         ("POST", "/api/policies/train_policy/tea", (422, 403, 403)),
         ("GET", "/nowhere", (404, 403, 403)),
+        ("GET", "/v1/raters/nobody", (404, 403, 403)),
+        ("DELETE", "/v1/raters/tea/nobody", (404, 403, 403)),
     ],
 )
 def test_a_key_opens_what_its_role_and_agent_say(
@@ -73,6 +75,22 @@ def test_a_key_opens_what_its_role_and_agent_say(
     body: dict[str, str] | None = {} if method == "POST" else None
     for right, code in zip((world.admin, world.client, world.tea), codes, strict=True):
         assert world.ask(method, path, right, body).status_code == code
+
+
+def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: World) -> None:
+    vote = {**VOTE, "rater": "ann/4711"}
+    assert world.ask("POST", "/v1/feedback", world.client, vote).status_code == 200
+    shown = world.ask("GET", "/v1/raters/ann/4711", world.admin)
+    assert shown.headers["cache-control"] == "no-store"
+    [tea] = shown.json()["agents"]
+    assert [one["prompt"] for one in tea["feedback"]] == ['[["user", "hi"]]']
+    path = f"/v1/raters/{tea['rater_id']}"  # the hash does as well
+    assert world.ask("DELETE", f"{path}?agent=milk", world.admin).status_code == 404
+    done = world.ask("DELETE", path, world.admin)
+    assert done.json()["erasures"][0]["counts"]["feedback"] == 1
+    assert world.ask("DELETE", path, world.admin).json() == done.json()
+    assert world.ask("GET", path, world.admin).json()["agents"] == []
+    assert "4711" not in world.ask("GET", "/metrics", world.admin).text
 
 
 def test_an_agents_key_writes_for_its_agent_alone(world: World) -> None:

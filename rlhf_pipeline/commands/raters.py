@@ -1,0 +1,81 @@
+"""`rlhf raters export · erase`: what is held about one person, shown or taken out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_pipeline.commands.common import workspace
+
+Rater = Annotated[
+    str, typer.Argument(metavar="ID", help="As it was sent, or the hash that an export shows.")
+]
+OneAgent = Annotated[
+    str | None, typer.Option("--agent", "-a", help="Only this agent; without it every one.")
+]
+
+
+def export(
+    rater: Rater,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A JSON file. Default: the terminal.")
+    ] = None,
+    agent: OneAgent = None,
+) -> None:
+    """Write everything that is held about a person as JSON.
+
+    Their votes, their interactions, what the chat noted about those, lines in quarantine with
+    their name, traces in MLflow, and every snapshot and version that has their rows in it.
+    """
+    from rlhf_pipeline.erasure import held_about
+    from rlhf_pipeline.files import write_text
+
+    here = workspace()
+    told = held_about(here.settings, here.registry, rater, agent)
+    text = json.dumps(told, ensure_ascii=False, indent=2)
+    if out is None:
+        typer.echo(text)
+        return
+    write_text(out, text + "\n")
+    out.chmod(0o600)
+    rows = sum(len(one["feedback"]) + len(one["interactions"]) for one in told["agents"])
+    typer.echo(f"{rows:,} rows in {out}")
+
+
+def erase(
+    rater: Rater,
+    agent: OneAgent = None,
+    unsigned: Annotated[
+        bool,
+        typer.Option(
+            "--unsigned",
+            help="Also interactions nobody signed that they said something about: for programs "
+            "that send no `user` with a chat. Not for annotators.",
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Take a person out of the store, snapshots, data sets, examples and MLflow, for ever.
+
+    Numbers stay: counts, fingerprints, hashes. Printed is every snapshot and version that had
+    their rows; a version's weights keep what they learned until a new one is trained. Killed half
+    way, ask again. Backups and exports made before are not touched.
+    """
+    from rlhf_pipeline.erasure import erase as take_out
+    from rlhf_pipeline.erasure import held_about, told
+
+    here = workspace()
+    if not yes:
+        found = held_about(here.settings, here.registry, rater, agent)
+        for one in found["agents"]:
+            typer.echo(
+                f"agent {one['agent_id']}: {len(one['feedback'])} votes, "
+                f"{len(one['interactions'])} interactions, {len(one['traces'])} traces"
+            )
+        typer.confirm("Erase all of it? It cannot be undone", abort=True)
+    done = take_out(here.settings, here.registry, rater, agent, unsigned=unsigned)
+    for line in told(done["erasures"]):
+        typer.echo(line)

@@ -1,0 +1,338 @@
+"""A person's data: everything that is held about them, shown or taken out, wherever it lies.
+
+An erasure holds the claim of each of the person's agents, so that nothing is trained or snapshotted
+meanwhile. It goes MLflow first, then files, then the store in one transaction: while the store has
+their rows there is something left to do, and an erasure that was killed, begun again, ends the
+same. What stays: counts, hashes, fingerprints, ids that point to nothing, and model weights; the
+report names every version that learned from their rows. What it does not reach: backups, exports,
+and what Dagster's event log shows of a turn's examples.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+import structlog
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.feedback import raters, snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.raters import Held, Person
+from rlhf_pipeline.files import file_sha256, read_json, write_json, write_text
+from rlhf_pipeline.records import hashed, now, prompt_from_json
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+log = structlog.get_logger(__name__)
+
+ASKED_BY = "erasure"  # in a claim: not a training, so nothing asks for it again
+
+
+def held_about(
+    settings: Settings, registry: ModelRegistry, rater: str, agent_id: str | None = None
+) -> dict[str, Any]:
+    """Return everything that is held about a person, as plain JSON values, by agent.
+
+    `rater` is the id as it was sent, or the stored hash. Raises UnknownRater where there is
+    nothing, and nothing was erased before.
+    """
+    from rlhf_pipeline.registry.forgetting import traces_of
+
+    database = registry.ledger.database
+    people = raters.find(database, rater, agent_id)
+    before = raters.erasures_of(database, _meant(database, rater, agent_id))
+    if not before:
+        raters.need(people, agent_id)
+    told = []
+    for person in people:
+        with database.read() as connection:
+            held = raters.held(connection, person)
+            contents = raters.contents(connection, person)
+            unsigned = raters.unsigned_interactions(connection, person)
+            rows = raters.rows_in_snapshots(connection, person.agent_id, held.votes)
+        traces, said = traces_of(registry, person.agent_id, held.interactions, person.rater_id)
+        told.append(
+            {
+                "agent_id": person.agent_id,
+                "rater_id": person.rater_id,
+                **contents,
+                "unsigned_interactions": unsigned,
+                "traces": [info.trace_id for info in traces],
+                "assessments": [list(one) for one in said],
+                "snapshots": _snapshots(rows),
+                "versions": versions_with(registry.ledger, person.agent_id, rows),
+            }
+        )
+    return {"agents": told, "erased_before": before, "as_of": now().isoformat()}
+
+
+def erase(
+    settings: Settings,
+    registry: ModelRegistry,
+    rater: str,
+    agent_id: str | None = None,
+    *,
+    unsigned: bool = False,
+) -> dict[str, Any]:
+    """Take a person out of everything under the state folder; return what went and what learned.
+
+    With `unsigned` also the interactions nobody signed that they said something about. Asked again
+    it takes out what has come in since, and returns every erasure of theirs. Raises UnknownRater
+    where there never was anything, ClaimRefused while one of their agents is being trained,
+    RegistryError while MLflow is away; after any of these, ask again.
+    """
+    database = registry.ledger.database
+    claims = ClaimBook(database)
+    people = raters.find(database, rater, agent_id, unsigned=unsigned)
+    meant = _meant(database, rater, agent_id)
+    if not raters.erasures_of(database, meant):
+        raters.need(people, agent_id)
+    with ExitStack() as held:
+        tokens = {}
+        for person in people:
+            mark = hashed("erasure", person.mark)
+            claim = claims.claim(
+                person.agent_id, mark, 0, holder=f"erasure-{mark[:16]}", asked_by=ASKED_BY
+            )
+            held.callback(claims.let_go, claim.token)
+            held.enter_context(claims.kept_alive(claim.token))
+            tokens[person] = claim.token
+        for person, token in tokens.items():
+            while _once(settings, registry, person, token):
+                pass  # more came in meanwhile
+    database.fold_back()
+    log.info("a person was erased", agents=[person.agent_id for person in people])
+    return {"erasures": raters.erasures_of(database, meant)}
+
+
+def versions_with(
+    ledger: PromotionLedger, agent_id: str, rows: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the versions trained from these snapshots, and those that began from one of them."""
+    versions = ledger.versions(agent_id)
+    found: dict[int, dict[str, Any]] = {}
+    for version in versions:  # in order, so what a version began from is known by then
+        count = rows.get(version.fingerprint or "", 0)
+        through = sorted(
+            earlier.version
+            for earlier in versions
+            if earlier.version in found and _began_from(version, earlier)
+        )
+        if count or through:
+            found[version.version] = {
+                "version": version.version,
+                "label": version.label,
+                "rows": count,
+                "through": through,
+            }
+    return list(found.values())
+
+
+def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
+    if earlier.version >= version.version:
+        return False
+    for name in ("started_from", "baseline"):
+        place = version.lineage.get(name)
+        # The end of the path, as the state folder may have been elsewhere on that day.
+        if place is not None and Path(place).parts[-3:] == earlier.path.parts[-3:]:
+            return True
+    return False
+
+
+def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Person]:
+    a = db.agents.c.agent_id
+    with database.read() as connection:
+        agents = [agent_id] if agent_id else connection.execute(sa.select(a)).scalars().all()
+    return [person for agent in agents for person in raters.persons(rater, agent)]
+
+
+def _once(settings: Settings, registry: ModelRegistry, person: Person, token: int) -> bool:
+    """Take out what is there now; say whether there may be more."""
+    from rlhf_pipeline.registry.forgetting import forget_traces
+
+    database, agent_id = registry.ledger.database, person.agent_id
+    with database.read() as connection:
+        held = raters.held(connection, person)
+        rows = raters.rows_in_snapshots(connection, agent_id, (*held.votes, *held.about))
+        events = sum(
+            1
+            for each in connection.execute(
+                sa.select(db.chat_events.c.interaction_id).where(
+                    db.chat_events.c.agent_id == agent_id,
+                    db.chat_events.c.interaction_id.is_not(None),
+                )
+            ).scalars()
+            if each in held.interactions
+        )
+    if not held:
+        return False
+    counts = {
+        "feedback": len(held.votes),
+        "votes_about_them": len(held.about),
+        "interactions": len(held.interactions),
+        "chat_events": events,
+        "quarantined": len(held.quarantined) + len(held.mentioned),
+        **forget_traces(registry, agent_id, held.interactions, person.rater_id),
+    }
+    files = _clean_files(settings, registry, person, held, token)
+    for fingerprint in rows:
+        _note_hash(settings, database, agent_id, fingerprint)
+    raters.remove(
+        database,
+        person,
+        held,
+        token,
+        counts={**counts, "files": files},
+        snapshots=_snapshots(rows),
+        versions=versions_with(registry.ledger, agent_id, rows),
+    )
+    return True
+
+
+def _snapshots(rows: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [{"fingerprint": fingerprint, "rows": count} for fingerprint, count in rows.items()]
+
+
+def _clean_files(
+    settings: Settings, registry: ModelRegistry, person: Person, held: Held, token: int
+) -> int:
+    """Take the person out of snapshots, data sets, turns, tuning and the inbox; count the files."""
+    from rlhf_pipeline.feedback.withdrawn import clean_folder, clean_inbox, prompts_of
+    from rlhf_pipeline.registry.forgetting import forget_samples
+
+    claims = ClaimBook(registry.ledger.database)
+    agent = settings.agent_folder(person.agent_id)
+    inbox = settings.state_dir / settings.feedback.drop_folder / person.agent_id
+    changed = clean_inbox(inbox, person, held.interactions)
+    for folder in sorted((agent / "snapshots").glob("*/")):
+        prompts = prompts_of(folder, held.gone)
+        if prompts is None:
+            continue
+        claims.check(token)
+        turn = agent / "turns" / folder.name
+        changed += _clean_turn(turn, prompts) + _clean_training(agent / "tuning", prompts)
+        changed += forget_samples(registry, person.agent_id, folder.name, prompts, _report(turn))
+        of_turn = _settings_of(turn, settings)
+        changed += clean_folder(
+            folder,
+            held.gone,
+            evaluation_share=of_turn["evaluation_share"],
+            min_rating=of_turn["min_rating"],
+        )
+    for path in sorted(agent.rglob("raters.json")):
+        changed += _without_rater(path, person.rater_id)
+    return changed
+
+
+def _clean_turn(turn: Path, prompts: Collection[str]) -> int:
+    """Take answers to these prompts out of what a turn left; its checkpoints hold them as well."""
+    return _clean_training(turn, prompts) + _clean_comparison(turn / "evaluation.json", prompts)
+
+
+def _clean_training(folder: Path, prompts: Collection[str]) -> int:
+    from rlhf_pipeline.registry.forgetting import asked, without_samples
+
+    questions, changed = asked(prompts), 0
+    for path in sorted(folder.rglob("result.json")):
+        result = read_json(path)
+        if not isinstance(result, dict) or "evaluations" not in result:
+            continue
+        cleaned = without_samples(result, questions)
+        if cleaned != result:
+            write_json(path, cleaned)
+            changed += 1
+    for path in sorted(folder.rglob("samples.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["prompt"] not in questions]
+        if kept != lines:
+            write_text(path, "".join(kept))
+            changed += 1
+    for path in sorted(folder.rglob("checkpoints")):
+        if path.is_dir():  # of a run that ended or failed: the claim says that none is under way
+            shutil.rmtree(path)
+            changed += 1
+    return changed
+
+
+def _clean_comparison(path: Path, prompts: Collection[str]) -> int:
+    """Take these prompts' samples out of a comparison, and write its words anew."""
+    from rlhf_pipeline.evaluation.report import EvaluationReport
+
+    if not path.exists():
+        return 0
+    kept = read_json(path)
+    report = dict(kept["result"]["report"])
+    gone = [[[m.role, m.content] for m in prompt_from_json(text)] for text in prompts]
+    samples = [sample for sample in report["samples"] if sample["prompt"] not in gone]
+    if samples == report["samples"]:
+        return 0
+    report["samples"] = samples
+    markdown = EvaluationReport.from_json(report).to_markdown()
+    result = {**kept["result"], "report": report, "markdown": markdown}
+    write_json(path, {**kept, "result": result})
+    return 1
+
+
+def _report(turn: Path) -> str | None:
+    path = turn / "evaluation.json"
+    return str(read_json(path)["result"]["markdown"]) if path.exists() else None
+
+
+def _settings_of(turn: Path, today: Settings) -> Mapping[str, Any]:
+    """Return the feedback settings a turn's data sets were made with; today's if none is known."""
+    for path in sorted(turn.glob("*.spec.json")):
+        with suppress(PipelineError, KeyError):
+            told: Mapping[str, Any] = read_json(path)["settings"]["feedback"]
+            return told
+    return today.feedback.model_dump()
+
+
+def _without_rater(path: Path, rater_id: str) -> int:
+    told = read_json(path)
+    if rater_id not in told.get("careful", {}):
+        return 0
+    careful = {name: share for name, share in told["careful"].items() if name != rater_id}
+    write_json(path, {**told, "careful": careful})
+    return 1
+
+
+def _note_hash(settings: Settings, database: db.Database, agent_id: str, fingerprint: str) -> None:
+    """Keep the hash of a snapshot's file as it is now; its fingerprint and count stay."""
+    folder = settings.agent_folder(agent_id) / "snapshots" / fingerprint[:16]
+    path, s = folder / snapshot.FILE, db.snapshots
+    if path.exists():
+        sha256 = file_sha256(path)
+        with database.write() as connection:
+            connection.execute(
+                s.update()
+                .where(s.c.agent_id == agent_id, s.c.fingerprint == fingerprint)
+                .values(sha256=sha256)
+            )
+
+
+def told(erasures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return erasures as lines for a person."""
+    lines = []
+    for one in erasures:
+        counts = ", ".join(f"{name} {n}" for name, n in one["counts"].items() if n)
+        lines.append(f"agent {one['agent_id']}, {one['erased_at'][:19]} UTC: {counts or 'nothing'}")
+        for taken in one["snapshots"]:
+            lines.append(f"  snapshot {taken['fingerprint'][:16]}: {taken['rows']} rows")
+        for version in one["versions"]:
+            through = ", ".join(str(number) for number in version["through"])
+            began = f", and began from version {through}" if through else ""
+            lines.append(
+                f"  version {version['version']} ({version['label']}) learned from "
+                f"{version['rows']} rows{began}"
+            )
+    return lines

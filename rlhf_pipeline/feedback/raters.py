@@ -1,0 +1,350 @@
+"""One person in the store: who is meant, what is held about them, and taking it out.
+
+Theirs are the votes they signed, the interactions they had (their `user`, or unsigned ones of the
+same session), what the chat noted about those, and lines in quarantine that carry their name. What
+others said about their interactions keeps its number and loses its words: a tombstone that still
+counts, and that nothing is trained on. What this cannot find: a text of theirs that somebody else
+sent in as a row of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.errors import UnknownRater
+from rlhf_pipeline.feedback.claims import check_token
+from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
+
+HASH = re.compile(r"[0-9a-f]{32}")
+SIGNATURE = re.compile(r'"(rater|annotator|rater_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
+MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
+WORDS = ("prompt", "completion", "text", "other_completion", "other_prompt", "comment", "topic")
+SOME = 400  # ids per IN (...): SQLite takes 999 variables in its oldest builds
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """One rater of one agent."""
+
+    agent_id: str
+    rater_id: str  # hashed, as the store has it
+    unsigned: bool = False  # also interactions nobody signed that they said something about
+
+    @property
+    def mark(self) -> str:
+        """Return what is kept of them after an erasure: a hash of the hash, found nowhere else."""
+        return hashed("erased", self.agent_id, self.rater_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What of a feedback row decides where it counts."""
+
+    feedback_id: str
+    voter: str
+    target: str
+    kind: str
+    seq: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the store holds about a person, by id."""
+
+    votes: tuple[Vote, ...]  # theirs
+    about: tuple[Vote, ...]  # other people's, about their interactions
+    interactions: frozenset[str]
+    quarantined: frozenset[str]  # lines with their name
+    mentioned: frozenset[str]  # other people's lines in quarantine about their interactions
+
+    @cached_property
+    def gone(self) -> frozenset[str]:
+        """Return the ids of the feedback that nothing may be trained on any more."""
+        return frozenset(vote.feedback_id for vote in (*self.votes, *self.about))
+
+    def __bool__(self) -> bool:
+        return bool(self.votes or self.interactions or self.quarantined)
+
+
+def find(
+    database: db.Database, given: str, agent_id: str | None = None, *, unsigned: bool = False
+) -> list[Person]:
+    """Return the person in every agent, or the one named, that holds anything about them.
+
+    `given` is the id as the sender wrote it, or the hash that the store made of it.
+    """
+    found = []
+    with database.read() as connection:
+        a = db.agents.c.agent_id
+        agents = connection.execute(sa.select(a).order_by(a)).scalars().all()
+        for agent in agents if agent_id is None else [agent_id]:
+            found += [p for p in persons(given, agent, unsigned=unsigned) if held(connection, p)]
+    return found
+
+
+def persons(given: str, agent_id: str, *, unsigned: bool = False) -> list[Person]:
+    """Return whom an agent may mean by an id: its hash, and itself where it looks like one."""
+    hashes = [hash_rater(agent_id, given), *([given] if HASH.fullmatch(given) else [])]
+    return [Person(agent_id, rater_id, unsigned) for rater_id in hashes]
+
+
+def need(people: Sequence[Person], given_agent: str | None) -> None:
+    """Raise UnknownRater where nobody was found. The message does not repeat the id."""
+    if not people:
+        where = "any agent" if given_agent is None else f"agent {given_agent!r}"
+        raise UnknownRater(
+            f"needed a rater that {where} holds anything about, found none; give the id as it was "
+            "sent, or the hash that an export shows"
+        )
+
+
+def held(connection: sa.Connection, person: Person) -> Held:
+    """Return the ids of everything the store holds about the person."""
+    f, q = db.feedback.c, db.quarantine.c
+    theirs = sa.select(db.interactions.c.interaction_id).where(_theirs(person))
+    interactions = frozenset(connection.execute(theirs).scalars())
+    columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq)
+    mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter == person.rater_id)
+    votes = [Vote(*row) for row in connection.execute(mine.order_by(f.seq))]
+    about: list[Vote] = []
+    if interactions:
+        others = sa.select(*columns).where(_about(person))
+        about = [Vote(*row) for row in connection.execute(others.order_by(f.seq))]
+    gone = {vote.feedback_id for vote in (*votes, *about)}
+    quarantined, mentioned = set(), set()
+    lines = sa.select(q.quarantine_id, q.feedback_id, q.raw).where(
+        q.agent_id == person.agent_id, sa.or_(q.feedback_id.is_not(None), q.raw.like('%"%'))
+    )
+    for key, feedback_id, raw in connection.execute(lines):
+        if feedback_id in gone or (raw is not None and is_signed_by(raw, person)):
+            quarantined.add(key)
+        elif raw is not None and interactions and mentions(raw, interactions):
+            mentioned.add(key)
+    return Held(
+        tuple(votes), tuple(about), interactions, frozenset(quarantined), frozenset(mentioned)
+    )
+
+
+def is_signed_by(text: str, person: Person) -> bool:
+    """Say whether a line, whole or broken, carries the person's name as its rater."""
+    for name, value in SIGNATURE.findall(text):
+        try:
+            told = str(json.loads(value))
+        except ValueError:  # an escape that JSON does not have
+            continue
+        ready = name == "rater_id"
+        if (told if ready else hash_rater(person.agent_id, told)) == person.rater_id:
+            return True
+    return False
+
+
+def mentions(text: str, interactions: Collection[str]) -> bool:
+    """Say whether a line is about one of the interactions."""
+    return any(found in interactions for found in MENTION.findall(text))
+
+
+def rows_in_snapshots(
+    connection: sa.Connection, agent_id: str, gone: Iterable[Vote]
+) -> dict[str, int]:
+    """Return {fingerprint: how many of these votes its snapshot was taken with}, oldest first.
+
+    Asks the votes and not the files, so an erasure that is begun again says the same.
+    """
+    s = db.snapshots.c
+    query = sa.select(s.fingerprint, s.watermark).where(s.agent_id == agent_id)
+    votes = sorted(gone, key=lambda vote: vote.seq)
+    found = {}
+    for fingerprint, watermark in connection.execute(query.order_by(s.created_at)):
+        # One per voter, target and kind: what came later replaced what was there.
+        last = {(v.voter, v.target, v.kind) for v in votes if v.seq <= watermark}
+        if last:
+            found[str(fingerprint)] = len(last)
+    return found
+
+
+def remove(
+    database: db.Database,
+    person: Person,
+    expected: Held,
+    token: int,
+    *,
+    counts: Mapping[str, int],
+    snapshots: Sequence[Mapping[str, Any]],
+    versions: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Take the person out of the store in one transaction, and write down that it was done.
+
+    Returns False, having changed nothing, where more came in than `expected` (look again). Raises
+    ClaimLost where `token` does not hold any more.
+    """
+    with database.write() as connection:
+        if connection.dialect.name == "postgresql":
+            # The lock of those who store feedback: nobody adds a vote while this looks.
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+        check_token(connection, token)
+        if held(connection, person) != expected:
+            return False
+        f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
+        blank: dict[str, Any] = dict.fromkeys(WORDS)
+        for some in _chunks({vote.feedback_id for vote in expected.about}):
+            connection.execute(
+                f.update()
+                .where(f.c.feedback_id.in_(some))
+                .values(**blank, tags="[]", body_sha256="", erased_at=now())
+            )
+        for some in _chunks(expected.interactions):
+            connection.execute(
+                e.update()
+                .where(e.c.interaction_id.in_(some))
+                .values(interaction_id=None, detail="")
+            )
+            connection.execute(i.delete().where(i.c.interaction_id.in_(some)))
+        connection.execute(
+            f.delete().where(f.c.agent_id == person.agent_id, f.c.voter == person.rater_id)
+        )
+        for some in _chunks(expected.quarantined):
+            connection.execute(q.delete().where(q.c.quarantine_id.in_(some)))
+        for some in _chunks(expected.mentioned):
+            connection.execute(q.update().where(q.c.quarantine_id.in_(some)).values(raw=None))
+        connection.execute(
+            db.erasures.insert().values(
+                erasure_id=uuid7(),
+                agent_id=person.agent_id,
+                person=person.mark,
+                counts=dict(counts),
+                snapshots=[dict(one) for one in snapshots],
+                versions=[dict(one) for one in versions],
+                erased_at=now(),
+            )
+        )
+    return True
+
+
+def erasures_of(database: db.Database, people: Iterable[Person]) -> list[dict[str, Any]]:
+    """Return what was erased for these people before, oldest first."""
+    e = db.erasures
+    marks = [person.mark for person in people]
+    query = e.select().where(e.c.person.in_(marks)).order_by(e.c.erased_at, e.c.erasure_id)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+    return [
+        {
+            "agent_id": row.agent_id,
+            "counts": row.counts,
+            "snapshots": row.snapshots,
+            "versions": row.versions,
+            "erased_at": row.erased_at.isoformat(),
+        }
+        for row in rows
+    ]
+
+
+def erased_rows(database: db.Database, agent_id: str, fingerprint: str | None) -> int:
+    """Return how many rows were erased from a snapshot since it was taken."""
+    e = db.erasures.c
+    with database.read() as connection:
+        told = connection.execute(sa.select(e.snapshots).where(e.agent_id == agent_id)).scalars()
+        return sum(
+            int(one["rows"]) for each in told for one in each if one["fingerprint"] == fingerprint
+        )
+
+
+def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[str, Any]]]:
+    """Return every row about the person as plain JSON values: what they may ask to see.
+
+    Of what others said about their interactions only that it is there: it is those people's.
+    """
+    f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
+    found = held(connection, person)
+    mine = f.select().where(f.c.agent_id == person.agent_id, f.c.voter == person.rater_id)
+    events: list[dict[str, Any]] = []
+    for some in _chunks(found.interactions):
+        events += _plain(connection, e.select().where(e.c.interaction_id.in_(some)))
+    aside: list[dict[str, Any]] = []
+    for some in _chunks(found.quarantined):
+        aside += _plain(connection, q.select().where(q.c.quarantine_id.in_(some)))
+    return {
+        "feedback": _plain(connection, mine.order_by(f.c.seq)),
+        "interactions": _plain(
+            connection, i.select().where(_theirs(person)).order_by(i.c.created_at)
+        ),
+        "chat_events": events,
+        "quarantined": aside,
+        "votes_about_them": [
+            {"feedback_id": vote.feedback_id, "kind": vote.kind} for vote in found.about
+        ],
+    }
+
+
+def unsigned_interactions(connection: sa.Connection, person: Person) -> list[str]:
+    """Return the interactions nobody signed that they said something about: theirs, perhaps."""
+    i = db.interactions.c
+    query = sa.select(i.interaction_id).where(
+        i.agent_id == person.agent_id, i.user_id.is_(None), i.interaction_id.in_(_judged(person))
+    )
+    return sorted(connection.execute(query).scalars())
+
+
+def _theirs(person: Person) -> sa.ColumnElement[bool]:
+    i, other = db.interactions.c, db.interactions.alias("other").c
+    sessions = sa.select(other.session_id).where(
+        other.agent_id == person.agent_id,
+        other.user_id == person.rater_id,
+        other.session_id.is_not(None),
+    )
+    which = [i.user_id == person.rater_id, sa.and_(i.user_id.is_(None), i.session_id.in_(sessions))]
+    if person.unsigned:
+        which.append(sa.and_(i.user_id.is_(None), i.interaction_id.in_(_judged(person))))
+    return sa.and_(i.agent_id == person.agent_id, sa.or_(*which))
+
+
+def _judged(person: Person) -> sa.Select[tuple[Any]]:
+    f = db.feedback.c
+    return sa.select(f.interaction_id).where(
+        f.agent_id == person.agent_id,
+        f.voter == person.rater_id,
+        f.interaction_id.is_not(None),
+    )
+
+
+def _about(person: Person) -> sa.ColumnElement[bool]:
+    """Other people's votes that show one of their interactions and still have their words."""
+    f, i = db.feedback.c, db.interactions.c
+    theirs = sa.select(i.interaction_id).where(_theirs(person))
+    # A preference out of MLflow holds the trace's prompt itself, and no interaction's id.
+    prompts = sa.select(i.prompt).where(_theirs(person))
+    return sa.and_(
+        f.agent_id == person.agent_id,
+        f.voter != person.rater_id,
+        f.erased_at.is_(None),
+        sa.or_(
+            f.interaction_id.in_(theirs),
+            f.other_interaction_id.in_(theirs),
+            sa.and_(f.origin == "mlflow", f.prompt.in_(prompts)),
+        ),
+    )
+
+
+def _plain(connection: sa.Connection, query: sa.Select[Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            name: value.isoformat() if hasattr(value, "isoformat") else value
+            for name, value in row._mapping.items()
+            if name != "body_sha256"
+        }
+        for row in connection.execute(query)
+    ]
+
+
+def _chunks(ids: Collection[str]) -> Iterable[Sequence[str]]:
+    ordered = sorted(ids)
+    for start in range(0, len(ordered), SOME):
+        yield ordered[start : start + SOME]

@@ -1,0 +1,173 @@
+"""Votes taken out of what was made from them: a snapshot's folder, and files that were dropped.
+
+Each file is written anew beside itself and renamed, the snapshot's own file last: an erasure that
+was killed finds in it what is still to do.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline import stages
+from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
+from rlhf_pipeline.files import write_bytes
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    PreferencePair,
+    RewardExample,
+    SftExample,
+    uuid7,
+)
+
+VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
+
+
+def prompts_of(folder: Path, gone: Collection[str]) -> frozenset[str] | None:
+    """Return the prompts (JSON) that only the votes `gone` hold; None where none is in there."""
+    import pyarrow.parquet as pq
+
+    path = folder / snapshot.FILE
+    if not path.exists():
+        return None
+    theirs: set[str] = set()
+    kept: set[str] = set()
+    found = False
+    names = ["feedback_id", "prompt", "other_prompt"]
+    for batch in pq.ParquetFile(path).iter_batches(columns=names):
+        for row in batch.to_pylist():
+            is_gone = row["feedback_id"] in gone
+            found |= is_gone
+            side = theirs if is_gone else kept
+            side.update(text for text in (row["prompt"], row["other_prompt"]) if text)
+    return frozenset(theirs - kept) if found else None
+
+
+def clean_folder(
+    folder: Path, gone: Collection[str], *, evaluation_share: float, min_rating: int
+) -> int:
+    """Take the votes out of a snapshot's folder and return how many files were written anew.
+
+    The data sets keep the lines that the other votes give under the turn's own settings.
+    """
+    changed = 0
+    for leftover in folder.glob("*.partial"):  # of an attempt that was killed
+        leftover.unlink()
+        changed += 1
+    validated = folder / VALIDATED
+    if validated.exists():
+        frame = snapshot.read(validated)
+        kept = frame[~frame["feedback_id"].isin(list(gone))].reset_index(drop=True)
+        built = datasets.build(kept, evaluation_share=evaluation_share, min_rating=min_rating)
+        changed += _clean_datasets(folder, gone, built)
+        changed += _without_rows(validated, gone)
+    return changed + _without_rows(folder / snapshot.FILE, gone)
+
+
+def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> int:
+    """Take lines with the person's name, or about their interactions, out of dropped files."""
+    changed = 0
+    for path in sorted(inbox.rglob("*.json*")):
+        if path.is_file():
+            changed += _without_lines(path, person, interactions)
+    return changed
+
+
+def _clean_datasets(folder: Path, gone: Collection[str], built: datasets.Datasets) -> int:
+    imitable = {(e.prompt, e.completion): e for e in built.sft_examples}
+    held_out = {prompt.prompt_id: prompt for prompt in built.evaluation_prompts}
+    pairs, examples = folder / stages.PAIRS, folder / stages.EXAMPLES
+    imitated, prompts = folder / stages.SFT_EXAMPLES, folder / stages.PROMPTS
+    changed = 0
+    if pairs.exists():
+        before = datasets.read_jsonl(pairs, PreferencePair)
+        changed += _rewritten(pairs, before, [p for p in before if p.pair_id not in gone])
+    if examples.exists():
+        said = datasets.read_jsonl(examples, RewardExample)
+        changed += _rewritten(examples, said, [e for e in said if e.example_id not in gone])
+    if imitated.exists():
+        shown = datasets.read_jsonl(imitated, SftExample)
+        keys = [(e.prompt, e.completion) for e in shown]
+        kept = [imitable[key] for key in keys if key in imitable]
+        changed += _rewritten(imitated, shown, kept)
+    if prompts.exists():
+        asked = datasets.read_jsonl(prompts, EvaluationPrompt)
+        left = [held_out[p.prompt_id] for p in asked if p.prompt_id in held_out]
+        changed += _rewritten(prompts, asked, left)
+    return changed
+
+
+def _rewritten(path: Path, before: list[Any], after: list[Any]) -> bool:
+    if before != after:
+        datasets.write_jsonl(path, after)
+    return before != after
+
+
+def _without_rows(path: Path, gone: Collection[str]) -> bool:
+    """Write a parquet file of votes without some, in bounded memory; say whether any was there."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    source = pq.ParquetFile(path)
+    theirs = pa.array(sorted(gone), pa.string())
+    schema = source.schema_arrow.remove_metadata()  # pandas' counts the rows that were there
+    noted = {
+        name: value
+        for name, value in (source.metadata.metadata or {}).items()
+        if name not in (b"pandas", b"ARROW:schema")
+    }
+    aside = path.with_suffix(f".{uuid7()}.partial")
+    found = 0
+    try:
+        with pq.ParquetWriter(aside, schema) as writer:
+            for batch in source.iter_batches():
+                ids = batch.column("feedback_id").cast(pa.string())
+                kept = batch.filter(pc.invert(pc.is_in(ids, value_set=theirs)))
+                found += batch.num_rows - kept.num_rows
+                writer.write_table(pa.Table.from_batches([kept]).cast(schema))
+            writer.add_key_value_metadata(noted)
+        if found:
+            aside.replace(path)
+    finally:
+        source.close()
+        aside.unlink(missing_ok=True)
+    return found > 0
+
+
+def _without_lines(path: Path, person: Person, interactions: Collection[str]) -> bool:
+    packed = path.suffix == ".gz"
+    content = path.read_bytes()
+    text = gzip.decompress(content) if packed else content
+    if text.lstrip()[:1] == b"[":
+        kept = _array_without(text, person, interactions)
+    else:
+        lines = text.splitlines(keepends=True)
+        kept = b"".join(x for x in lines if not _is_about(_shown(x), person, interactions))
+    if kept == text:
+        return False
+    write_bytes(path, gzip.compress(kept) if packed else kept)
+    return True
+
+
+def _array_without(text: bytes, person: Person, interactions: Collection[str]) -> bytes:
+    """Return a JSON array without rows of theirs; where it is broken, nothing of it if any is."""
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        return b"[]\n" if _is_about(_shown(text), person, interactions) else text
+    told = [json.dumps(row, ensure_ascii=False) for row in rows]
+    kept = [line for line in told if not _is_about(line, person, interactions)]
+    return text if len(kept) == len(told) else ("[" + ",\n".join(kept) + "]\n").encode()
+
+
+def _shown(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
+def _is_about(line: str, person: Person, interactions: Collection[str]) -> bool:
+    return is_signed_by(line, person) or mentions(line, interactions)

@@ -1,0 +1,165 @@
+"""A person taken out of MLflow: traces of their interactions, what they said, logged examples."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_pipeline.records import hash_rater, prompt_from_json
+from rlhf_pipeline.registry.models import model_name
+from rlhf_pipeline.registry.traces import INTERACTION, PAGE
+from rlhf_pipeline.registry.tracking import mlflow_refusals, sqlite_file
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+SAMPLES, RESULT, REPORT = "ppo/samples.json", "ppo/result.json", "evaluation/report.md"
+SIDE_BY_SIDE = "### Side by side"  # in the report: from here on it quotes
+
+
+def traces_of(
+    registry: ModelRegistry, agent_id: str, interactions: Collection[str], rater_id: str
+) -> tuple[list[Any], list[tuple[str, str]]]:
+    """Return the traces of these interactions, and (trace id, assessment id) of what they said.
+
+    Assessments on those traces are not listed: they go with them.
+    """
+    traces: list[Any] = []
+    said: list[tuple[str, str]] = []
+    with mlflow_refusals("looking through traces"):
+        for info in _infos(registry, agent_id):
+            if info.tags.get(INTERACTION) in interactions:
+                traces.append(info)
+                continue
+            for assessment in info.assessments or ():
+                person = assessment.source.source_id
+                if person and hash_rater(agent_id, person) == rater_id:
+                    said.append((info.trace_id, str(assessment.assessment_id)))
+    return traces, said
+
+
+def forget_traces(
+    registry: ModelRegistry, agent_id: str, interactions: Collection[str], rater_id: str
+) -> dict[str, int]:
+    """Delete those traces with their files, and those assessments; return how many of each."""
+    traces, said = traces_of(registry, agent_id, interactions, rater_id)
+    if not traces and not said:
+        return {"traces": 0, "assessments": 0}
+    client = registry.client._tracing_client
+    with mlflow_refusals("deleting traces"):
+        for info in traces:
+            # MLflow deletes a trace's rows and leaves its file; the file goes first.
+            client._get_artifact_repo_for_trace(info).delete_artifacts()
+        for start in range(0, len(traces), PAGE):
+            ids = [info.trace_id for info in traces[start : start + PAGE]]
+            client.delete_traces(registry.experiment(agent_id), trace_ids=ids)
+        for trace_id, assessment_id in said:
+            client.delete_assessment(trace_id, assessment_id)
+    return {"traces": len(traces), "assessments": len(said)}
+
+
+def forget_samples(
+    registry: ModelRegistry,
+    agent_id: str,
+    mark: str,
+    prompts: Collection[str],
+    report: str | None,
+) -> int:
+    """Take answers to these prompts (JSON) out of the logged examples of a turn's runs.
+
+    `mark` begins the turn's fingerprint; `report` is the comparison as it reads now, None where
+    nobody knows: then its quotes go. Returns how many files were logged anew.
+    """
+    if not _is_there(registry):
+        return 0
+    changed = 0
+    with mlflow_refusals(f"cleaning the runs of {mark}"):
+        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
+        if experiment is None:
+            return 0
+        runs = registry.client.search_runs(
+            [experiment.experiment_id], f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
+        )
+        for run in runs:
+            changed += _clean_run(registry.client, run.info.run_id, asked(prompts), report)
+    return changed
+
+
+def asked(prompts: Collection[str]) -> frozenset[str]:
+    """Return the last message of each prompt: what an example shows of it."""
+    return frozenset(prompt_from_json(text)[-1].content for text in prompts)
+
+
+def without_samples(result: dict[str, Any], questions: Collection[str]) -> dict[str, Any]:
+    """Return a training result (as JSON) without the samples that answer these questions."""
+    looks = [
+        {**look, "samples": [s for s in look["samples"] if s["prompt"] not in questions]}
+        for look in result["evaluations"]
+    ]
+    return {**result, "evaluations": looks}
+
+
+def _clean_run(client: Any, run_id: str, questions: Collection[str], report: str | None) -> int:
+    files = {f.path for folder in ("ppo", "evaluation") for f in _files(client, run_id, folder)}
+    changed = 0
+    if RESULT in files:
+        result = json.loads(_text(client, run_id, RESULT))
+        cleaned = without_samples(result, questions)
+        if cleaned != result:
+            client.log_dict(run_id, cleaned, RESULT)
+            changed += 1
+    if SAMPLES in files:
+        table = json.loads(_text(client, run_id, SAMPLES))
+        at = table["columns"].index("prompt")
+        rows = [row for row in table["data"] if row[at] not in questions]
+        if rows != table["data"]:
+            client.log_dict(run_id, {**table, "data": rows}, SAMPLES)
+            changed += 1
+    if REPORT in files:
+        before = _text(client, run_id, REPORT)
+        after = f"{before.partition(SIDE_BY_SIDE)[0].rstrip()}\n" if report is None else report
+        if before != after:
+            client.log_text(run_id, after, REPORT)
+            changed += 1
+    return changed
+
+
+def _files(client: Any, run_id: str, folder: str) -> list[Any]:
+    return list(client.list_artifacts(run_id, folder))
+
+
+def _text(client: Any, run_id: str, name: str) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = client.download_artifacts(run_id, name, scratch)
+        return Path(path).read_text(encoding="utf-8")
+
+
+def _infos(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
+    """Yield what MLflow knows of every trace of the agent, however old."""
+    if not _is_there(registry):
+        return
+    experiment = registry.client.get_experiment_by_name(model_name(agent_id))
+    if experiment is None:
+        return
+    token: str | None = None
+    while True:
+        page = registry.client.search_traces(
+            locations=[experiment.experiment_id],
+            include_spans=False,
+            max_results=PAGE,
+            page_token=token,
+        )
+        for trace in page:
+            yield trace.info
+        token = page.token
+        if not token:
+            return
+
+
+def _is_there(registry: ModelRegistry) -> bool:
+    """Say whether there is anything to look through: an embedded MLflow begins with its file."""
+    file = sqlite_file(registry.tracking_uri)
+    return file is None or file.exists()

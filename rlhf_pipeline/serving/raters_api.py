@@ -1,0 +1,58 @@
+"""`/v1/raters/{id}`: what is held about one person, shown (GET) or taken out (DELETE).
+
+For admins: access.py names no client who may. The id is as the sender wrote it, or the stored hash;
+`?agent=` means one agent alone. Unknown is 404, an agent that is being trained 409, MLflow or the
+store away 503; after 409 and 503 the same request may be sent again. Nothing here logs an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+
+from rlhf_pipeline.erasure import erase, held_about
+from rlhf_pipeline.errors import ClaimError, RegistryError, UnknownRater
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+UNKNOWN, TRAINING, AWAY = 404, 409, 503
+
+
+def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) -> None:
+    """Add both routes."""
+
+    async def export_rater(rater: str, agent: str | None = None) -> JSONResponse:
+        """Return everything that is held about a person."""
+        return await run_in_threadpool(_told, lambda: held_about(settings, registry, rater, agent))
+
+    async def erase_rater(
+        rater: str, agent: str | None = None, unsigned: bool = False
+    ) -> JSONResponse:
+        """Take a person out of everything; return what went, and which versions learned from it."""
+        return await run_in_threadpool(
+            _told, lambda: erase(settings, registry, rater, agent, unsigned=unsigned)
+        )
+
+    path = "/v1/raters/{rater:path}"  # an id may hold a slash
+    app.add_api_route(path, export_rater, methods=["GET"], tags=["raters"])
+    app.add_api_route(path, erase_rater, methods=["DELETE"], tags=["raters"])
+
+
+def _told(work: Callable[[], dict[str, Any]]) -> JSONResponse:
+    try:
+        return JSONResponse(work(), headers={"cache-control": "no-store"})
+    except UnknownRater as error:
+        return JSONResponse({"error": str(error)}, UNKNOWN)
+    except ClaimError as error:
+        return JSONResponse({"error": str(error)}, TRAINING, headers={"retry-after": "60"})
+    except (RegistryError, sa.exc.OperationalError):
+        told = {"error": "the store or MLflow is away; ask again, what is done stays done"}
+        return JSONResponse(told, AWAY, headers={"retry-after": "5"})

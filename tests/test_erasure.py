@@ -1,0 +1,539 @@
+"""A person's data: shown whole, gone from everywhere, whatever interrupts it; others' stays."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline import stages
+from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.erasure import erase, held_about, told
+from rlhf_pipeline.errors import (
+    ClaimRefused,
+    FeedbackRefused,
+    HashMismatch,
+    UnknownRater,
+)
+from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, prompt_to_rows
+from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.raters import Person, erased_rows, is_signed_by
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.feedback.withdrawn import VALIDATED
+from rlhf_pipeline.files import file_sha256, read_json, write_json
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    QuarantinedRow,
+    SftExample,
+    hash_rater,
+    hashed,
+    now,
+    prompt_to_json,
+    user_prompt,
+)
+from rlhf_pipeline.registry.explain import explain
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.registry.reproduce import recorded_turn
+from rlhf_pipeline.serving import chat_events
+
+ANN, BOB = (hash_rater("tea", name) for name in ("ann", "bob"))
+SECRET = "marzipan"  # in everything that is Ann's, or about what she said
+LEARNED = ("feedback.parquet", VALIDATED)
+
+
+@dataclass
+class World:
+    """A state folder with a turn that learned from Ann, Bob and people nobody named."""
+
+    settings: Settings
+    database: Database
+
+    @property
+    def registry(self) -> ModelRegistry:
+        state = self.settings.state_dir
+        ledger = PromotionLedger(self.database, state)
+        return ModelRegistry(ledger, f"sqlite:///{state}/mlflow/mlflow.db", state / "mlflow")
+
+    @property
+    def agent(self) -> Path:
+        return self.settings.agent_folder("tea")
+
+    @property
+    def store(self) -> FeedbackStore:
+        return FeedbackStore(self.database)
+
+    def erase(self, rater: str = "ann", **wishes: Any) -> dict[str, Any]:
+        return erase(self.settings, self.registry, rater, **wishes)
+
+    def everything(self) -> dict[str, str]:
+        """Return all there is, files and tables, each as readable text."""
+        found = {}
+        for path in sorted(self.settings.state_dir.rglob("*")):
+            if path.suffix == ".parquet":
+                found[path.name] = snapshot.read(path).to_json(date_format="iso")
+            elif path.is_file() and ".db" not in path.name and path.suffix != ".lock":
+                content = path.read_bytes()
+                packed = path.suffix == ".gz"
+                found[str(path.relative_to(self.settings.state_dir))] = (
+                    gzip.decompress(content) if packed else content
+                ).decode()
+        with self.database.read() as connection:
+            for table in db.metadata.sorted_tables:
+                rows = connection.execute(table.select().order_by(*table.primary_key)).all()
+                hidden = ("erased_at", "erasure_id")  # another moment, another id
+                found[table.name] = str(
+                    [{k: v for k, v in r._mapping.items() if k not in hidden} for r in rows]
+                )
+        return found
+
+
+def said(interaction_id: str, user: str | None, text: str, **more: Any) -> Interaction:
+    completion = f"{text} indeed."
+    user_id = None if user is None else hash_rater("tea", user)
+    return Interaction(
+        interaction_id, "tea", user_prompt(text), completion, 0, now(), user_id=user_id, **more
+    )
+
+
+def vote(key: str, kind: FeedbackKind, rater: str | None, **what: Any) -> Feedback:
+    rater_id = None if rater is None else hash_rater("tea", rater)
+    return Feedback("tea", kind, f"{rater}:{key}", rater_id=rater_id, **what)
+
+
+def build(settings: Settings, database: Database) -> World:
+    world = World(settings, database)
+    store = world.store
+    store.add_interactions(
+        [
+            said("a-1", "ann", f"{SECRET} one?", session_id="s-ann"),
+            said("a-2", "ann", f"{SECRET} two?", experiment="x", arm="champion"),
+            said("a-3", None, f"{SECRET} three?", session_id="s-ann"),
+            said("b-1", "bob", "pear one?"),
+            said("u-1", None, "plum?"),
+        ]
+    )
+    thumbs, preference = FeedbackKind.thumbs, FeedbackKind.preference
+    inline = {"prompt": user_prompt("quince?"), "completion": "Quince indeed."}
+    store.append(
+        [
+            vote("first", thumbs, "ann", interaction_id="a-1", number=1.0),
+            vote("again", thumbs, "ann", interaction_id="a-1", number=0.0, comment=SECRET),
+            vote("mine", FeedbackKind.correction, "ann", interaction_id="b-1", text=f"{SECRET}!"),
+            vote("plum", FeedbackKind.rating, "ann", interaction_id="u-1", number=5.0),
+            vote("quince", FeedbackKind.rating, "ann", number=5.0, **inline),
+            vote(
+                "pair",
+                preference,
+                "bob",
+                interaction_id="a-1",
+                other_interaction_id="a-2",
+                choice="left",
+                comment=f"{SECRET} is nicer",
+                tags=("wants:short",),
+            ),
+            vote("better", FeedbackKind.correction, "bob", interaction_id="a-3", text=SECRET),
+            vote("own", FeedbackKind.rating, "bob", interaction_id="b-1", number=5.0),
+            vote("quince", FeedbackKind.rating, "bob", number=5.0, **inline),
+            vote(
+                "pears",
+                preference,
+                "bob",
+                prompt=user_prompt("pear two?"),
+                completion="Pear indeed.",
+                other_completion="No pear.",
+                choice="left",
+            ),
+            vote("nobody", thumbs, None, **inline, number=1.0),
+        ]
+    )
+    chat_events.record(
+        database, "tea", interaction_id="a-2", arm="champion", rule="too_long", detail=SECRET
+    )
+    broken = '{"kind": "thumbs", "rater": "ann", "comment": "' + SECRET
+    about = json.dumps({"kind": "thumbs", "rater": "bob", "interaction_id": "a-1", "x": SECRET})
+    store.quarantine(
+        [
+            QuarantinedRow("tea", "bad_json", "broken", "votes.jsonl", 3, broken),
+            QuarantinedRow("tea", "unknown_field", "x", "votes.jsonl", 4, about),
+            QuarantinedRow("tea", "unknown_field", "y", "votes.jsonl", 5, '{"rater": "bob"}'),
+        ]
+    )
+    _turn(world)
+    return world
+
+
+def _turn(world: World) -> None:
+    """Leave what a turn leaves: a snapshot, its data sets, examples, two versions and a third."""
+    database, agent = world.database, world.agent
+    watermark = snapshot.newest_seq(database, "tea")
+    mark = snapshot.fingerprint(database, "tea", watermark)
+    data, work = (agent / name / mark[:16] for name in ("snapshots", "turns"))
+    taken = snapshot.take(database, "tea", watermark, data / snapshot.FILE)
+    frame = snapshot.read(taken.path)
+    frame.to_parquet(data / VALIDATED)
+    built = datasets.build(frame, evaluation_share=0.3, min_rating=4)
+    datasets.write_jsonl(data / stages.PAIRS, built.preference_pairs)
+    datasets.write_jsonl(data / stages.EXAMPLES, built.reward_examples)
+    datasets.write_jsonl(data / stages.SFT_EXAMPLES, built.sft_examples)
+    datasets.write_jsonl(data / stages.PROMPTS, built.evaluation_prompts)
+    (data / "preference_pairs.partial").write_text(SECRET)
+    feedback = {"evaluation_share": 0.3, "min_rating": 4}
+    write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
+    write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})
+    texts = (f"{SECRET} one?", "pear one?")
+    samples = [
+        {"update": 0, "prompt": t, "baseline": t, "completion": t, "score": 1} for t in texts
+    ]
+    write_json(work / "ppo" / "result.json", {"evaluations": [{"update": 0, "samples": samples}]})
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (work / "ppo" / "samples.jsonl").write_text(lines)
+    (agent / "tuning" / "one").mkdir(parents=True)
+    (agent / "tuning" / "one" / "samples.jsonl").write_text(lines)
+    (work / "ppo" / "checkpoints").mkdir()
+    (work / "ppo" / "checkpoints" / "state.json").write_text(SECRET)
+    shown = [
+        Sample(
+            hashed(prompt_to_json(user_prompt(t)))[:32],
+            prompt_to_rows(user_prompt(t)),
+            {"candidate": t},
+            {"candidate": 1.0},
+        )
+        for t in texts
+    ]
+    numbers = {"candidate": {"length_tokens": Number(1.0)}, "baseline": {}}
+    rates = {"baseline": Number(0.5)}
+    report = EvaluationReport(2, 0, 1.0, True, numbers, {}, rates, rates, {}, shown, 1.0)
+    outcome = {"report": report.to_json(), "markdown": report.to_markdown()}
+    write_json(work / "evaluation.json", {"work": "w", "result": outcome})
+    done = world.settings.state_dir / "inbox" / "tea" / "done"
+    done.mkdir(parents=True)
+    rows = [{"rater": "ann", "comment": SECRET}, {"rater": "bob", "comment": "pear"}]
+    (done / "votes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (done / "votes.json").write_text(json.dumps(rows))
+    (done / "votes.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    )
+    ledger = world.registry.ledger
+    lineage = {
+        "fingerprint": mark,
+        "watermark": watermark,
+        "recipe": world.settings.model_dump(mode="json"),
+        "data": {stages.PAIRS: "0" * 64},
+    }
+    base = work / "sft"
+    base.mkdir()
+    ledger.add_baseline(
+        "tea", label="v8", path=base, files={"m": "1"}, lineage=lineage, actor="t", fingerprint=mark
+    )
+    began = {"started_from": f"/elsewhere/state/agents/tea/turns/{mark[:16]}/sft"}
+    gate = {"passed": False}
+    for n in (1, 2):
+        ledger.add_version(
+            "tea",
+            label=f"v{n}",
+            path=agent / "turns" / f"other{n}" / "ppo" / "policy",
+            files={"m": str(n)},
+            lineage=began if n == 1 else {},
+            gate=gate,
+            fingerprint=f"other{n}",
+        )
+
+
+@pytest.fixture
+def world(any_database: Database, tmp_path: Path) -> World:
+    return build(load_settings("tiny", {"state_dir": tmp_path / "state"}), any_database)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a state folder that tests copy."""
+    state = tmp_path_factory.mktemp("erasure") / "state"
+    database = Database(f"sqlite:///{state}/feedback.db")
+    build(load_settings("tiny", {"state_dir": state}), database)
+    database.fold_back()
+    database.close()
+    return state
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Iterator[World]:
+    world = copy_of(made, tmp_path / "state")
+    yield world
+    world.database.close()
+
+
+def copy_of(made: Path, state: Path) -> World:
+    shutil.copytree(made, state)
+    database = Database(f"sqlite:///{state}/feedback.db")
+    return World(load_settings("tiny", {"state_dir": state}), database)
+
+
+def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world: World) -> None:
+    before = world.everything()
+    assert sum(SECRET in text for text in before.values()) > 12  # it stood in all of these
+    [done] = world.erase()["erasures"]
+    after = world.everything()
+    assert [n for n, text in after.items() if SECRET in text or ANN in text] == []
+    for name in before:
+        if name in after and "pear" in before[name]:
+            assert "pear" in after[name], name
+    assert set(before) - set(after) == {
+        *(n for n in before if n.endswith(("checkpoints/state.json", "preference_pairs.partial")))
+    }
+    assert done["counts"] == {
+        "feedback": 5,
+        "votes_about_them": 2,
+        "interactions": 3,
+        "chat_events": 1,
+        "quarantined": 2,
+        "traces": 0,
+        "assessments": 0,
+        "files": done["counts"]["files"],
+    }
+    # Four of the ten rows were hers, two about what she said.
+    assert [one["rows"] for one in done["snapshots"]] == [6]
+    assert [(v["version"], v["rows"], v["through"]) for v in done["versions"]] == [
+        (0, 6, []),
+        (1, 0, [0]),
+    ]
+
+
+def test_votes_watermarks_and_numbers_hold_after_an_erasure(world: World) -> None:
+    newest = snapshot.newest_seq(world.database, "tea")
+    world.erase()
+    assert world.store.counts("tea") == {"preference": 1, "rating": 2, "thumbs": 1}
+    assert snapshot.newest_seq(world.database, "tea") == newest
+    again = snapshot.take(world.database, "tea", newest, world.agent / "new" / snapshot.FILE)
+    assert again.rows == 4
+    kept = world.agent / "snapshots"
+    [left] = [snapshot.read(path) for path in kept.glob(f"*/{snapshot.FILE}")]
+    assert set(left["feedback_id"]) == set(snapshot.read(again.path)["feedback_id"])
+    assert world.store.new_since("tea", 0).votes == 4
+    f = db.feedback.c
+    with world.database.read() as connection:
+        stones = connection.execute(db.feedback.select().where(f.erased_at.is_not(None))).all()
+        events = connection.execute(sa.select(db.chat_events)).all()
+    assert sorted((s.kind, s.choice, s.voter == BOB) for s in stones) == [
+        ("correction", None, True),
+        ("preference", "left", True),
+    ]
+    assert [(e.rule, e.interaction_id, e.detail) for e in events] == [("too_long", None, "")]
+    late = vote("late", FeedbackKind.thumbs, "bob", interaction_id="a-1", number=1.0)
+    with pytest.raises(FeedbackRefused, match="found no a-1"):
+        world.store.append([late])
+    fresh = world.store.append([replace(late, interaction_id="b-1", number=0.0)])
+    assert fresh[0].known is False
+
+
+def test_data_sets_keep_what_others_said(copied: World) -> None:
+    copied.erase()
+    [folder] = (copied.agent / "snapshots").glob("*/")
+    texts = {p.name: p.read_text() for p in folder.glob("*.jsonl")}
+    built = datasets.build(snapshot.read(folder / VALIDATED), evaluation_share=0.3, min_rating=4)
+    examples = [json.loads(line)["example_id"] for line in texts[stages.EXAMPLES].splitlines()]
+    assert examples == [e.example_id for e in built.reward_examples]
+    assert len(examples) == 3
+    shown = datasets.read_jsonl(folder / stages.SFT_EXAMPLES, SftExample)
+    assert sorted(shown, key=str) == sorted(built.sft_examples, key=str)
+    assert "Quince indeed." in {e.completion for e in shown}  # Bob liked it as well
+    redacted = snapshot.redacted_in(folder / snapshot.FILE)
+    assert redacted == {}
+    [turn] = (copied.agent / "turns").glob("*/")
+    told = read_json(turn / "evaluation.json")["result"]
+    assert "pear one?" in told["markdown"]
+    assert [s["prompt_id"] for s in told["report"]["samples"]] == [
+        hashed(prompt_to_json(user_prompt("pear one?")))[:32]
+    ]
+    row = snapshot.find(copied.database, "tea", _mark(copied))
+    assert row is not None
+    assert row.sha256 == file_sha256(folder / snapshot.FILE)
+
+
+def _mark(world: World) -> str:
+    with world.database.read() as connection:
+        return str(connection.execute(sa.select(db.snapshots.c.fingerprint)).scalar_one())
+
+
+# -- again, interrupted, refused ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "places", [(4, 16), pytest.param(tuple(range(40)), marks=pytest.mark.slow)]
+)
+def test_an_erasure_that_is_killed_anywhere_and_begun_again_ends_the_same(
+    places: tuple[int, ...], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rename of a file and each write to the store is a place to die, the claim still held."""
+    monkeypatch.setattr(ClaimBook, "let_go", lambda self, token: None)
+    replace_file, write = Path.replace, Database.write
+    wanted: dict[str, str] | None = None
+    killed = 0
+    for steps in (10_000, *places):
+        world = copy_of(made, tmp_path / str(steps) / "state")
+        left = [steps]
+
+        def step(left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        def moved(self: Path, target: Any, step: Any = step) -> Any:
+            step()
+            return replace_file(self, target)
+
+        def written(self: Database, step: Any = step) -> Any:
+            step()
+            return write(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", moved)
+            patch.setattr(Database, "write", written)
+            try:
+                world.erase()
+                finished = True
+            except KeyboardInterrupt:
+                finished = False
+        if not finished:
+            world.erase()
+        found = world.everything()
+        del found["claims"]  # when it was begun again
+        found["erasures"] = re.sub(r"'files': \d+", "", found["erasures"])  # since then
+        wanted = wanted or found
+        assert {n: t for n, t in found.items() if wanted.get(n) != t} == {}, steps
+        world.database.close()
+        killed += not finished
+        if finished and steps < 10_000:
+            break  # as many places as there are
+    assert killed == (2 if len(places) == 2 else steps)
+    assert killed == 2 or killed > 15
+
+
+def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: World) -> None:
+    first = copied.erase()
+    assert copied.erase() == first
+    assert copied.erase(ANN) == first  # the hash that an export shows
+    shown = held_about(copied.settings, copied.registry, "ann")
+    assert (shown["agents"], shown["erased_before"]) == ([], first["erasures"])
+    copied.store.append(
+        [vote("back", FeedbackKind.comment, "ann", interaction_id="b-1", text="again")]
+    )
+    again = copied.erase()["erasures"]
+    assert [one["counts"]["feedback"] for one in again] == [5, 1]
+    assert "version 1 (v1) learned from 0 rows, and began from version 0" in "\n".join(told(again))
+
+
+def test_what_came_in_while_it_worked_goes_too(
+    copied: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.feedback import raters
+
+    remove, late = raters.remove, [said("a-9", "ann", f"{SECRET} late?")]
+
+    def slow(*inputs: Any, **more: Any) -> bool:
+        copied.store.add_interactions([late.pop()] if late else [])
+        return remove(*inputs, **more)
+
+    monkeypatch.setattr(raters, "remove", slow)
+    [done] = copied.erase()["erasures"]
+    assert done["counts"]["interactions"] == 4
+    assert not late
+    assert SECRET not in "".join(copied.everything().values())
+
+
+def test_an_unknown_person_is_refused_and_nothing_changes(copied: World) -> None:
+    before = copied.everything()
+    for wishes in ({}, {"agent_id": "milk"}):
+        with pytest.raises(UnknownRater, match="found none") as refusal:
+            copied.erase("customer-4711", **wishes)
+        assert "4711" not in str(refusal.value)
+        with pytest.raises(UnknownRater):
+            held_about(copied.settings, copied.registry, "customer-4711", **wishes)
+    assert copied.everything() == before
+
+
+def test_nobody_is_erased_while_their_agent_is_trained(copied: World) -> None:
+    claims = ClaimBook(copied.database)
+    claim = claims.claim("tea", "new", 3, holder="run-1", asked_by="sensor")
+    before = copied.everything()
+    with pytest.raises(ClaimRefused, match="trained by run run-1"):
+        copied.erase()
+    assert copied.everything() == before
+    claims.finish(claim.token, "failed")
+    history = claims.history("tea")
+    copied.erase()
+    assert claims.history("tea") == history  # an erasure is no turn
+
+
+# -- shown --------------------------------------------------------------------------------------
+
+
+def test_an_export_has_all_of_theirs_and_nobody_elses_words(copied: World) -> None:
+    shown = held_about(copied.settings, copied.registry, "ann")
+    json.dumps(shown, allow_nan=False)
+    [tea] = shown["agents"]
+    assert tea["rater_id"] == ANN
+    assert len(tea["feedback"]) == 5
+    assert {one["interaction_id"] for one in tea["interactions"]} == {"a-1", "a-2", "a-3"}
+    assert [one["rule"] for one in tea["chat_events"]] == ["too_long"]
+    assert [one["line"] for one in tea["quarantined"]] == [3]
+    assert {one["kind"] for one in tea["votes_about_them"]} == {"preference", "correction"}
+    assert tea["unsigned_interactions"] == ["u-1"]
+    assert [one["rows"] for one in tea["snapshots"]] == [4]
+    assert [one["version"] for one in tea["versions"]] == [0, 1]
+    assert BOB not in json.dumps(shown)
+    assert "is nicer" not in json.dumps(shown)
+
+
+def test_unsigned_interactions_go_only_where_asked(copied: World) -> None:
+    assert copied.store.interaction("u-1") is not None
+    copied.erase(unsigned=True)
+    assert copied.store.interaction("u-1") is None
+    assert "plum" not in "".join(copied.everything().values())
+
+
+@pytest.mark.parametrize(
+    ("line", "theirs"),
+    [
+        ('{"rater": "ann", "x": ', True),
+        ('{"annotator": "a\\u006en"}', True),
+        (f'{{"rater_id": "{ANN}"}}', True),
+        ('{"rater": "anna"}', False),
+        ('{"comment": "ann"}', False),
+        ('{"rater": "\\q"}', False),
+    ],
+)
+def test_a_line_is_theirs_by_its_rater(line: str, theirs: bool) -> None:
+    assert is_signed_by(line, Person("tea", ANN)) is theirs
+
+
+# -- afterwards ---------------------------------------------------------------------------------
+
+
+def test_a_version_says_how_many_rows_were_erased_from_under_it(copied: World) -> None:
+    ledger, mark = copied.registry.ledger, _mark(copied)
+    version = ledger.version("tea", 0)
+    with pytest.raises(HashMismatch, match="no erasure is known"):
+        recorded_turn(ledger, copied.settings, version, copied.agent / "again")
+    copied.erase()
+    assert erased_rows(copied.database, "tea", mark) == 6
+    assert explain(ledger, "tea", 0)["data"]["erased_rows"] == 6
+    assert explain(ledger, "tea", 0)["lineage"]["fingerprint"] == mark
+    with pytest.raises(HashMismatch, match="6 rows erased from the snapshot of version 0"):
+        recorded_turn(ledger, copied.settings, version, copied.agent / "again")
+    turn = recorded_turn(ledger, copied.settings, version, copied.agent / "again", exact=False)
+    assert turn.fingerprint == mark
