@@ -5,7 +5,7 @@ meanwhile. It goes MLflow first, then files, then the store in one transaction: 
 their rows there is something left to do, and an erasure that was killed, begun again, ends the
 same. What stays: counts, hashes, fingerprints, ids that point to nothing, and model weights; the
 report names every version that learned from their rows. What it does not reach: backups, exports,
-and what Dagster's event log shows of a turn's examples.
+and whatever is kept outside the state folder but for the store and MLflow.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import structlog
 from rlhf_pipeline import database as db
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.event_logs import forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
@@ -208,19 +209,27 @@ def _clean_files(
 ) -> int:
     """Take the person out of snapshots, data sets, turns, tuning and the inbox; count the files."""
     from rlhf_pipeline.feedback.withdrawn import clean_folder, clean_inbox, prompts_of
-    from rlhf_pipeline.registry.forgetting import forget_samples
+    from rlhf_pipeline.registry.forgetting import asked, forget_samples
 
     claims = ClaimBook(registry.ledger.database)
     agent = settings.agent_folder(person.agent_id)
     inbox = settings.state_dir / settings.feedback.drop_folder / person.agent_id
     changed = clean_inbox(inbox, person, held.interactions)
-    for folder in sorted((agent / "snapshots").glob("*/")):
-        prompts = prompts_of(folder, held.gone)
-        if prompts is None:
-            continue
+    learned = {
+        folder: prompts
+        for folder in sorted((agent / "snapshots").glob("*/"))
+        if (prompts := prompts_of(folder, held.gone)) is not None
+    }
+    questions = asked(frozenset().union(*learned.values()))
+    # Before any snapshot is cleaned: they alone know what to look for.
+    if questions:
+        changed += forget_examples(settings.state_dir / "dagster", questions)
+        changed += _clean_training(agent / "tuning", questions)
+    for folder, prompts in learned.items():
         claims.check(token)
         turn = agent / "turns" / folder.name
-        changed += _clean_turn(turn, prompts) + _clean_training(agent / "tuning", prompts)
+        changed += _clean_training(turn, asked(prompts))
+        changed += _clean_comparison(turn / "evaluation.json", prompts)
         changed += forget_samples(registry, person.agent_id, folder.name, prompts, _report(turn))
         of_turn = _settings_of(turn, settings)
         changed += clean_folder(
@@ -234,15 +243,11 @@ def _clean_files(
     return changed
 
 
-def _clean_turn(turn: Path, prompts: Collection[str]) -> int:
-    """Take answers to these prompts out of what a turn left; its checkpoints hold them as well."""
-    return _clean_training(turn, prompts) + _clean_comparison(turn / "evaluation.json", prompts)
+def _clean_training(folder: Path, questions: Collection[str]) -> int:
+    """Take answers to these questions out of what PPO left; its checkpoints hold them as well."""
+    from rlhf_pipeline.registry.forgetting import without_samples
 
-
-def _clean_training(folder: Path, prompts: Collection[str]) -> int:
-    from rlhf_pipeline.registry.forgetting import asked, without_samples
-
-    questions, changed = asked(prompts), 0
+    changed = 0
     for path in sorted(folder.rglob("result.json")):
         result = read_json(path)
         if not isinstance(result, dict) or "evaluations" not in result:

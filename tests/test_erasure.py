@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline import stages
+from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.erasure import erase, held_about, told
@@ -48,8 +49,9 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.registry.explain import explain
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
-from rlhf_pipeline.registry.reproduce import recorded_turn
+from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.serving import chat_events
+from tests.assets.world import FirstTurn, Loop
 
 ANN, BOB = (hash_rater("tea", name) for name in ("ann", "bob"))
 SECRET = "marzipan"  # in everything that is Ann's, or about what she said
@@ -537,3 +539,56 @@ def test_a_version_says_how_many_rows_were_erased_from_under_it(copied: World) -
         recorded_turn(ledger, copied.settings, version, copied.agent / "again")
     turn = recorded_turn(ledger, copied.settings, version, copied.agent / "again", exact=False)
     assert turn.fingerprint == mark
+
+
+@pytest.mark.slow
+def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    agent = first_turn.agent_id
+    back_up(loop.pipeline.settings(), tmp_path / "copy")
+    settings = load_settings(loop.pipeline.recipe, {"state_dir": tmp_path / "moved"})
+    restore(settings, tmp_path / "copy")
+    database = Database(settings.resolved_database_url)
+    ledger = PromotionLedger(database, settings.state_dir)
+    registry = ModelRegistry(
+        ledger, settings.resolved_mlflow_uri, settings.state_dir.resolve() / "mlflow"
+    )
+    f, i = db.feedback.c, db.interactions.c
+    with database.read() as connection:
+        voters = sa.select(f.voter).where(f.agent_id == agent, f.rater_id.is_not(None))
+        most = voters.group_by(f.voter).order_by(sa.func.count().desc()).limit(1)
+        rater = str(connection.execute(most).scalar_one())
+        ids = [rater]
+        ids += connection.execute(sa.select(f.feedback_id).where(f.voter == rater)).scalars()
+        ids += connection.execute(sa.select(i.interaction_id).where(i.user_id == rater)).scalars()
+    assert len(ids) > 4
+    found = {path.name for path in holding(settings.state_dir, ids)}
+    assert found >= {"feedback.db", stages.PAIRS, "feedback.parquet"}
+    [done] = erase(settings, registry, rater, agent)["erasures"]
+    assert holding(settings.state_dir, ids) == []
+    assert [version["version"] for version in done["versions"]] == [0, 1]
+    assert done["versions"][1]["through"] == [0]
+    version = ledger.version(agent, 1)
+    with pytest.raises(HashMismatch, match="rows erased from the snapshot of version 1"):
+        recorded_turn(ledger, settings, version, tmp_path / "again")
+    turn = newest_turn(ledger, settings, agent)  # tuning goes on with what is left
+    assert stages.training_prompts(turn)
+    assert registry.reconcile(agent).changes == ()
+    back_up(settings, tmp_path / "later")  # every registered file is as it was
+    database.close()
+
+
+def holding(folder: Path, ids: list[str]) -> list[Path]:
+    """Return the files with any of these in their bytes; parquet packs its own."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and any(each.encode() in plain(path) for each in ids)
+    ]
+
+
+def plain(path: Path) -> bytes:
+    if path.suffix != ".parquet":
+        return path.read_bytes()
+    return snapshot.read(path).to_json(date_format="iso").encode()

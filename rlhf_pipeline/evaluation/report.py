@@ -162,15 +162,15 @@ def _interval(number: Number | None, style: str) -> str:
 
 
 def _sample_to_markdown(sample: Sample) -> str:
-    lines = [f"> **{role}:** {_one_line(content)}" for role, content in sample.prompt]
+    lines = [f"> **{role}:** {quoted(content)}" for role, content in sample.prompt]
     rows = [
-        f"- **{system}** ({sample.scores[system]:.2f}): {_one_line(text)}"
+        f"- **{system}** ({sample.scores[system]:.2f}): {quoted(text)}"
         for system, text in sample.completions.items()
     ]
     return "\n>\n".join(lines) + "\n\n" + "\n".join(rows)
 
 
-def _one_line(text: str) -> str:
+def quoted(text: str) -> str:
     """Return text that cannot break out of its line or act as HTML or markdown."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     for sign in ("\\", "`", "*", "_", "[", "]", "|", "!", "#"):

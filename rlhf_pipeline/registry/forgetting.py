@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.records import hash_rater, prompt_from_json
 from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.registry.traces import INTERACTION, PAGE
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 SAMPLES, RESULT, REPORT = "ppo/samples.json", "ppo/result.json", "evaluation/report.md"
-SIDE_BY_SIDE = "### Side by side"  # in the report: from here on it quotes
 
 
 def traces_of(
@@ -71,7 +71,7 @@ def forget_samples(
     """Take answers to these prompts (JSON) out of the logged examples of a turn's runs.
 
     `mark` begins the turn's fingerprint; `report` is the comparison as it reads now, None where
-    nobody knows: then its quotes go. Returns how many files were logged anew.
+    nobody knows: then its examples go if one is theirs. Returns how many files were logged anew.
     """
     if not _is_there(registry):
         return 0
@@ -120,7 +120,7 @@ def _clean_run(client: Any, run_id: str, questions: Collection[str], report: str
             changed += 1
     if REPORT in files:
         before = _text(client, run_id, REPORT)
-        after = f"{before.partition(SIDE_BY_SIDE)[0].rstrip()}\n" if report is None else report
+        after = without_quotes(before, questions) if report is None else report
         if before != after:
             client.log_text(run_id, after, REPORT)
             changed += 1

@@ -357,6 +357,14 @@ def test_a_dead_bootstrap_is_asked_for_again(ticks: Ticks) -> None:
     assert request.run_key == "unborn:bootstrap:2"
 
 
+def test_a_dead_erasure_lets_the_agent_go_and_nothing_is_trained(ticks: Ticks) -> None:
+    agent, claims = "erasing", ticks.pipeline.claims
+    ticks.pipeline.store.ensure_agent(agent)
+    claims.claim(agent, "e" * 64, 0, holder="erasure-1", asked_by="erasure", lease=EXPIRED)
+    assert ticks.tick("dead_runs").run_requests == []
+    assert claims.held(agent) is None
+
+
 def test_a_paused_agents_dead_run_is_ended_but_not_asked_for_again(ticks: Ticks) -> None:
     agent = "halted"
     ticks.pipeline.store.ensure_agent(agent)

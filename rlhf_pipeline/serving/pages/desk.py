@@ -134,10 +134,13 @@ class Desk:
 
     def _trace(self, interaction: Interaction) -> None:
         """Log the interaction in MLflow; where that fails, the log says which one is missing."""
+        from rlhf_pipeline.registry.forgetting import forget_traces
         from rlhf_pipeline.registry.traces import log_interaction
 
         try:
             log_interaction(self.registry, interaction)
+            if self.store.interaction(interaction.interaction_id) is None:  # erased meanwhile
+                forget_traces(self.registry, interaction.agent_id, {interaction.interaction_id}, "")
         except Exception:  # nobody waits for this result: the log is where it is heard
             log.exception("trace not logged", interaction=interaction.interaction_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,18 @@ def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
     _, answer = ask(desk)
     desk._tracing.shutdown()
     assert logged == [answer.interaction.interaction_id]
+
+
+def test_a_trace_that_comes_after_an_erasure_is_taken_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.registry import forgetting, traces
+
+    gone: list[set[str]] = []
+    monkeypatch.setattr(traces, "log_interaction", lambda registry, interaction: "tr-1")
+    monkeypatch.setattr(forgetting, "forget_traces", lambda r, agent, ids, rater: gone.append(ids))
+    _, answer = ask(desk)
+    desk._trace(answer.interaction)
+    assert gone == []
+    desk._trace(replace(answer.interaction, interaction_id="erased"))
+    assert gone == [{"erased"}]

@@ -1,0 +1,81 @@
+"""Examples that Dagster's pages show, taken out of its own databases under the state folder.
+
+Dagster keeps what an asset tells of itself as JSON, per run, once more for all runs, and beside the
+asset; it has no way to change it. Here the JSON is read, blanked and written back, and nothing else
+about the event changes. What this does not reach: a Dagster that keeps its storage elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+ERASED = "[erased]"
+SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
+PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column with the JSON
+    "event_logs": ("id", "event"),
+    "asset_keys": ("id", "last_materialization"),
+}
+EXAMPLE = ("prompt", "baseline", "completion")
+
+
+def forget_examples(folder: Path, questions: Collection[str]) -> int:
+    """Blank the examples that answer these questions; return how many rows were changed.
+
+    `folder` is Dagster's, `<state>/dagster`; runs may be under way.
+    """
+    return sum(_clean(path, questions) for path in sorted(folder.rglob("*.db")))
+
+
+def _clean(path: Path, questions: Collection[str]) -> int:
+    changed = 0
+    with closing(sqlite3.connect(path, timeout=60)) as connection:
+        connection.execute("PRAGMA secure_delete=ON")
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master").fetchall()}
+        for table in tables & PLACES.keys():
+            key, column = PLACES[table]
+            # All three names are ours, from the constants above.
+            rows = connection.execute(
+                f"SELECT {key}, {column} FROM {table} "
+                f"WHERE {column} LIKE '%\"prompt\"%' OR {column} LIKE ?",
+                (f"%{SIDE_BY_SIDE}%",),
+            ).fetchall()
+            for number, text in rows:
+                before = json.loads(text)
+                after = _blanked(before, questions)
+                if after != before:
+                    with connection:
+                        connection.execute(
+                            f"UPDATE {table} SET {column} = ? WHERE {key} = ? AND {column} = ?",
+                            (json.dumps(after), number, text),
+                        )
+                    changed += 1
+        if changed:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+    return changed
+
+
+def _blanked(value: Any, questions: Collection[str]) -> Any:
+    """Return JSON with these questions' examples blank, and comparisons that quote one cut."""
+    if isinstance(value, dict):
+        if isinstance(value.get("prompt"), str) and value["prompt"] in questions:
+            value = {**value, **{name: ERASED for name in EXAMPLE if name in value}}
+        return {name: _blanked(inner, questions) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_blanked(inner, questions) for inner in value]
+    if isinstance(value, str) and SIDE_BY_SIDE in value:
+        return without_quotes(value, questions)
+    return value
+
+
+def without_quotes(markdown: str, questions: Collection[str]) -> str:
+    """Return a comparison's words, cut before its examples where one quotes such a question."""
+    from rlhf_pipeline.evaluation.report import quoted
+
+    numbers, _, quotes = markdown.partition(SIDE_BY_SIDE)
+    lines = {line.partition(":** ")[2] for line in quotes.splitlines() if line.startswith("> **")}
+    return f"{numbers.rstrip()}\n" if any(quoted(q) in lines for q in questions) else markdown

@@ -1,0 +1,127 @@
+"""A person taken out of a real MLflow: their traces with their files, what they said, examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.erasure import erase, held_about
+from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    hash_rater,
+    now,
+    user_prompt,
+)
+from rlhf_pipeline.registry.traces import log_interaction, read_assessments
+from tests.assets.world import Loop
+
+AGENT = "forgotten"
+SECRET = "nougat"
+
+
+def said(key: str, user: str, text: str) -> Interaction:
+    person = hash_rater(AGENT, user)
+    prompt = user_prompt(f"{text}?")
+    return Interaction(key, AGENT, prompt, f"{text}.", 0, now(), user_id=person)
+
+
+def assess(loop: Loop, trace_id: str, person: str, value: Any) -> None:
+    from mlflow.entities import AssessmentSource
+    from mlflow.entities import Feedback as Assessment
+
+    source = AssessmentSource("HUMAN", person)
+    judged = Assessment(name="liked", value=value, source=source, rationale=SECRET)
+    loop.pipeline.registry.client._tracing_client.log_assessment(trace_id, judged)
+
+
+def bytes_under(folder: Path) -> list[str]:
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and ".db" not in path.name and SECRET.encode() in path.read_bytes()
+    ]
+
+
+def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(loop: Loop) -> None:
+    loop.agent(AGENT)
+    pipeline = loop.pipeline
+    registry, store, database = pipeline.registry, pipeline.store, pipeline.database
+    theirs, other = said("f-ann", "ann", SECRET), said("f-bob", "bob", "pear")
+    store.add_interactions([theirs, other])
+    log_interaction(registry, theirs)
+    kept = log_interaction(registry, other)
+    assess(loop, kept, "ann", True)
+    assess(loop, kept, "bob", False)
+    store.append(list(read_assessments(registry, AGENT).events))
+    rater = hash_rater(AGENT, "bob")
+    store.append(
+        [
+            Feedback(
+                AGENT, FeedbackKind.thumbs, key, interaction_id=key, number=1.0, rater_id=rater
+            )
+            for key in ("f-ann", "f-bob")
+        ]
+    )
+    newest = snapshot.newest_seq(database, AGENT)
+    mark = snapshot.fingerprint(database, AGENT, newest)
+    settings = pipeline.settings()
+    place = settings.agent_folder(AGENT) / "snapshots" / mark[:16] / snapshot.FILE
+    snapshot.take(database, AGENT, newest, place)
+    texts = (f"{SECRET}?", "pear?")
+    samples = [{"update": 0, "prompt": text, "completion": text} for text in texts]
+    with registry.run(AGENT, fingerprint=mark, stage="turn", parameters={}) as run:
+        run.log_table("ppo/samples.json", samples)
+        run.log_json("ppo/result.json", {"evaluations": [{"samples": samples}], "x": 1})
+        run.log_text(
+            "evaluation/report.md", f"numbers\n\n### Side by side\n\n> **user:** {SECRET}?"
+        )
+    folder = settings.state_dir / "mlflow"
+    assert len(bytes_under(folder)) == 4
+
+    [shown] = held_about(settings, registry, "ann", AGENT)["agents"]
+    assert (len(shown["traces"]), len(shown["assessments"])) == (1, 1)
+    [done] = erase(settings, registry, "ann", AGENT)["erasures"]
+    assert (done["counts"]["traces"], done["counts"]["assessments"]) == (1, 1)
+
+    assert bytes_under(folder) == []
+    [left] = registry.client.search_traces(locations=[registry.experiment(AGENT)])
+    assert left.info.trace_id == kept
+    assert [a.source.source_id for a in left.info.assessments] == ["bob"]
+    events = read_assessments(registry, AGENT).events
+    assert {event.rater_id for event in events} == {rater}  # hers do not come in again
+    client = registry.client
+    table = json.loads(Path(client.download_artifacts(run.run_id, "ppo/samples.json")).read_text())
+    assert table["data"] == [[0, "pear?", "pear?"]]
+    result = json.loads(Path(client.download_artifacts(run.run_id, "ppo/result.json")).read_text())
+    assert result == {"evaluations": [{"samples": samples[1:]}], "x": 1}
+    report = Path(client.download_artifacts(run.run_id, "evaluation/report.md")).read_text()
+    assert report == "numbers\n"
+
+
+def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    loop.agent(AGENT)
+    pipeline = loop.pipeline
+    pipeline.store.add_interactions([said("f-eve", "eve", SECRET)])
+    registry = pipeline.registry
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise MlflowException("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry.client, "get_experiment_by_name", away)
+        with pytest.raises(RegistryError, match="looking through traces"):
+            erase(pipeline.settings(), registry, "eve", AGENT)
+    assert pipeline.store.interaction("f-eve") is not None
+    erase(pipeline.settings(), registry, "eve", AGENT)
+    assert pipeline.store.interaction("f-eve") is None

@@ -1,0 +1,56 @@
+"""What Dagster's pages show of a person: blank afterwards, and Dagster reads the rest as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets.common import table
+from rlhf_pipeline.event_logs import ERASED, SIDE_BY_SIDE, forget_examples, without_quotes
+
+HERS = "is *nougat* “good”?"
+QUOTED = f"numbers\n\n{SIDE_BY_SIDE}\n\n> **user:** is \\*nougat\\* “good”?\n\n- **candidate** yes"
+
+
+@dg.asset
+def told() -> dg.MaterializeResult[Any]:
+    """Tell two examples, and a comparison that quotes one."""
+    samples = [
+        {"update": 1, "prompt": text, "baseline": "b", "completion": text, "score": 0.5}
+        for text in (HERS, "is pear good?")
+    ]
+    return dg.MaterializeResult(
+        metadata={"samples": table(samples), "comparison": dg.MetadataValue.md(QUOTED), "n": 3}
+    )
+
+
+def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
+    folder = tmp_path / "dagster"
+    folder.mkdir()
+    with dg.DagsterInstance.local_temp(str(folder)) as instance:
+        run = dg.materialize([told], instance=instance)
+        assert forget_examples(folder, {"is pear better?"}) == 0
+        # The step's output and the materialisation, that for all runs, and beside the asset.
+        assert forget_examples(folder, {HERS}) == 4
+        assert forget_examples(folder, {HERS}) == 0
+        events = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+        newest = instance.get_latest_materialization_event(dg.AssetKey("told"))
+        assert newest is not None
+        for event in (*events, newest):
+            assert event.asset_materialization is not None
+            metadata = event.asset_materialization.metadata
+            shown: Any = metadata["samples"].value
+            rows = [record.data for record in shown.records]
+            assert [row["prompt"] for row in rows] == [ERASED, "is pear good?"]
+            assert [row["completion"] for row in rows] == [ERASED, "is pear good?"]
+            assert metadata["comparison"].value == "numbers\n"
+            assert metadata["n"].value == 3
+        assert instance.get_run_by_id(run.run_id) is not None
+    held = [path for path in folder.rglob("*") if path.is_file() and b"nougat" in path.read_bytes()]
+    assert held == []
+
+
+def test_a_comparison_that_quotes_others_stays_whole() -> None:
+    assert without_quotes(QUOTED, {"nougat"}) == QUOTED
