@@ -19,6 +19,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -26,8 +27,11 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
+from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings, spelt_out
+from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
+from rlhf_pipeline.safety import UNSAFE
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 BY_SIZE = ("tiny", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
@@ -226,11 +230,35 @@ class RewardSettings(Section):
     epochs: Positive = 2
     learning_rate: Rate = 3e-4
     batch_size: Positive = 32
+    functions: Annotated[
+        Mapping[Annotated[str, Field(pattern=r"^[\w.:-]+$")], FunctionSettings],
+        BeforeValidator(spelt_out),
+    ] = Field(
+        default_factory=dict,
+        description="What PPO maximises beside the learned reward (`learned`): each name with its "
+        "weight, normalisation, floor and options. `reward.preset` fills it in.",
+    )
 
     @property
     def reads_every_kind(self) -> bool:
         """Say whether more than plain pairs is learnt from."""
         return dict(self.kinds) != PAIRS_ALONE
+
+    @model_validator(mode="after")
+    def _functions_are_known(self) -> RewardSettings:
+        if self.functions:
+            from rlhf_pipeline.reward.named import check_function  # may run a module of one's own
+
+            for name, one in self.functions.items():
+                try:
+                    check_function(name, one)
+                except ModelError as error:
+                    raise ValueError(f"functions.{name}: {error}") from error
+            if all(one.weight == 0 for one in self.functions.values()) and (
+                LEARNED in self.functions
+            ):
+                raise ValueError("functions must hold one that counts, found weights of 0 alone")
+        return self
 
     @model_validator(mode="after")
     def _kinds_meet_in_a_head(self) -> RewardSettings:
@@ -398,13 +426,7 @@ class GuardrailSettings(Section):
     """What the chat service lets in and out; null or an empty list switches a rule off."""
 
     unsafe_requests: tuple[str, ...] = Field(
-        (
-            r"\b(build|make|assemble)\b.{0,40}\b(bomb|explosive|nerve agent|pipe ?bomb)",
-            r"\bhow (to|do i|can i)\b.{0,40}\bkill (myself|someone|him|her|them)\b",
-            r"\bhow (to|do i|can i)\b.{0,40}\bpoison (someone|somebody|my|him|her|them)\b",
-            r"\bsynthesi[sz]e\b.{0,40}\b(sarin|ricin|methamphetamine|fentanyl)",
-            r"\bsexual\b.{0,40}\b(child|minor|underage)",
-        ),
+        UNSAFE,
         description="Regular expressions, case ignored, that a user's newest message must not "
         "match; the baseline answers instead. A list catches words, not intentions.",
     )
@@ -592,6 +614,11 @@ def load_settings(
         raise ConfigError(_explain(error, name)) from error
     except ConfigError as error:  # PPO's own checks
         raise ConfigError(f"recipe {name}: {error}") from error
+    if settings.reward.functions and settings.ppo.estimator == "dpo":
+        raise ConfigError(
+            f"recipe {name}: reward.functions are for what samples completions, found "
+            "ppo.estimator dpo, which learns from pairs alone; take gae or rloo, or no functions"
+        )
     turns, user = settings.ppo.max_turns, settings.training.simulated_user
     if (turns > 1) != (user is not None):
         raise ConfigError(
@@ -666,7 +693,37 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
     if isinstance(ppo, dict) and "preset" in ppo:
         ppo = dict(ppo)
         tree = {**tree, "ppo": _merged(_preset(ppo.pop("preset"), "ppo.preset", path), ppo)}
+    reward = tree.get("reward")
+    if isinstance(reward, dict) and "preset" in reward:
+        below, own = _reward_preset(reward["preset"], path), reward.get("functions") or {}
+        left = {key: one for key, one in below.items() if own.get(key, ...) is not None}
+        functions = _merged(spelt_out(left), spelt_out(own))
+        rest = {key: value for key, value in reward.items() if key != "preset"}
+        tree = {**tree, "reward": {**rest, "functions": functions}}
     return _merged(resolved, tree)
+
+
+def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
+    """Return the functions of a preset, or those of a YAML file of one's own."""
+    if isinstance(name, str) and name in REWARD_PRESETS:
+        return dict(REWARD_PRESETS[name])
+    file = path.parent / str(name)
+    if file.suffix not in (".yaml", ".yml"):
+        near = difflib.get_close_matches(str(name), REWARD_PRESETS, n=1)
+        hint = f"; the nearest right one is {near[0]!r}" if near else ""
+        raise ConfigError(
+            f"{path}: reward.preset knows {', '.join(REWARD_PRESETS)}, or a .yaml file of "
+            f"functions by name, found {name!r}{hint}"
+        )
+    try:
+        functions = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: reward.preset needs a YAML file at {file}: {error}") from error
+    if not isinstance(functions, dict):
+        raise ConfigError(
+            f"{file} must hold reward functions by name, found {type(functions).__name__}"
+        )
+    return functions
 
 
 def _preset(name: Any, place: str, path: Path) -> dict[str, Any]:
@@ -747,4 +804,4 @@ def _every_key() -> tuple[str, ...]:
                 walk(value, f"{prefix}{key}.")
 
     walk(Settings().model_dump(), "")
-    return (*keys, "presets", "ppo.preset")
+    return (*keys, "presets", "ppo.preset", "reward.preset")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rlhf_pipeline.errors import PipelineError
 
@@ -188,6 +188,70 @@ def checked_scores(
             f"{wrong[0]} and {len(wrong)} such in all; correct the reward function"
         )
     return scores
+
+
+@dataclass
+class ScoreMoments:
+    """Mean and variance of all scores so far; kept in checkpoints. Source: Welford (1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+
+    def add(self, scores: Sequence[float]) -> None:
+        """Take more scores into account."""
+        for score in scores:
+            self.count += 1
+            distance = score - self.mean
+            self.mean += distance / self.count
+            self.squares += distance * (score - self.mean)
+
+    def normalised(self, scores: Sequence[float]) -> list[float]:
+        """Return the scores less the mean, over the deviation; only centred where that is 0."""
+        return [(score - self.mean) / self.scale for score in scores]
+
+    @property
+    def scale(self) -> float:
+        """Return the deviation, 1 where there is none."""
+        return (math.sqrt(self.squares / self.count) if self.count else 0.0) or 1.0
+
+
+Gather = Callable[[Sequence[float]], list[float]]
+"""Takes this process's numbers, returns those of all processes that train together, in order."""
+
+
+@runtime_checkable
+class ChangingReward(Protocol):
+    """A reward whose scores depend on how far training is: scheduled weights, scales it learns.
+
+    Between two `begin_update` it is a plain function of items. What it becomes follows from its
+    state alone, so that a run which is killed and resumed goes on as it would have.
+    """
+
+    def __call__(self, items: Sequence[RewardInput], /) -> Sequence[float]:
+        """Return one finite score per item, in order."""
+        ...
+
+    @property
+    def learns_scales(self) -> bool:
+        """Whether it wants to see completions of the starting policy before the first update."""
+        ...
+
+    def begin_update(self, update: int) -> None:
+        """Take the weights for where `update` updates are made; note what is scored from here."""
+        ...
+
+    def end_update(self, gather: Gather) -> dict[str, float]:
+        """Learn from what was scored since `begin_update`, and return metrics of it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return all that has changed in it, as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Become what `state` described; an empty one is the beginning."""
+        ...
 
 
 class SimulatedUser(Protocol):

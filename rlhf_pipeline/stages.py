@@ -23,6 +23,7 @@ from rlhf_pipeline.records import (
     Progress,
     Prompt,
     RewardExample,
+    RewardFunction,
     RewardInput,
     SftExample,
     prompt_to_json,
@@ -41,6 +42,7 @@ EXAMPLES = "reward_examples.jsonl"
 SFT_EXAMPLES = "sft_examples.jsonl"
 PROMPTS = "evaluation_prompts.jsonl"
 
+MOST_REFERENCES = 4  # completions of one prompt that others are compared with
 CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average
 
 
@@ -214,12 +216,22 @@ def improve(
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.reward.named import needs_references
     from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     champion = _need(turn.champion, "a champion", "sft_policy")
     settings = turn.settings
     prompts = training_prompts(turn)
+    references = _references(turn) if needs_references(settings.reward.functions) else None
+    if references is not None:
+        prompts = [prompt for prompt in prompts if prompt_to_json(prompt) in references]
+        if len(prompts) < 2:
+            raise NotEnoughData(
+                "reward.functions compares completions with chosen ones: needed at least 2 "
+                f"training prompts that have one, found {len(prompts)}; collect preferences or "
+                "corrections, or leave out what needs references"
+            )
     watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
     reward_folder = turn.work / "reward"
     # DPO trains through a trainer of its own, on a base nothing else reads.
@@ -255,7 +267,7 @@ def improve(
     return train_ppo(
         policy_dir=champion,
         reference_dir=baseline,
-        reward=proxy,
+        reward=maximised(settings, proxy, references),
         stopping=stopping,
         prompts=prompts[watched:],
         watch_prompts=prompts[:watched],
@@ -268,6 +280,23 @@ def improve(
         feedback_count=feedback_count,
         report=report,
         keep_going=keep_going,
+    )
+
+
+def maximised(
+    settings: Settings,
+    learned: RewardFunction,
+    references: Mapping[str, Sequence[str]] | None = None,
+) -> RewardFunction:
+    """Return what PPO maximises: the learned reward, with the recipe's functions where it has some.
+
+    `references` are CompositeReward's. The stopping and the gate reward stay learned ones: rules
+    may steer training, but people's votes choose and judge.
+    """
+    from rlhf_pipeline.reward.named import composite_of
+
+    return composite_of(
+        settings.reward.functions, learned, references=references, device=settings.policy.device
     )
 
 
@@ -418,6 +447,21 @@ def _baseline_completions(
         seed=turn.settings.training.seed,
     )
     return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _references(turn: Turn) -> dict[str, list[str]]:
+    """Return what the proxy's voters chose or wrote, by prompt: what completions compare with."""
+    by_job = turn.settings.reward.shares
+    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
+    found: dict[str, list[str]] = {}
+    for pair in datasets.read_jsonl(turn.data / PAIRS, PreferencePair):
+        held_out = pair.split != "train" or job_of(pair.voter, shares) != "proxy"
+        if held_out or pair.tie or pair.both_bad:
+            continue
+        texts = found.setdefault(prompt_to_json(pair.prompt), [])
+        if pair.chosen not in texts and len(texts) < MOST_REFERENCES:
+            texts.append(pair.chosen)
+    return found
 
 
 def _imitable(turn: Turn) -> list[SftExample]:

@@ -19,6 +19,8 @@ from rlhf_pipeline.config import (
     shown,
 )
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
+from rlhf_pipeline.reward.settings import FunctionSettings, Linear, Stepped
 
 
 @pytest.fixture(autouse=True)
@@ -278,3 +280,75 @@ def test_conversations_of_several_turns_and_their_user_are_set_together(recipe: 
     for one in both.splitlines():
         with pytest.raises(ConfigError, match="come together"):
             load_settings(recipe(one))
+
+
+# -- reward functions ---------------------------------------------------------------------------
+
+
+def test_reward_functions_are_read_as_people_write_them(recipe: Any) -> None:
+    text = """
+reward:
+  functions:
+    learned: {normalisation: running}
+    empathy: 0.3
+    length: {weight: {start: 0, end: 1, updates: 5}, options: {longest: 40}, floor: 0.1}
+    mine: {function: "tests.reward.test_composite:letters", weight: {steps: {0: 1, 3: 2}}}
+    size: {function: "tests.reward.test_composite:letters", normalisation: [0, 100]}
+"""
+    settings = load_settings(recipe(text))
+    functions = settings.reward.functions
+    assert functions["learned"] == FunctionSettings(weight=1, normalisation="running")
+    assert functions["empathy"].weight == 0.3
+    assert functions["length"].weight == Linear(0, 1, 5)
+    assert functions["mine"].weight == Stepped({0: 1, 3: 2})
+    assert functions["size"].fixed_range == (0, 100)
+    assert shown(settings)["reward"]["functions"]["mine"]["weight"] == {"steps": {"0": 1, "3": 2}}
+
+
+@pytest.mark.parametrize("name", REWARD_PRESETS)
+def test_every_reward_preset_can_be_trained_with(recipe: Any, name: str) -> None:
+    functions = load_settings(recipe(f"reward: {{preset: {name}}}")).reward.functions
+    assert functions.keys() == REWARD_PRESETS[name].keys()
+
+
+def test_a_recipe_changes_a_preset_and_leaves_parts_of_it_out(recipe: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "{learned: 2, empathy: {weight: 0.5, floor: 0.1}, length: 1}"
+    )
+    text = "reward: {preset: own.yaml, functions: {empathy: 0.7, length: null, safety: 1}}"
+    functions = load_settings(recipe(text)).reward.functions
+    assert {name: one.weight for name, one in functions.items()} == {
+        "learned": 2,
+        "empathy": 0.7,
+        "safety": 1,
+    }
+    assert functions["empathy"].floor == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("functions: {empthy: 1}", r"needed a reward's name \(distinct-1, .*empathy.*'empthy'"),
+        ("functions: {x: {function: 'no_module:f'}}", "in the module 'no_module', found none"),
+        ("functions: {length: {options: {short: 1}}}", "takes the options shortest, longest"),
+        ("functions: {learned: {options: {short: 1}}}", "takes no options"),
+        ("functions: {length: {weight: {from: 1}}}", "must be a number, {start, end, updates}"),
+        ("functions: {length: {weight: {steps: {4: 1}}}}", "numbers from update 0 on"),
+        ("functions: {length: {normalisation: [1, 0]}}", "a range .low, high. that rises"),
+        ("functions: {length: {wait: 1}}", "unknown setting 'reward.functions.length.wait'"),
+        ("functions: {a/b: 1}", "match pattern"),
+        ("functions: {learned: 0}", "weights of 0 alone"),
+        ("preset: empathic", "knows empathy, .*nearest right one is 'empathy'"),
+        ("preset: nowhere.yaml", "needs a YAML file"),
+    ],
+)
+def test_a_reward_function_nobody_knows_is_refused_at_load(
+    recipe: Any, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(recipe(f"reward: {{{text}}}"))
+
+
+def test_functions_that_dpo_would_not_maximise_are_refused(recipe: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.functions are for what samples"):
+        load_settings(recipe("{ppo: {estimator: dpo}, reward: {functions: {length: 1}}}"))

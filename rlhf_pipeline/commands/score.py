@@ -13,7 +13,8 @@ import typer
 from rlhf_pipeline.commands.common import progress
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused
 from rlhf_pipeline.records import Progress, RewardInput, hashed, prompt_to_json
-from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term, named_reward
+from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
+from rlhf_pipeline.reward.named import named_reward
 
 BLOCK = 64  # completions scored together, and lost at most when the process dies
 
@@ -29,8 +30,9 @@ def score(
         list[str],
         typer.Option(
             metavar="NAME[=WEIGHT]",
-            help="distinct-1, distinct-2, length, repetition, rouge-l, a reward model's folder, "
-            "https://… or module:function; several are summed by weight.",
+            help="distinct-1, distinct-2, length, repetition, rouge-l, bleu, empathy, "
+            "recommendation, item-ratio, safety, a reward model's folder, https://… or "
+            "module:function; several are summed by weight.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The file to write, or to go on with.")],

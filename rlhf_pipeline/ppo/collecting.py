@@ -21,14 +21,13 @@ from rlhf_pipeline.ppo.rollout import (
     Episodes,
     RolloutEngine,
     SampledCompletions,
-    ScoreMoments,
     Tokens,
     completion_texts,
     sample_completions,
     score_completions,
 )
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import Prompt, RewardFunction, SimulatedUser
+from rlhf_pipeline.records import Prompt, RewardFunction, ScoreMoments, SimulatedUser
 
 PROBES = 4  # completions the reward functions are tried on before training
 

@@ -95,6 +95,11 @@ METRICS: Mapping[str, Metric] = {
     "train/kl_coef": Metric("score per nat", ">= 0", "used in this update", "KL penalty weight"),
     "train/learning_rate": Metric("rate", ">= 0", "used in this update", "of the policy"),
     "train/optimizer_steps": Metric("steps", ">= 0", "since the start", "steps taken so far"),
+    "reward/*/weight": Metric("weight", "any", "used in this update", "how much a function counts"),
+    "reward/*/score_mean": Metric("score", "any", _ROLLOUTS, "a function's raw score"),
+    "reward/*/added_mean": Metric("score", "any", _ROLLOUTS, "what it added to the composite"),
+    "reward/*/below_floor": Metric("share", "0 to 1", _ROLLOUTS, "under the function's floor"),
+    "reward/*/skipped": Metric("share", "0 to 1", _ROLLOUTS, "which it could not judge"),
     "watch/score_mean": Metric("score", "any", "mean over watch prompts", "proxy reward"),
     "watch/score_std": Metric("score", ">= 0", "deviation over watch prompts", "its spread"),
     "watch/stopping_mean": Metric("score", "any", "mean over watch prompts", "stopping reward"),
@@ -116,11 +121,19 @@ METRICS: Mapping[str, Metric] = {
 
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics as plain floats; KeyError names one that the table does not have."""
-    unknown = sorted(metrics.keys() - METRICS.keys())
+    """Return the metrics as plain floats; KeyError names one that the table does not have.
+
+    A row's * stands for the name of one of the composite's functions.
+    """
+    unknown = sorted(name for name in metrics if _row(name) not in METRICS)
     if unknown:
         raise KeyError(f"ppo.metrics.METRICS has no row for {', '.join(unknown)}; add one")
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _row(name: str) -> str:
+    parts = name.split("/")
+    return "/".join([parts[0], "*", parts[-1]]) if len(parts) > 2 else name
 
 
 def as_markdown() -> str:

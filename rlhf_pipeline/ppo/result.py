@@ -59,6 +59,7 @@ class TrainingResult:
     fingerprint: str  # of models, prompts and settings: what decides the result
     settings: Mapping[str, Any] = field(default_factory=dict)
     plots: tuple[str, ...] = ()  # paths within the output folder
+    reward_state: Mapping[str, Any] = field(default_factory=dict)  # at the chosen update
 
     @property
     def updates(self) -> int:
@@ -74,7 +75,7 @@ class TrainingResult:
         """Return what `save` wrote. Raises TrainingError if the file holds something else."""
         saved = read_json(path)
         known = {f.name for f in fields(cls)}
-        if not isinstance(saved, dict) or saved.keys() != known:
+        if not isinstance(saved, dict) or {*saved, "reward_state"} != known:
             raise TrainingError(f"a training result is needed at {path}, found another JSON; rerun")
         for name in ("reward_history", "kl_history", "loss_history", "history", "plots"):
             saved[name] = tuple(saved[name])

@@ -6,7 +6,6 @@ right). Masks are True on real tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -224,28 +223,6 @@ def score_completions(
     """
     items = [RewardInput(p, c) for p, c in zip(prompts, completions, strict=True)]
     return checked_scores(reward, items, name=name, error=TrainingError)
-
-
-@dataclass
-class ScoreMoments:
-    """Mean and variance of all scores so far; kept in checkpoints. Source: Welford (1962)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0  # sum of squared distances from the mean
-
-    def add(self, scores: Sequence[float]) -> None:
-        """Take more scores into account."""
-        for score in scores:
-            self.count += 1
-            distance = score - self.mean
-            self.mean += distance / self.count
-            self.squares += distance * (score - self.mean)
-
-    def normalised(self, scores: Sequence[float]) -> list[float]:
-        """Return the scores less the mean, over the deviation; only centred where that is 0."""
-        deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return [(score - self.mean) / (deviation or 1.0) for score in scores]
 
 
 def ends_with_stop_token(tokens: Tokens, stop_id: int) -> Tensor:

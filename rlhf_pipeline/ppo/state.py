@@ -18,9 +18,8 @@ from rlhf_pipeline.ppo.alarms import Alarm
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.replay import Replay
 from rlhf_pipeline.ppo.result import Evaluation
-from rlhf_pipeline.ppo.rollout import ScoreMoments
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import Prompt, hashed, prompt_to_json
+from rlhf_pipeline.records import Prompt, ScoreMoments, hashed, prompt_to_json
 
 MACHINE_SETTINGS = (
     "device completions_at_once tokens_per_microbatch gradient_checkpointing checkpoint_every "
@@ -37,6 +36,7 @@ class Progressed:
     prompts_used: int = 0  # the prompt cursor
     optimizer_steps: int = 0
     scores: ScoreMoments = field(default_factory=ScoreMoments)
+    reward: dict[str, Any] = field(default_factory=dict)  # a changing reward's state
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)

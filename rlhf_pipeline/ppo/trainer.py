@@ -20,6 +20,7 @@ from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.alarms import not_finite
+from rlhf_pipeline.ppo.changing import Curriculum
 from rlhf_pipeline.ppo.collecting import (
     Task,
     check_conversation,
@@ -91,7 +92,8 @@ def train_ppo(
     1. Load the models and check prompts and rewards before anything is trained.
     2. Go on from the last checkpoint, or look at the watch prompts and write checkpoint 0.
     3. Until there is a reason to stop:
-       3.1 sample completions, or whole conversations, and score them;
+       3.1 sample completions, or whole conversations, and score them; a reward that changes
+           has this update's weights, and learns its scales from the scores;
        3.2 measure reference log-probabilities and values; make rewards and advantages;
        3.3 take epochs x minibatches optimizer steps; on the first, the ratio must be 1;
        3.4 move the KL coefficient, keep the metrics, look for alarms;
@@ -127,7 +129,7 @@ def train_ppo(
     probe_rewards(learner, encoded, prompts, rewards)
     task = Task(prompts, encoded, reward, user, final_reward, engine)
     watch = replace(task, prompts=watch_prompts, encoded=watch_encoded)
-    replay = Replay(settings.replay_updates)
+    replay, curriculum = Replay(settings.replay_updates), Curriculum(reward)
     generators = {
         "sampling": torch.Generator().manual_seed(settings.seed),
         "shuffling": torch.Generator().manual_seed(settings.seed + 1),
@@ -164,8 +166,11 @@ def train_ppo(
     latest = checkpoint.latest_checkpoint(checkpoints)
     if latest is not None:
         now = restore_state(latest, learner, generators, replay, fingerprint)
+        curriculum.restore(now.reward)
     else:
         now = Progressed(kl_coef=settings.kl_coef)
+        curriculum.start(learner, task)
+        now.reward = curriculum.state()
         look_at_watch_prompts()
         write_checkpoint()
 
@@ -183,9 +188,11 @@ def train_ppo(
         # 3.1 Sample and score.
         members = next_prompts(now.prompts_used, settings, len(prompts))
         now.prompts_used += settings.prompts_per_update
+        curriculum.begin(now.update)
         episodes = play_episodes(learner, task, members, generators["sampling"], now.timed)
         scores = shape_scores(episodes.judged_scores, now.scores, settings)
-        facts |= episode_facts(episodes, len(members), settings)
+        facts |= episode_facts(episodes, len(members), settings) | curriculum.end(learner)
+        now.reward = curriculum.state()
 
         # 3.2 Measure, then rewards and advantages.
         with now.timed("measure"):
@@ -242,7 +249,7 @@ def train_ppo(
 
     # 4. What comes out.
     keep_going()
-    chosen = load_chosen(checkpoints, learner, now, settings)
+    chosen, reward_state = load_chosen(checkpoints, learner, now, settings)
     trained = Policy(learner.saved_model, learner.policy.tokenizer)
     if team.is_main:
         save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
@@ -266,6 +273,7 @@ def train_ppo(
         resumed_from=None if latest is None else latest.update,
         fingerprint=fingerprint,
         settings=asdict(settings),
+        reward_state=reward_state,
     )
     if not team.is_main:
         team.wait()

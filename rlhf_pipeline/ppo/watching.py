@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -159,8 +160,10 @@ def reason_to_stop(now: Progressed, settings: PpoSettings) -> str | None:
     return "all updates are made" if now.update >= settings.updates else None
 
 
-def load_chosen(root: Path, learner: Learner, now: Progressed, settings: PpoSettings) -> int:
-    """Put the chosen update's weights into the policy and return the update."""
+def load_chosen(
+    root: Path, learner: Learner, now: Progressed, settings: PpoSettings
+) -> tuple[int, Mapping[str, Any]]:
+    """Put the chosen update's weights into the policy; return the update and its reward's state."""
     kept = set(checkpoint.checkpoint_updates(root))
     policy_weights = {n: p for n, p in learner.trainable().items() if n.startswith("policy/")}
     for update in updates_by_preference(now.evaluations, max_kl=settings.max_kl):
@@ -172,7 +175,7 @@ def load_chosen(root: Path, learner: Learner, now: Progressed, settings: PpoSett
             warnings.warn(f"the best checkpoint cannot be taken: {error}", stacklevel=2)
             continue
         checkpoint.restore_parameters(policy_weights, saved.tensors["policy"])
-        return update
+        return update, saved.state["progressed"].get("reward", {})
     raise CheckpointDamaged(
         f"a whole checkpoint of an evaluated update is needed in {root}, found none; "
         "train again with resume=False"

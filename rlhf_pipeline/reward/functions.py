@@ -13,14 +13,15 @@ from rlhf_pipeline.records import RewardFunction, RewardInput, checked_scores
 class CheckedReward:
     """A reward function held to its contract: one finite number per item, in order."""
 
-    def __init__(self, reward: RewardFunction, name: str) -> None:
+    def __init__(self, reward: RewardFunction, name: str, *, version: str | None = None) -> None:
         self.reward = reward
         self.name = name
+        self._version = name if version is None else version
 
     @property
     def version(self) -> Any:
-        """Return the function's own version; what has none counts by its name."""
-        return getattr(self.reward, "version", self.name)
+        """Return the function's own version; what has none counts as what it was made with says."""
+        return getattr(self.reward, "version", self._version)
 
     def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
         """Return the scores. Raises ModelError if the function breaks the contract."""

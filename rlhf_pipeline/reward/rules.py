@@ -1,4 +1,4 @@
-"""Reward functions without a model: what a completion's own words say of it, each in [0, 1].
+"""Reward functions without a model: what a completion's own text says of it, each in [0, 1].
 
 Higher is better in all of them. A word is a run of letters, digits and apostrophes, in small
 letters. None of these is a reward to maximise alone: each has an easy optimum that nobody wants.
@@ -6,6 +6,7 @@ letters. None of these is a reward to maximise alone: each has an easy optimum t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -63,17 +64,80 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def closest_reference(items: Sequence[RewardInput], /) -> list[float]:
-    """Return each item's ROUGE-L against the reference it is nearest to.
+    """Return each item's ROUGE-L against the reference it is nearest to."""
+    _need_references(items, "rouge-l")
+    return [max(rouge_l(item.completion, r) for r in item.references) for item in items]
 
-    Raises ModelError for an item without a reference: 0 would say that it was compared and failed.
+
+def bleu(items: Sequence[RewardInput], /) -> list[float]:
+    """Return each item's BLEU against all of its references, in [0, 1].
+
+    sacrebleu's sentence BLEU with its defaults (13a tokens, exponential smoothing), n-grams as far
+    as the completion has them, over 100. Source: Papineni et al. 2002, doi:10.3115/1073083.1073135.
     """
+    from sacrebleu.metrics import BLEU  # type: ignore[attr-defined]  # it exports without saying so
+
+    _need_references(items, "bleu")
+    measure = BLEU(effective_order=True)
+    scores = [measure.sentence_score(i.completion, list(i.references)).score for i in items]
+    return [min(score / 100, 1.0) for score in scores]
+
+
+def _need_references(items: Sequence[RewardInput], name: str) -> None:
+    """Raise ModelError for an item without: 0 would say that it was compared and failed."""
     for i, item in enumerate(items):
         if not item.references:
             raise ModelError(
-                f"the reward rouge-l needs a reference for every item, found none for item {i}; "
-                "give references or leave rouge-l out"
+                f"the reward {name} needs a reference for every item, found none for item {i}; "
+                f"give references or leave {name} out"
             )
-    return [max(rouge_l(item.completion, r) for r in item.references) for item in items]
+
+
+def length_window(shortest: int = SHORTEST, longest: int = LONGEST) -> RewardFunction:
+    """Return length_fit with these bounds as a reward."""
+    if not 1 <= shortest <= longest:
+        raise ModelError(
+            "the reward length needs 1 <= shortest <= longest, in words, found "
+            f"{shortest} and {longest}; correct them"
+        )
+    return _by_text(lambda text: length_fit(text, shortest, longest))
+
+
+def format_fit(
+    pattern: str | None = None, *, is_json: bool = False, max_lines: int | None = None
+) -> RewardFunction:
+    """Return a reward that is the share of the asked-for conditions a completion meets.
+
+    `pattern` is a regular expression the whole completion must match, blank ends aside; is_json:
+    it must parse as JSON; max_lines: it has so many lines at most. Raises ModelError for none.
+    """
+    conditions: list[Callable[[str], bool]] = []
+    if pattern is not None:
+        try:
+            expression = re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ModelError(
+                f"the reward format needs a regular expression, found {pattern!r}: {error}; "
+                "correct it"
+            ) from error
+        conditions.append(lambda text: expression.fullmatch(text) is not None)
+    if is_json:
+        conditions.append(_is_json)
+    if max_lines is not None:
+        conditions.append(lambda text: len(text.splitlines()) <= max_lines)
+    if not conditions:
+        raise ModelError(
+            "the reward format needs a pattern, is_json or max_lines, found none; ask for one"
+        )
+    return _by_text(lambda text: sum(c(text.strip()) for c in conditions) / len(conditions))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _by_text(rule: Callable[[str], float]) -> RewardFunction:
@@ -86,11 +150,12 @@ def _by_text(rule: Callable[[str], float]) -> RewardFunction:
 RULES: Mapping[str, RewardFunction] = {
     "distinct-1": _by_text(lambda text: distinct_share(text, 1)),
     "distinct-2": _by_text(lambda text: distinct_share(text, 2)),
-    "length": _by_text(length_fit),
     "repetition": _by_text(unrepeated_share),
     "rouge-l": closest_reference,
+    "bleu": bleu,
 }
-"""Every rule by the name a person asks for it with."""
+"""Every rule that takes no options, by the name a person asks for it with."""
+NEED_REFERENCES = ("rouge-l", "bleu")
 
 
 def _ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.feedback.privacy import is_somebodys_address, passes_luhn
 from rlhf_pipeline.records import Prompt
+from rlhf_pipeline.safety import compiled, leaked
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import GuardrailSettings
@@ -40,19 +39,6 @@ class Blocked:
     detail: str
 
 
-PERSONAL: dict[str, re.Pattern[str]] = {
-    "an email address": re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
-    "a key": re.compile(
-        r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
-        r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    ),
-    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)"),
-    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"),
-    "a phone number": re.compile(
-        r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
-        r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
-    ),
-}
 UNFINISHED = re.compile(r"(?:[^\s\d@_+./:-]*[\d@_+./:-]\S*|[+(\d][\d\s().+-]*)\Z")
 """The end of a text that may still become a personal detail: a word with a digit or a mark in it,
 or a run of digits. A plain word goes out at once: an address cut off before its @ is none."""
@@ -72,7 +58,7 @@ def input_block(prompt: Prompt, rules: GuardrailSettings) -> Blocked | None:
             Rail.prompt_too_long,
             f"needed at most {rules.max_prompt_characters} characters, found {size}",
         )
-    for number, pattern in enumerate(_compiled(rules.unsafe_requests)):
+    for number, pattern in enumerate(compiled(rules.unsafe_requests)):
         if pattern.search(newest):
             return Blocked(Rail.unsafe_request, f"matches unsafe_requests[{number}]")
     return None
@@ -92,7 +78,7 @@ def output_block(
             Rail.completion_too_long, f"more than {rules.max_completion_characters} characters"
         )
     # As it grows, what is before its end has been looked at.
-    if rules.pii and (found := _leaked(text if whole else text[-LONGEST_DETAIL:], prompt)):
+    if rules.pii and (found := leaked(text if whole else text[-LONGEST_DETAIL:], prompt)):
         return Blocked(Rail.personal_details, f"{found} that the request does not hold")
     if rules.max_repeats and (said := _repeats(text, rules.max_repeats)):
         return Blocked(Rail.repetition, said)
@@ -103,30 +89,6 @@ def certain(text: str) -> str:
     """Return the text without an end that may still become a personal detail."""
     since = max(0, len(text) - LONGEST_DETAIL)
     return text[: found.start()] if (found := UNFINISHED.search(text, since)) else text
-
-
-def _leaked(text: str, prompt: Prompt) -> str | None:
-    """Return what kind of personal detail the text holds that nobody in the prompt wrote."""
-    if not any(mark in text for mark in "@0123456789_-"):
-        return None
-    said: str | None = None
-    for kind, pattern in PERSONAL.items():
-        for match in pattern.finditer(text):
-            if not _is_real(kind, match[0]):
-                continue
-            said = said or " ".join(message.content for message in prompt)
-            if match[0].strip() not in said:
-                return kind
-    return None
-
-
-def _is_real(kind: str, match: str) -> bool:
-    """Say whether digits that look like one are one: a card's check digit, an address's range."""
-    if kind == "a card number":
-        return passes_luhn(re.sub(r"\D", "", match))
-    if kind == "an IP address":
-        return is_somebodys_address(match)
-    return True
 
 
 def _repeats(text: str, most: int) -> str | None:
@@ -140,8 +102,3 @@ def _repeats(text: str, most: int) -> str | None:
         if all(tail[i] == tail[i % size] for i in range(needed)):
             return f"the same {size} words more than {most} times in a row"
     return None
-
-
-@lru_cache(maxsize=64)
-def _compiled(expressions: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(e, re.IGNORECASE | re.DOTALL) for e in expressions)

@@ -19,7 +19,10 @@ import torch
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import Prompt, RewardInput
-from tests.ppo.world import changed, lower_share, train, weights_of
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.named import named_reward
+from rlhf_pipeline.reward.settings import Linear, weight_at
+from tests.ppo.world import PROMPTS, changed, lower_share, train, weights_of
 
 # Everything that moves must move here: coefficient, moments, optimizer, cursor, random states.
 SETTINGS = changed(
@@ -169,6 +172,41 @@ def test_a_damaged_checkpoint_costs_updates_and_changes_nothing(base: Path, tmp_
     whole = train(base, tmp_path / "whole", settings)
     assert resumed.resumed_from == 1
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+
+
+def two_pieces() -> CompositeReward:
+    ramp = Linear(start=1.0, end=0.2, updates=3)
+    return CompositeReward(
+        {"lower": Term(lower_share, ramp, running=True), "length": Term(named_reward("length"))}
+    )
+
+
+def test_a_composite_resumes_with_its_weights_and_scales(base: Path, tmp_path: Path) -> None:
+    settings = changed(updates=4, evaluate_every=2)
+
+    def stop() -> None:
+        if len(list((tmp_path / "cut/checkpoints").glob("update-*3"))):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(base, tmp_path / "cut", settings, reward=two_pieces(), keep_going=stop)
+    resumed = train(base, tmp_path / "cut", settings, reward=two_pieces())
+    used = two_pieces()
+    used.begin_update(9)
+    used([RewardInput(PROMPTS[0], "what was scored before the run is no part of it")])
+    used.end_update(list)
+    whole = train(base, tmp_path / "whole", settings, reward=used)
+    assert resumed.resumed_from == 3
+    assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+    weights = [row["reward/lower/weight"] for row in whole.history]
+    assert weights == [weight_at(Linear(start=1.0, end=0.2, updates=3), n) for n in range(4)]
+    added = [row["reward/lower/added_mean"] for row in whole.history]
+    assert added[0] != pytest.approx(whole.history[0]["reward/lower/score_mean"])  # scaled at once
+    for row, share in zip(whole.history, added, strict=True):
+        assert row["rollout/score_mean"] == pytest.approx(share + row["reward/length/added_mean"])
+    # The scales of the update that was kept have seen its own rollouts and all before.
+    seen = whole.reward_state["moments"]["lower"]["count"]
+    assert seen == len(PROMPTS) + whole.chosen_update * settings.rollouts_per_update
 
 
 def asks_why(conversations: Sequence[Prompt], /) -> list[str | None]:

@@ -11,7 +11,6 @@ import torch
 
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.ppo.rollout import (
-    ScoreMoments,
     Tokens,
     apply_eos_trick,
     ends_with_stop_token,
@@ -20,7 +19,7 @@ from rlhf_pipeline.ppo.rollout import (
     rewards_per_token,
     score_completions,
 )
-from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.records import RewardInput, ScoreMoments, user_prompt
 
 EOS, PAD = 1, 0
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])

@@ -28,10 +28,10 @@ from rlhf_pipeline.ppo.optimising import (
     train_on,
 )
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
-from rlhf_pipeline.ppo.rollout import Rollouts, ScoreMoments, sample_completions
+from rlhf_pipeline.ppo.rollout import Rollouts, sample_completions
 from rlhf_pipeline.ppo.state import Progressed
 from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
-from rlhf_pipeline.records import Prompt, RewardInput, user_prompt
+from rlhf_pipeline.records import Prompt, RewardInput, ScoreMoments, user_prompt
 from tests.ppo.test_advantages import slow_advantages
 from tests.ppo.test_learner import wider
 from tests.ppo.world import (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.records import RewardInput, user_prompt
-from rlhf_pipeline.reward.composite import CompositeReward, Term, named_reward
+from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.records import RewardInput, prompt_to_json, user_prompt
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.named import composite_of, named_reward, needs_references
 from rlhf_pipeline.reward.rules import RULES, distinct_share, length_fit, rouge_l, unrepeated_share
+from rlhf_pipeline.reward.settings import FunctionSettings, Linear, Stepped, weight_at
 
 PROMPT = user_prompt("hi")
+OWN = f"{__name__}:letters"
 NOT_A_FUNCTION = 3
 
 
@@ -53,7 +58,7 @@ def test_rouge_takes_the_nearest_reference_and_refuses_to_guess_without_one() ->
 def test_a_breakdown_adds_up_to_the_score() -> None:
     terms = {
         "letters": Term(letters, weight=-0.5, centre=2, scale=4),
-        "length": Term(RULES["length"], weight=2),
+        "length": Term(named_reward("length"), weight=2),
     }
     told = CompositeReward(terms).breakdown(PROMPT, "a b c d e f")
     # 11 letters and spaces: (11 - 2) / 4 = 2.25, times -0.5; six words are within the window.
@@ -74,11 +79,13 @@ def test_no_weight_buys_off_a_floor() -> None:
 
 
 def test_a_version_changes_with_what_changes_scores() -> None:
-    def version(**change: float) -> str:
+    def version(**change: Any) -> str:
         return CompositeReward({"letters": Term(letters, **change)}).version
 
     assert version() == version()
-    assert len({version(), version(weight=2), version(scale=2), version(floor=0)}) == 4
+    ramp = Linear(start=1, end=2, updates=3)
+    changes = ({"weight": 2}, {"weight": ramp}, {"scale": 2}, {"floor": 0}, {"running": True})
+    assert len({version(), *(version(**change) for change in changes)}) == 6
 
 
 @pytest.mark.parametrize(
@@ -89,13 +96,122 @@ def test_a_term_that_makes_no_sum_is_refused(term: Term) -> None:
         CompositeReward({"letters": term})
 
 
+def mean_by_hand(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def test_running_scales_come_from_the_updates_before_and_from_no_look_in_between() -> None:
+    reward = CompositeReward({"letters": Term(letters, weight=2, running=True)})
+    items = [RewardInput(PROMPT, "x" * n) for n in (2, 4, 6, 8)]
+    assert reward.learns_scales
+    reward.begin_update(0)
+    assert reward(items) == [4, 8, 12, 16]  # nothing is known yet: the raw score counts
+    facts = reward.end_update(list)
+    assert facts["letters/score_mean"] == 5
+    assert facts["letters/added_mean"] == 10
+    # Mean 5, variance (9 + 1 + 1 + 9) / 4 = 5.
+    expected = [2 * (n - 5) / math.sqrt(5) for n in (2, 4, 6, 8)]
+    assert reward(items) == pytest.approx(expected)
+    reward(items * 100)  # a look: nobody is to learn from it
+    reward.begin_update(1)
+    assert reward(items) == pytest.approx(expected)
+    assert reward(items[:1]) == pytest.approx(expected[:1])  # whoever stands beside it
+    facts = reward.end_update(list)
+    assert facts["letters/score_mean"] == mean_by_hand([2, 4, 6, 8, 2])
+
+
+def test_a_state_that_was_written_as_json_gives_the_very_same_scores() -> None:
+    def made() -> CompositeReward:
+        ramp = Linear(start=0.1, end=0.7, updates=3)
+        return CompositeReward({"letters": Term(letters, weight=ramp, running=True)})
+
+    one, other = made(), made()
+    items = [RewardInput(PROMPT, "x" * n) for n in (1, 2, 4)]
+    one.begin_update(2)
+    one(items)
+    one.end_update(list)
+    before = other(items)
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other(items) == one(items) != before
+    assert other.state() == one.state()
+    other.restore({})
+    assert other(items) == before
+
+
+def test_weights_follow_their_schedules() -> None:
+    ramp, steps = Linear(start=1, end=0, updates=4), Stepped({0: 0.5, 10: 2.0})
+    assert [weight_at(ramp, n) for n in (0, 1, 4, 9)] == [1, 0.75, 0, 0]
+    assert [weight_at(steps, n) for n in (0, 9, 10, 99)] == [0.5, 0.5, 2, 2]
+    reward = CompositeReward({"letters": Term(letters, weight=ramp)})
+    told = []
+    for update in (0, 2):
+        reward.begin_update(update)
+        told.append(reward.breakdown(PROMPT, "four").score)
+        assert reward.end_update(list)["letters/weight"] == reward.weights["letters"]
+    assert told == [4, 2]
+    with pytest.raises(ModelError, match="ends an update that it began"):
+        reward.end_update(list)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Linear(0, math.inf, 3),
+        lambda: Linear(0, 1, 0),
+        lambda: Stepped({}),
+        lambda: Stepped({3: 1.0}),
+        lambda: FunctionSettings(normalisation=(1, 1)),
+    ],
+)
+def test_a_schedule_or_range_that_says_nothing_is_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"needs finite"):
+        wrong()
+
+
+def test_what_cannot_be_judged_gets_the_others_mean_and_is_counted() -> None:
+    class Sometimes:
+        may_skip = True
+
+        def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+            return [math.nan if i.completion == "?" else len(i.completion) for i in items]
+
+    reward = CompositeReward({"some": Term(Sometimes(), floor=2.0)})
+    reward.begin_update(0)
+    told = reward.judge([RewardInput(PROMPT, text) for text in ("a", "?", "abc")])
+    assert [one.pieces["some"].skipped for one in told] == [False, True, False]
+    assert [one.score for one in told] == [-5, 2, 3]
+    facts = reward.end_update(list)
+    assert facts["some/skipped"] == pytest.approx(1 / 3)
+    assert facts["some/below_floor"] == 1 / 2
+    with pytest.raises(ModelError, match="found all skipped"):
+        reward([RewardInput(PROMPT, "?")])
+
+
+def test_the_composite_of_a_recipe_adds_its_functions_to_the_learned_reward() -> None:
+    functions = {
+        "letters": FunctionSettings(weight=0.5, normalisation=(2.0, 4.0), function=OWN),
+        "rouge-l": FunctionSettings(weight=3.0),
+        "length": FunctionSettings(weight=0),
+    }
+    reward = composite_of(functions, letters, references={prompt_to_json(PROMPT): ["a b"]})
+    assert isinstance(reward, CompositeReward)
+    told = reward.breakdown(PROMPT, "a b")
+    assert {name: piece.added for name, piece in told.pieces.items()} == {
+        "learned": 3,
+        "letters": 0.25,
+        "rouge-l": 3,
+    }
+    assert composite_of({}, letters) is letters
+    assert needs_references(functions)
+
+
 def test_a_composite_of_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match="one term or more"):
         CompositeReward({})
 
 
 def test_a_function_of_ones_own_is_a_reward_by_its_place() -> None:
-    reward = named_reward(f"{__name__}:letters")
+    reward = named_reward(OWN)
     assert list(reward([RewardInput(PROMPT, "four")])) == [4.0]
 
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from rlhf_pipeline.config import GuardrailSettings
 from rlhf_pipeline.feedback.privacy import passes_luhn
 from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.safety import PERSONAL
 from rlhf_pipeline.serving.guardrails import (
-    PERSONAL,
     Rail,
     certain,
     input_block,

@@ -1,0 +1,166 @@
+"""Rewards by the names people give them, and the composite that a recipe asks for.
+
+What this does not protect against: a reward loaded as `module:function` is code that runs here;
+name only what you would run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.records import RewardFunction, hashed
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.functions import CheckedReward, as_reward
+from rlhf_pipeline.reward.lexicon import empathy, item_ratio, recommendation, safety
+from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, length_window
+from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
+
+ENTRY_POINTS = "rlhf_pipeline.rewards"  # the group in which an installed package offers rewards
+
+
+MADE: Mapping[str, Callable[..., RewardFunction]] = {
+    "length": length_window,
+    "format": format_fit,
+    "empathy": empathy,
+    "recommendation": recommendation,
+    "item-ratio": item_ratio,
+    "safety": safety,
+}
+"""Functions that take options, by name: what makes them."""
+
+
+def known_names() -> list[str]:
+    """Return the names of all functions that come with the project or an installed package."""
+    return [*RULES, *MADE, *_offered()]
+
+
+def needs_references(functions: Mapping[str, FunctionSettings]) -> bool:
+    """Say whether one of the functions compares completions with references."""
+    return any((one.function or name) in NEED_REFERENCES for name, one in functions.items())
+
+
+def named_reward(
+    name: str, options: Mapping[str, Any] | None = None, *, device: str = "auto"
+) -> RewardFunction:
+    """Return the reward a person names, checked at once that it can be called.
+
+    A name is one of `known_names`, the address of a remote reward, a reward model's folder, or
+    `module:function`. A function with `options` is called with them and returns the reward; an
+    address's are RemoteReward's. Raises ModelError for any other name or wrong options.
+    """
+    options = options or {}
+    if name in RULES and not options:
+        return CheckedReward(RULES[name], name)
+    if name in MADE:
+        return _made(MADE[name], name, options)
+    offered = _offered()
+    if name in offered:
+        return _loaded(offered[name], name, options)
+    is_address = name.startswith(("http://", "https://"))
+    if is_address or Path(name).is_dir():
+        if options:
+            raise ModelError(
+                f"a reward behind {name} takes no options, found {', '.join(options)}; leave them "
+                "out"
+            )
+        return as_reward(name, device=device)
+    if ":" in name:
+        return _loaded(name, name, options)
+    raise ModelError(
+        f"needed a reward's name ({', '.join(known_names())}), a reward model's folder, an address "
+        f"or module:function, found {name!r}{' with options' if options else ''}; correct it"
+    )
+
+
+def check_function(name: str, one: FunctionSettings) -> None:
+    """Raise ModelError unless the function is known and takes its options; no model is loaded."""
+    target = one.function or name
+    if target == LEARNED:
+        if one.options:
+            raise ModelError(
+                f"{name} is the reward model of this turn, which takes no options, found "
+                f"{', '.join(one.options)}; leave them out"
+            )
+    elif not Path(target).is_dir() or target in MADE:
+        named_reward(target, one.options)
+
+
+def composite_of(
+    functions: Mapping[str, FunctionSettings],
+    learned: RewardFunction,
+    *,
+    references: Mapping[str, Sequence[str]] | None = None,
+    device: str = "auto",
+) -> RewardFunction:
+    """Return what PPO maximises: the learned reward, or its composite with the functions named."""
+    if not functions:
+        return learned
+    terms: dict[str, Term] = {}
+    for name, one in {LEARNED: FunctionSettings(), **functions}.items():
+        target = one.function or name
+        if one.weight == 0:
+            continue
+        low, high = one.fixed_range
+        terms[name] = Term(
+            learned if target == LEARNED else named_reward(target, one.options, device=device),
+            weight=one.weight,
+            centre=low,
+            scale=high - low,
+            floor=one.floor,
+            running=one.normalisation == "running",
+        )
+    return CompositeReward(terms, references=references)
+
+
+def _offered() -> dict[str, str]:
+    """Return what installed packages offer: name to module:function."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
+    module, _, attribute = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"the reward {name} needs {attribute!r} in the module {module!r}, found none "
+            f"({error}); correct the name or install the package"
+        ) from error
+    if not callable(found):
+        raise ModelError(
+            f"the reward {name} needs a function that takes items, found a "
+            f"{type(found).__name__}; name a function"
+        )
+    if options:
+        return _made(found, name, options)
+    return CheckedReward(found, name)
+
+
+def _made(
+    maker: Callable[..., RewardFunction], name: str, options: Mapping[str, Any]
+) -> RewardFunction:
+    """Return the reward that the options make; its version says with which."""
+    try:
+        inspect.signature(maker).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(maker).parameters)
+        raise ModelError(
+            f"the reward {name} takes the options {takes}, found {', '.join(options) or 'none'} "
+            f"({error}); correct them"
+        ) from error
+    try:
+        made = maker(**options)
+    except TypeError as error:
+        raise ModelError(
+            f"the reward {name} cannot be made with {dict(options)}: {error}; correct its options"
+        ) from error
+    if getattr(made, "may_skip", False):
+        return made  # whose scores the composite checks
+    version = hashed(name, *(f"{key}={options[key]!r}" for key in sorted(options)))
+    return CheckedReward(made, name, version=version if options else name)

@@ -1,0 +1,66 @@
+"""What should not be said, by patterns: unsafe requests, personal details nobody gave.
+
+One list for the chat service's guardrails and the safety reward. What they do not protect against:
+whoever says an unsafe thing in words that are on no list, and personal details written out in
+prose. What is taken out before training has patterns of its own, in feedback/privacy.py.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from rlhf_pipeline.feedback.privacy import is_somebodys_address, passes_luhn
+from rlhf_pipeline.records import Prompt
+
+UNSAFE = (
+    r"\b(build|make|assemble)\b.{0,40}\b(bomb|explosive|nerve agent|pipe ?bomb)",
+    r"\bhow (to|do i|can i)\b.{0,40}\bkill (myself|someone|him|her|them)\b",
+    r"\bhow (to|do i|can i)\b.{0,40}\bpoison (someone|somebody|my|him|her|them)\b",
+    r"\bsynthesi[sz]e\b.{0,40}\b(sarin|ricin|methamphetamine|fentanyl)",
+    r"\bsexual\b.{0,40}\b(child|minor|underage)",
+)
+
+PERSONAL: dict[str, re.Pattern[str]] = {
+    "an email address": re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
+    "a key": re.compile(
+        r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
+        r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    ),
+    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)"),
+    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"),
+    "a phone number": re.compile(
+        r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
+        r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
+    ),
+}
+
+
+def leaked(text: str, prompt: Prompt) -> str | None:
+    """Return what kind of personal detail the text holds that nobody in the prompt wrote."""
+    if not any(mark in text for mark in "@0123456789_-"):
+        return None
+    said: str | None = None
+    for kind, pattern in PERSONAL.items():
+        for match in pattern.finditer(text):
+            if not _is_real(kind, match[0]):
+                continue
+            said = said or " ".join(message.content for message in prompt)
+            if match[0].strip() not in said:
+                return kind
+    return None
+
+
+def _is_real(kind: str, match: str) -> bool:
+    """Say whether digits that look like one are one: a card's check digit, an address's range."""
+    if kind == "a card number":
+        return passes_luhn(re.sub(r"\D", "", match))
+    if kind == "an IP address":
+        return is_somebodys_address(match)
+    return True
+
+
+@lru_cache(maxsize=64)
+def compiled(expressions: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """Return the regular expressions, case ignored, . matching a new line too."""
+    return tuple(re.compile(e, re.IGNORECASE | re.DOTALL) for e in expressions)
