@@ -306,7 +306,10 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.policy.adapters import bare_base
+    from rlhf_pipeline.ppo.result import TrainingResult
+    from rlhf_pipeline.reward.composite import CompositeReward
     from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.reward.named import needs_references
 
     settings = turn.settings
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
@@ -324,6 +327,11 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         job: load_reward_model(turn.work / "reward" / job, device=device, dtype=dtype, base=base)
         for job in JOBS
     }
+    functions = settings.reward.functions
+    composite = maximised(settings, judges["proxy"])
+    if isinstance(composite, CompositeReward):  # as it was where the kept policy was
+        trained = TrainingResult.load(turn.work / "ppo" / "result.json")
+        composite.restore(trained.reward_state)
     comparison = compare(
         turn.work / "ppo" / "policy",
         baseline,
@@ -331,6 +339,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         prompts[: settings.evaluation.prompts],
         judges["gate"],
         {job: judge for job, judge in judges.items() if job != "gate"},
+        composite=composite if isinstance(composite, CompositeReward) else None,
+        referenced_only=needs_references(functions),
         max_completion_tokens=settings.policy.max_completion_tokens,
         max_prompt_tokens=settings.policy.max_prompt_tokens,
         temperature=settings.policy.temperature,

@@ -17,6 +17,7 @@ import numpy as np
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation import metrics
 from rlhf_pipeline.evaluation.metrics import Floats, Number
+from rlhf_pipeline.evaluation.pieces import reward_pieces
 from rlhf_pipeline.evaluation.report import (
     GATE_SCORE,
     KL,
@@ -34,6 +35,7 @@ from rlhf_pipeline.records import (
 
 if TYPE_CHECKING:
     from rlhf_pipeline.policy.loading import Policy
+    from rlhf_pipeline.reward.composite import Breakdown, CompositeReward
 
 SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
 OTHERS = ("baseline", "champion")
@@ -72,6 +74,7 @@ class Answers:
     reference_tokens: Floats  # (n,)
     kl_to_baseline: Floats  # (n,) log-ratio of its own completions; 0 for the baseline
     scores: dict[str, Floats] = field(default_factory=dict)
+    told: dict[int, Breakdown] = field(default_factory=dict)  # by prompt; the composite's
 
 
 def compare(
@@ -82,6 +85,8 @@ def compare(
     judge: RewardFunction,
     other_rewards: Mapping[str, RewardFunction],
     *,
+    composite: CompositeReward | None = None,
+    referenced_only: bool = False,
     max_completion_tokens: int,
     max_prompt_tokens: int,
     temperature: float,
@@ -97,7 +102,8 @@ def compare(
 
     1. Candidate and champion answer, and say how likely their answers and the references are.
     2. The baseline does the same and says how likely it finds the others' answers (for the KL).
-    3. The judge and the other rewards score all answers.
+    3. The judge and the other rewards score all answers; the composite, if any, tells its pieces,
+       `referenced_only` on the prompts that have references.
     4. Numbers, paired differences and win rates with intervals.
 
     The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
@@ -139,10 +145,14 @@ def compare(
         ]
         for name, reward in {GATE_SCORE: judge, **_named(other_rewards)}.items():
             found.scores[name] = _finite(reward(items), len(items), name, folder)
+        if composite is not None:
+            some = [i for i in range(len(items)) if items[i].references or not referenced_only]
+            found.told.update(zip(some, composite.judge([items[i] for i in some]), strict=True))
     by_system = {system: answers[folders[system]] for system in ("candidate", *OTHERS)}
     return _summarise(
         prompts,
         by_system,
+        weights={} if composite is None else composite.weights,
         seed=seed,
         temperature=temperature,
         bootstrap_samples=bootstrap_samples,
@@ -268,6 +278,7 @@ def _summarise(
     prompts: Sequence[EvaluationPrompt],
     systems: Mapping[str, Answers],
     *,
+    weights: Mapping[str, float],
     seed: int,
     temperature: float,
     bootstrap_samples: int,
@@ -318,6 +329,7 @@ def _summarise(
         plain["champion"], controlled["champion"] = plain["baseline"], controlled["baseline"]
     shown = [s for s in systems if not (same and s == "champion")]
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
+    told = {system: list(systems[system].told.values()) for system in shown}
     return EvaluationReport(
         prompts=len(prompts),
         seed=seed,
@@ -334,11 +346,19 @@ def _summarise(
                 prompt_to_rows(prompts[i].prompt),
                 {s: systems[s].completions[i].text for s in shown},
                 {s: float(systems[s].scores[GATE_SCORE][i]) for s in shown},
+                {s: _pieces(systems[s].told[i]) for s in shown if i in systems[s].told},
             )
             for i in chosen.tolist()
         ],
         seconds=time.monotonic() - started,
+        reward=reward_pieces(told, weights, bootstrap_samples=bootstrap_samples, seed=seed)
+        if told["candidate"]
+        else None,
     )
+
+
+def _pieces(told: Breakdown) -> dict[str, float]:
+    return {name: piece.added for name, piece in told.pieces.items()}
 
 
 def _per_prompt(answers: Answers) -> dict[str, Floats]:

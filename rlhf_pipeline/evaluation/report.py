@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
 
 System = Literal["candidate", "baseline", "champion"]
@@ -37,6 +38,7 @@ class Sample:
     prompt: list[list[str]]  # [role, content] per message
     completions: dict[str, str]
     scores: dict[str, float]
+    pieces: dict[str, dict[str, float]] = field(default_factory=dict)  # what each function added
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class EvaluationReport:
     scores: dict[str, list[float]]  # system -> the gate's score per prompt
     samples: list[Sample]
     seconds: float
+    reward: RewardPieces | None = None  # where the recipe names reward functions
 
     def metrics(self) -> dict[str, float]:
         """Return every number by a flat name: what the gate reads and MLflow shows.
@@ -77,6 +80,9 @@ class EvaluationReport:
             controlled = self.length_controlled_win_rates[against]
             _spread(flat, f"{there}/length_controlled_win_rate", controlled)
             flat |= {f"{there}/{key}": value for key, value in self._relations(against).items()}
+        if self.reward is not None:
+            for name, number in self.reward.metrics():
+                _spread(flat, name, number)
         return flat
 
     def _relations(self, against: str) -> dict[str, float]:
@@ -106,6 +112,8 @@ class EvaluationReport:
         for name in ("win_rates", "length_controlled_win_rates"):
             fields[name] = _numbers(fields[name])
         fields["samples"] = [Sample(**sample) for sample in fields["samples"]]
+        if fields.get("reward") is not None:
+            fields["reward"] = RewardPieces.from_json(fields["reward"])
         return cls(**fields)
 
     def to_markdown(self) -> str:
@@ -114,6 +122,8 @@ class EvaluationReport:
         parts += [self._table("baseline")]
         if not self.champion_is_baseline:
             parts += [self._table("champion")]
+        if self.reward is not None:
+            parts += [self.reward.to_markdown()]
         parts += ["### Side by side", *(_sample_to_markdown(s) for s in self.samples)]
         return "\n\n".join(parts) + "\n"
 
@@ -164,10 +174,16 @@ def _interval(number: Number | None, style: str) -> str:
 def _sample_to_markdown(sample: Sample) -> str:
     lines = [f"> **{role}:** {quoted(content)}" for role, content in sample.prompt]
     rows = [
-        f"- **{system}** ({sample.scores[system]:.2f}): {quoted(text)}"
+        f"- **{system}** ({_told(sample, system)}): {quoted(text)}"
         for system, text in sample.completions.items()
     ]
     return "\n>\n".join(lines) + "\n\n" + "\n".join(rows)
+
+
+def _told(sample: Sample, system: str) -> str:
+    pieces = sample.pieces.get(system, {})
+    added = ", ".join(f"{name} {number:+.2f}" for name, number in pieces.items())
+    return f"{sample.scores[system]:.2f}" + (f"; reward: {added}" if added else "")
 
 
 def quoted(text: str) -> str:

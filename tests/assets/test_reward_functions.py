@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pipeline.registry.reproduce import newest_turn
 from rlhf_pipeline.reward.settings import FunctionSettings
-from rlhf_pipeline.stages import improve
+from rlhf_pipeline.stages import evaluate_candidate, improve
 from tests.assets.world import FirstTurn, Loop
 
 FUNCTIONS = {
@@ -19,22 +19,29 @@ FUNCTIONS = {
 }
 
 
-def test_a_turn_maximises_what_the_recipe_names_and_chooses_by_people(
+def test_a_turn_maximises_and_tells_what_the_recipe_names(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
     agent = first_turn.agent_id
     turn = newest_turn(loop.pipeline.ledger, loop.pipeline.settings(agent), agent)
     reward = turn.settings.reward.model_copy(update={"functions": FUNCTIONS})
-    ppo = replace(turn.settings.ppo, updates=1)
-    turn = replace(turn, settings=turn.settings.model_copy(update={"reward": reward, "ppo": ppo}))
-    result = improve(turn, tmp_path, ppo, lambda facts: None)
+    ppo = replace(turn.settings.ppo, updates=1, epochs=1, rollouts_per_update=16)
+    training = turn.settings.training.model_copy(update={"watch_prompts": 4})
+    evaluation = turn.settings.evaluation.model_copy(update={"prompts": 8})
+    changes = {"reward": reward, "ppo": ppo, "training": training, "evaluation": evaluation}
+    (tmp_path / "reward").symlink_to(turn.work / "reward")
+    turn = replace(turn, work=tmp_path, settings=turn.settings.model_copy(update=changes))
+    result = improve(turn, tmp_path / "ppo", ppo, lambda facts: None)
     (update,) = result.history
-    pieces = [update[f"reward/{name}/added_mean"] for name in FUNCTIONS]
-    assert update["rollout/score_mean"] == pytest.approx(sum(pieces), abs=1e-6)
+    added = [update[f"reward/{name}/added_mean"] for name in FUNCTIONS]
+    assert update["rollout/score_mean"] == pytest.approx(sum(added), abs=1e-6)
     assert 0 < update["reward/rouge-l/score_mean"] < 1
-    # The update is chosen by the stopping model alone, which no function is part of.
-    plain = improve(
-        replace(turn, settings=loop.pipeline.settings(agent)), tmp_path / "plain", ppo, print
-    )
-    assert result.evaluations[0].stopping_mean == plain.evaluations[0].stopping_mean
-    assert result.evaluations[0].score_mean != plain.evaluations[0].score_mean
+    told = evaluate_candidate(turn, lambda facts: None, lambda: None)
+    pieces = told["report"]["reward"]
+    assert list(pieces["weights"]) == list(FUNCTIONS)
+    assert "| | composite | learned | rouge-l | empathy |" in told["markdown"]
+    # The learned reward's scale is the one the kept policy was trained with.
+    moments = result.reward_state["moments"]["learned"]
+    raw, scaled = (pieces[key]["candidate"]["learned"]["value"] for key in ("scores", "added"))
+    deviation = (moments["squares"] / moments["count"]) ** 0.5
+    assert scaled == pytest.approx((raw - moments["mean"]) / deviation)

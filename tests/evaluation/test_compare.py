@@ -26,6 +26,9 @@ from rlhf_pipeline.records import (
     ignore_progress,
     user_prompt,
 )
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.named import named_reward
+from rlhf_pipeline.reward.settings import Linear
 
 TEXTS = ["how do I bake bread", "what is the time", "tell me a story about rain"]
 PROMPTS = [
@@ -42,6 +45,7 @@ def run(
     judge: RewardFunction | None = None,
     *,
     others: Mapping[str, RewardFunction] | None = None,
+    composite: CompositeReward | None = None,
     temperature: float = 0.8,
     max_prompt_tokens: int = 40,
 ) -> EvaluationReport:
@@ -52,6 +56,8 @@ def run(
         prompts,
         judge or letters,
         others or {},
+        composite=composite,
+        referenced_only=composite is not None,
         max_completion_tokens=8,
         max_prompt_tokens=max_prompt_tokens,
         temperature=temperature,
@@ -265,3 +271,45 @@ def test_what_cannot_be_compared_is_refused(folders: dict[str, Path]) -> None:
         run(b, b, others={"gate": count})
     with pytest.raises(EvaluationError, match="context of 64"):
         run(b, b, max_prompt_tokens=60)
+
+
+def test_the_composite_is_told_by_function_on_the_prompts_it_can_judge(
+    folders: dict[str, Path],
+) -> None:
+    composite = CompositeReward(
+        {
+            "letters": Term(letters, Linear(start=0, end=2, updates=10)),
+            "bleu": Term(named_reward("bleu"), weight=0.5, floor=-1.0),
+        }
+    )
+    composite.restore({"update": 5})
+    report = run(folders["candidate"], folders["baseline"], composite=composite)
+    pieces = report.reward
+    assert pieces is not None
+    assert pieces.prompts == 6  # those with references
+    assert pieces.weights == {"letters": 1, "bleu": 0.5}
+    numbers = report.metrics()
+    for system in ("candidate", "baseline"):
+        raw, whole = pieces.scores[system], pieces.added[system]
+        expected = raw["letters"].value + 0.5 * raw["bleu"].value
+        assert whole["composite"].value == pytest.approx(expected)
+        # The gate's judge is the same function here, asked of all prompts.
+        known = np.mean([s for i, s in enumerate(report.scores[system]) if i % 2])
+        assert raw["letters"].value == pytest.approx(known)
+        assert numbers[f"{system}/reward/letters/score"] == raw["letters"].value
+    change = numbers["vs_baseline/reward/letters/added"]
+    assert change == pytest.approx(
+        numbers["candidate/reward/letters/added"] - numbers["baseline/reward/letters/added"]
+    )
+    told = report.to_markdown()
+    assert "| | composite | letters | bleu |\n|---|---|---|---|\n| weight |  | 1 | 0.5 |" in told
+    judged = [sample for sample in report.samples if sample.pieces]
+    assert len(judged) == sum(int(sample.prompt_id[1:]) % 2 for sample in report.samples)
+    assert f"reward: letters {judged[0].pieces['candidate']['letters']:+.2f}, bleu +" in told
+    assert EvaluationReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_without_functions_a_report_has_no_table_of_them(folders: dict[str, Path]) -> None:
+    report = run(folders["candidate"], folders["baseline"])
+    assert report.reward is None
+    assert "Reward by function" not in report.to_markdown()
