@@ -296,7 +296,11 @@ def maximised(
     from rlhf_pipeline.reward.named import composite_of
 
     return composite_of(
-        settings.reward.functions, learned, references=references, device=settings.policy.device
+        settings.reward.functions,
+        learned,
+        references=references,
+        judgements=settings.state_dir / "judgements",
+        device=settings.policy.device,
     )
 
 

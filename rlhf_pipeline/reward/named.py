@@ -17,6 +17,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardFunction, hashed
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
+from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.lexicon import empathy, item_ratio, recommendation, safety
 from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, length_window
 from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
@@ -31,6 +32,7 @@ MADE: Mapping[str, Callable[..., RewardFunction]] = {
     "recommendation": recommendation,
     "item-ratio": item_ratio,
     "safety": safety,
+    "judge": JudgeReward,
 }
 """Functions that take options, by name: what makes them."""
 
@@ -96,9 +98,13 @@ def composite_of(
     learned: RewardFunction,
     *,
     references: Mapping[str, Sequence[str]] | None = None,
+    judgements: Path | None = None,
     device: str = "auto",
 ) -> RewardFunction:
-    """Return what PPO maximises: the learned reward, or its composite with the functions named."""
+    """Return what PPO maximises: the learned reward, or its composite with the functions named.
+
+    `judgements` is the folder in which judges keep verdicts, where their options name no other.
+    """
     if not functions:
         return learned
     terms: dict[str, Term] = {}
@@ -106,9 +112,11 @@ def composite_of(
         target = one.function or name
         if one.weight == 0:
             continue
+        kept = {"cache": str(judgements)} if target == "judge" and judgements else {}
+        options = {**kept, **one.options}
         low, high = one.fixed_range
         terms[name] = Term(
-            learned if target == LEARNED else named_reward(target, one.options, device=device),
+            learned if target == LEARNED else named_reward(target, options, device=device),
             weight=one.weight,
             centre=low,
             scale=high - low,

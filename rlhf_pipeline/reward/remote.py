@@ -46,31 +46,22 @@ class RemoteReward:
         allow_plain_http: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Check the address; ask nothing yet.
-
-        timeout_seconds bounds the wait for a connection and for each piece of the answer. After a
-        failure that may pass (no connection, no answer in time, a status that says so) the batch is
-        sent again, `attempts` times in all, after 1, 2, 4, … seconds or what Retry-After says.
-        bearer_token goes out in the Authorization header and stands in no message.
-        Raises ModelError for an address that is neither https nor loopback.
-        """
-        self.shown_url = _checked_url(url, allow_plain_http)
-        if not (timeout_seconds > 0 and attempts >= 1 and batch_size >= 1):
+        """Check the address, as Service does; ask nothing yet. A request holds batch_size items."""
+        if batch_size < 1:
             raise ModelError(
-                "a remote reward needs timeout_seconds above 0, attempts and batch_size of at "
-                f"least 1, found {timeout_seconds}, {attempts} and {batch_size}; correct them"
+                f"a remote reward needs a batch_size of at least 1, found {batch_size}; correct it"
             )
+        self._service = Service(
+            url,
+            timeout_seconds=timeout_seconds,
+            attempts=attempts,
+            bearer_token=bearer_token,
+            allow_plain_http=allow_plain_http,
+            sleep=sleep,
+        )
+        self.shown_url = self._service.shown_url
         self.version = hashed("remote", url)
-        self._url = url
-        self._timeout_seconds, self._attempts, self._sleep = timeout_seconds, attempts, sleep
         self._batch_size = batch_size
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if bearer_token is not None:
-            self._headers["Authorization"] = f"Bearer {bearer_token}"
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-        if _is_loopback(urlsplit(url).hostname or ""):
-            handlers.append(urllib.request.ProxyHandler({}))  # nothing local goes by way of a proxy
-        self._opener = urllib.request.build_opener(*handlers)
 
     def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
         """Return the scores, in order. Raises ModelError if the service gives none that are usable.
@@ -85,7 +76,7 @@ class RemoteReward:
 
     def _ask(self, items: Sequence[RewardInput], /) -> list[float]:
         body = json.dumps({"items": [asdict(item) for item in items]}, default=_plain)
-        answer = self._post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
+        answer = self._service.post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
         try:
             scores = json.loads(answer)["scores"]
         except (ValueError, KeyError, TypeError) as error:
@@ -103,8 +94,49 @@ class RemoteReward:
             )
         return [float(score) for score in scores]
 
-    def _post(self, body: bytes, *, longest: int) -> bytes:
-        """Return the answer's body; sends again what may succeed later."""
+
+class Service:
+    """An address that takes a POST of JSON, asked again where a failure may pass."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        attempts: int,
+        bearer_token: str | None = None,
+        allow_plain_http: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Check the address; ask nothing yet.
+
+        timeout_seconds bounds the wait for a connection and for each piece of the answer. After a
+        failure that may pass (no connection, no answer in time, a status that says so) the request
+        is sent again, `attempts` times in all, after 1, 2, 4, … seconds or what Retry-After says.
+        bearer_token goes out in the Authorization header and stands in no message.
+        Raises ModelError for an address that is neither https nor loopback.
+        """
+        self.shown_url = _checked_url(url, allow_plain_http)
+        if not (timeout_seconds > 0 and attempts >= 1):
+            raise ModelError(
+                "a remote reward needs timeout_seconds above 0 and attempts of at least 1, found "
+                f"{timeout_seconds} and {attempts}; correct them"
+            )
+        self._url = url
+        self._timeout_seconds, self._attempts, self._sleep = timeout_seconds, attempts, sleep
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if bearer_token is not None:
+            self._headers["Authorization"] = f"Bearer {bearer_token}"
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        if _is_loopback(urlsplit(url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))  # nothing local goes by way of a proxy
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def post(self, body: bytes, *, longest: int) -> bytes:
+        """Return the answer's body, of so many bytes at most; sends again what may succeed later.
+
+        Raises ModelError where there is none to be had.
+        """
         request = urllib.request.Request(self._url, body, self._headers, method="POST")
         for attempt in range(1, self._attempts + 1):
             wait = 2.0 ** (attempt - 1)
@@ -113,7 +145,7 @@ class RemoteReward:
                     found: bytes = answer.read(longest + 1)
                 if len(found) > longest:
                     raise ModelError(
-                        f"the reward at {self.shown_url} must answer one number per item, found "
+                        f"the reward at {self.shown_url} must answer what it was asked, found "
                         f"more than {longest} bytes; correct the service"
                     )
                 return found

@@ -161,5 +161,7 @@ def test_https_loopback_and_plain_http_where_it_is_allowed_are_taken() -> None:
     for url in ("https://reward.example/score", "http://localhost:9/score", "http://[::1]:9/s"):
         assert RemoteReward(url).shown_url == url
     assert RemoteReward("http://reward.example/s", allow_plain_http=True).version
-    with pytest.raises(ModelError, match="found 0, 4 and 64"):
+    with pytest.raises(ModelError, match="found 0 and 4"):
         RemoteReward("http://localhost:9/score", timeout_seconds=0)
+    with pytest.raises(ModelError, match="a batch_size of at least 1, found 0"):
+        RemoteReward("http://localhost:9/score", batch_size=0)
