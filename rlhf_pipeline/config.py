@@ -703,6 +703,14 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
     return _merged(resolved, tree)
 
 
+def reward_functions(preset: str, folder: Path) -> Mapping[str, FunctionSettings]:
+    """Return the functions of a preset, or of a YAML file in the folder, checked as a recipe's."""
+    try:
+        return RewardSettings(functions=_reward_preset(preset, folder / "preset")).functions
+    except ValidationError as error:
+        raise ConfigError(_explain(error, preset)) from error
+
+
 def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
     """Return the functions of a preset, or those of a YAML file of one's own."""
     if isinstance(name, str) and name in REWARD_PRESETS:

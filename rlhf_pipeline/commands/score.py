@@ -11,10 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_pipeline.commands.common import progress
+from rlhf_pipeline.config import reward_functions
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused
 from rlhf_pipeline.records import Progress, RewardInput, hashed, prompt_to_json
 from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
-from rlhf_pipeline.reward.named import named_reward
+from rlhf_pipeline.reward.functions import CheckedReward, as_reward
+from rlhf_pipeline.reward.named import composite_of, named_reward
+from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
 
 BLOCK = 64  # completions scored together, and lost at most when the process dies
 
@@ -26,23 +29,33 @@ def score(
             metavar="FILE", help="JSON lines of prompt (or messages), completion, references."
         ),
     ],
+    out: Annotated[Path, typer.Option(help="The file to write, or to go on with.")],
     reward: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="NAME[=WEIGHT]",
             help="distinct-1, distinct-2, length, repetition, rouge-l, bleu, empathy, "
             "recommendation, item-ratio, safety, a reward model's folder, https://… or "
             "module:function; several are summed by weight.",
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="The file to write, or to go on with.")],
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.yaml",
+            help="Instead: functions as a recipe names them, with options; a preset, or a file of "
+            "functions by name.",
+        ),
+    ] = None,
+    learned: Annotated[
+        Path | None, typer.Option(help="A reward model's folder: the preset's `learned`.")
+    ] = None,
 ) -> None:
     """Score a file of completions: a line out per line in, with what each reward gave it."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     items = read_items(file)
-    terms = weighted_terms(reward)
-    composite = CompositeReward(terms)
+    composite = composite_for(reward or [], preset, learned)
     columns = (TextColumn("scores"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress(*columns) as bar:
         task = bar.add_task("scores", total=len(items))
@@ -54,6 +67,29 @@ def score(
         )
     again = f", {before} of them were there before" if before else ""
     typer.echo(f"{len(items)} scores in {out}{again}")
+
+
+def composite_for(
+    names: Sequence[str], preset: str | None, learned: Path | None
+) -> CompositeReward:
+    """Return the composite of the named rewards, or of a preset; raises ConfigError for both."""
+    if bool(names) == (preset is not None):
+        raise ConfigError(
+            "needed --reward, once or more, or --preset, found "
+            f"{'both' if names else 'neither'}; give one of them"
+        )
+    if preset is None:
+        return CompositeReward(weighted_terms(names))
+    functions = dict(reward_functions(preset, Path.cwd()))
+    if (LEARNED in functions) != (learned is not None):
+        raise ConfigError(
+            f"{LEARNED} and --learned come together: the preset {preset} names "
+            f"{', '.join(functions)}, found --learned {learned}; give or leave out both"
+        )
+    by_votes = CheckedReward(lambda items: [], LEARNED) if learned is None else as_reward(learned)
+    composite = composite_of({LEARNED: FunctionSettings(weight=0), **functions}, by_votes)
+    assert isinstance(composite, CompositeReward)  # as it is wherever functions are named
+    return composite
 
 
 def weighted_terms(names: Sequence[str]) -> dict[str, Term]:
@@ -145,6 +181,7 @@ def _line(i: int, item: RewardInput, told: Breakdown, version: str) -> Mapping[s
         "score": told.score,
         "pieces": {
             name: {"score": piece.score, "added": piece.added}
+            | ({"skipped": True} if piece.skipped else {})
             for name, piece in told.pieces.items()
         },
         "reward_version": version,

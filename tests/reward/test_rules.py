@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.records import Message, RewardInput, user_prompt
+from rlhf_pipeline.records import Message, RewardInput, Role, user_prompt
 from rlhf_pipeline.reward.named import MADE, known_names, named_reward
 from rlhf_pipeline.reward.rules import RULES
 from rlhf_pipeline.serving.guardrails import output_block
 
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+DATA = Path(os.environ.get("RLHF_SHARED_DATA", SHARED))
 PROMPT = user_prompt("my parcel is late")
 FILMS = {"Alien (1979)": ["horror", "space"], "Airplane!": ["comedy"], "Up": ["comedy", "family"]}
 
@@ -128,3 +131,22 @@ def test_a_function_of_ones_own_may_take_options_and_is_known_by_them() -> None:
     assert scores(own, "abc", "x", word="b") == [1, 0]
     versions = {getattr(named_reward(own, {"word": word}), "version", None) for word in "ab"}
     assert len(versions) == 2
+
+
+@pytest.mark.data
+def test_recommending_turns_of_real_dialogues_are_told_from_others() -> None:
+    path = DATA / "redial_iard"
+    if not path.exists():
+        pytest.skip(f"needs real dialogues at {path}; set RLHF_SHARED_DATA")
+    found: dict[bool, list[float]] = {True: [], False: []}
+    text = (path / "formatted_IARD_annotated_partially.json").read_text(encoding="utf-8")
+    for dialogue in json.loads(text):
+        said: list[Message] = []
+        for turn in dialogue["conversation"]:
+            role: Role = "user" if turn["participant"] == "USER" else "assistant"
+            if role == "assistant" and said:
+                recommends = any(act["intent"].startswith("REC") for act in turn["dialogue_acts"])
+                found[recommends] += scores("recommendation", turn["utterance"], prompt=tuple(said))
+            said.append(Message(role, turn["utterance"]))
+    assert sum(found[True]) / len(found[True]) > 0.9  # 950 turns: 0.94
+    assert sum(found[False]) / len(found[False]) < 0.05  # 642 turns: 0.02

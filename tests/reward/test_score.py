@@ -88,3 +88,29 @@ def test_score_says_what_it_needs(
 def test_score_needs_a_file(tmp_path: Path) -> None:
     words = (tmp_path / "no.jsonl", "--reward", "length", "--out", tmp_path / "out.jsonl")
     assert "file of JSON lines is needed" in rlhf_score(*words, code=1)
+
+
+def test_a_preset_scores_as_a_recipe_would(completions: Path, tmp_path: Path) -> None:
+    out, preset = tmp_path / "scores.jsonl", tmp_path / "own.yaml"
+    preset.write_text("{length: {weight: 2, options: {shortest: 1}}, empathy: 1, learned: null}")
+    told = rlhf_score(completions, "--preset", preset, "--out", out)
+    assert told == f"{LINES} scores in {out}\n"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["score"] for line in lines[:3]] == [0, 2, 2]
+    assert list(lines[1]["pieces"]) == ["length", "empathy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "found neither"),
+        (["--reward", "length", "--preset", "balanced"], "found both"),
+        (["--preset", "balanced"], "learned and --learned come together"),
+        (["--preset", "nobodys"], "reward.preset knows empathy"),
+    ],
+)
+def test_score_needs_rewards_or_a_preset(
+    completions: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    told = rlhf_score(completions, *words, "--out", tmp_path / "out.jsonl", code=1)
+    assert message in " ".join(told.split())
