@@ -6,13 +6,13 @@ import dagster as dg
 
 from assets.common import Materialized, agents, table
 from resources.pipeline import Pipeline
+from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import write_json
 
-SNAPSHOT, VALIDATED, DRIFT = snapshot.FILE, "validated.parquet", "drift.json"
-SUPPORT = "support.json"
+SNAPSHOT, VALIDATED = snapshot.FILE, "validated.parquet"
 
 
 class SnapshotConfig(dg.Config):
@@ -146,7 +146,12 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
         )
         write_json(
             turn.data / DRIFT,
-            {"drifted": report.drifted, "compared_with": folder.name, "psi": report.psi},
+            {
+                "drifted": report.drifted,
+                "compared_with": folder.name,
+                "psi": report.psi,
+                "features": [name for name, f in report.features.items() if f.drifted],
+            },
         )
         with pipeline.tracked(turn) as run:
             run.log_file(turn.data / "drift.html", "drift")

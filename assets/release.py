@@ -5,9 +5,9 @@ from pathlib import Path
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots
-from assets.feedback import DRIFT, SUPPORT
 from resources.compute import Compute
 from resources.pipeline import Pipeline
+from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.files import read_json

@@ -214,6 +214,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             return f"version {version.version} passed; feedback has drifted, so a person decides"
         if doubts:
             return f"version {version.version} passed; {'; '.join(doubts)}: a person decides"
+        gate = version.gate or {}
+        if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
+            return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
         if not automatic:
             return (
                 f"version {version.version} passed and waits for a person: "
@@ -253,6 +256,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         folder = settings.agent_folder(claim.agent_id)
         ledger = self.ledger
         champion, baseline = ledger.champion(claim.agent_id), ledger.baseline(claim.agent_id)
+        before = self.claims.last_done(claim.agent_id)
+        if before is not None and before.fingerprint == claim.fingerprint:
+            before = None  # trained on again: its folder is this turn's
         return Turn(
             agent_id=claim.agent_id,
             fingerprint=claim.fingerprint,
@@ -263,6 +269,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             baseline=Path(baseline.path) if baseline else None,
             champion=Path(champion.path) if champion else None,
             settings=settings,
+            previous=folder / "turns" / before.fingerprint[:16] if before else None,
         )
 
 

@@ -38,6 +38,7 @@ def specification(turn: Turn) -> dict[str, Any]:
         "work": str(turn.work),
         "baseline": None if turn.baseline is None else str(turn.baseline),
         "champion": None if turn.champion is None else str(turn.champion),
+        "previous": None if turn.previous is None else str(turn.previous),
         "settings": turn.settings.model_dump(mode="json"),
     }
 
@@ -45,7 +46,8 @@ def specification(turn: Turn) -> dict[str, Any]:
 def turn_from(values: Mapping[str, Any]) -> Turn:
     """Return the turn that `specification` wrote."""
     paths = {
-        key: None if values[key] is None else Path(values[key]) for key in ("baseline", "champion")
+        key: None if values[key] is None else Path(values[key])
+        for key in ("baseline", "champion", "previous")
     }
     return Turn(
         agent_id=values["agent_id"],

@@ -59,6 +59,7 @@ class Turn:
     baseline: Path | None  # None before version 0 is trained
     champion: Path | None
     settings: Settings
+    previous: Path | None = None  # the work folder of the turn before; None for the first
 
 
 def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
@@ -307,6 +308,7 @@ def maximised(
 def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Compare the candidate with baseline and champion, judged by the gate model; then the gate."""
     from rlhf_pipeline.evaluation.compare import compare
+    from rlhf_pipeline.evaluation.facts import gate_facts
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.policy.adapters import bare_base
@@ -355,7 +357,15 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         dtype=settings.policy.frozen_dtype,
         report=report,
     )
-    decision = decide(comparison, settings.promotion.gate)
+    decision = decide(
+        comparison,
+        {
+            "prompt_drift": settings.drift.threshold_psi,
+            "top_raters": settings.validation.top_raters_share,
+            **settings.promotion.gate,
+        },
+        facts=gate_facts(turn.data, turn.work, turn.previous),
+    )
     return {
         "report": comparison.to_json(),
         "markdown": comparison.to_markdown(),

@@ -1,8 +1,9 @@
 """The gate: a table of rules with numbers. What is missing or not a number never passes.
 
 A candidate that is refused is a normal outcome: it is registered with the reasons and not promoted.
-The limits come from simulations and common practice, not from law; a recipe overrides them by name,
-and `.inf` (or null) switches a rule off, which the table then says.
+The rules stand in gate.yaml beside this file. Their limits come from simulations and common
+practice, not from law; a recipe overrides them by name, and `.inf` (or null) switches a rule off,
+which the table then says.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.report import EvaluationReport
 
 Comparison = Literal["above", "at_least", "at_most"]
-Verdict = Literal["pass", "warn", "fail", "off"]
+Breach = Literal["refuse", "pause", "warn"]
+Verdict = Literal["pass", "warn", "pause", "fail", "off"]
+
+SIGNS: dict[Comparison, str] = {"above": ">", "at_least": "≥", "at_most": "≤"}
+BREACHES: dict[Breach, Verdict] = {"refuse": "fail", "pause": "pause", "warn": "warn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +32,12 @@ class GateRule:
     """One number of the report and where it must lie."""
 
     name: str
-    metric: str  # a name of EvaluationReport.metrics()
+    metric: str  # a name of EvaluationReport.metrics() or of facts.py
     comparison: Comparison
     limit: float
-    blocking: bool  # False: a breach is a warning
+    breach: Breach  # what it means that the number lies elsewhere
     meaning: str
+    optional: bool = False  # True: without a number there is nothing to judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class RuleResult:
     comparison: Comparison
     limit: float | None  # None: switched off
     number: float | None  # None: not measured
-    blocking: bool
+    breach: Breach
     verdict: Verdict
     words: str
 
@@ -56,6 +65,11 @@ class GateDecision:
     def reasons(self) -> tuple[str, ...]:
         """Return why it was refused; empty where it passed."""
         return tuple(r.words for r in self.results if r.verdict == "fail")
+
+    @property
+    def pauses(self) -> tuple[str, ...]:
+        """Return why a person has to decide although it passed."""
+        return tuple(r.words for r in self.results if r.verdict == "pause")
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -79,113 +93,59 @@ class GateDecision:
             limit = "–" if r.limit is None else f"{SIGNS[r.comparison]} {r.limit:g}"
             rows.append(f"| {r.rule} | {number} | {limit} | {r.verdict} |")
         head = "**The gate lets it through.**" if self.passed else "**The gate refuses it.**"
-        return "\n\n".join([head, "\n".join(rows), *(f"- {w}" for w in self.reasons)]) + "\n"
+        said = [*self.reasons, *(f"{w}: a person decides" for w in self.pauses)]
+        return "\n\n".join([head, "\n".join(rows), *(f"- {w}" for w in said)]) + "\n"
 
 
-SIGNS: dict[Comparison, str] = {"above": ">", "at_least": "≥", "at_most": "≤"}
+def read_rules(path: Path) -> tuple[GateRule, ...]:
+    """Return the rules of a YAML file laid out as gate.yaml is.
 
-DEFAULT_RULES = (
-    GateRule(
-        "score_vs_baseline",
-        "vs_baseline/gate_score_low",
-        "above",
-        0.0,
-        True,
-        "held-out score minus the baseline's, paired by prompt, lower bound",
-    ),
-    GateRule(
-        "score_vs_champion",
-        "vs_champion/gate_score_low",
-        "above",
-        0.0,
-        True,
-        "held-out score minus the champion's, paired by prompt, lower bound",
-    ),
-    GateRule(
-        "win_rate_vs_champion",
-        "vs_champion/length_controlled_win_rate_low",
-        "above",
-        0.5,
-        True,
-        "length-controlled win rate against the champion, lower bound",
-    ),
-    GateRule(
-        "kl_warning",
-        "candidate/kl_to_baseline",
-        "at_most",
-        10.0,
-        False,
-        "KL to the baseline, nats per completion",
-    ),
-    GateRule(
-        "kl_stop",
-        "candidate/kl_to_baseline",
-        "at_most",
-        20.0,
-        True,
-        "KL to the baseline, nats per completion",
-    ),
-    GateRule(
-        "length_at_least",
-        "vs_champion/length_ratio",
-        "at_least",
-        0.8,
-        True,
-        "mean completion length over the champion's",
-    ),
-    GateRule(
-        "length_at_most",
-        "vs_champion/length_ratio",
-        "at_most",
-        1.25,
-        True,
-        "mean completion length over the champion's",
-    ),
-    GateRule(
-        "diversity",
-        "vs_champion/distinct_2_change",
-        "at_least",
-        -0.10,
-        True,
-        "distinct word pairs, relative to the champion",
-    ),
-    GateRule(
-        "repetition",
-        "vs_champion/repetition_change",
-        "at_most",
-        0.25,
-        True,
-        "repeated 4-grams, relative to the champion",
-    ),
-    GateRule(
-        "truncation",
-        "vs_champion/truncation_beyond",
-        "at_most",
-        0.01,
-        True,
-        "share cut off at the token limit, counted where it exceeds the champion's",
-    ),
-    GateRule(
-        "perplexity",
-        "vs_baseline/perplexity_change",
-        "at_most",
-        1.0,
-        False,
-        "perplexity of reference completions, relative to the baseline",
-    ),
-)
+    Raises EvaluationError for a file that cannot be read, or a rule that lacks a part, has one
+    nobody knows, or has not exactly one limit.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise EvaluationError(f"needed the gate's rules in {path}, found {error}") from error
+    if not isinstance(tree, dict) or not tree:
+        raise EvaluationError(f"{path} must hold rules by name, found {type(tree).__name__}")
+    return tuple(_rule(str(name), parts, path) for name, parts in tree.items())
+
+
+def _rule(name: str, parts: Any, path: Path) -> GateRule:
+    parts = dict(parts) if isinstance(parts, Mapping) else {}
+    limits = {sign: parts.pop(sign) for sign in SIGNS if sign in parts}
+    breach, optional = parts.pop("breach", None), parts.pop("optional", False)
+    texts = {key: parts.pop(key, None) for key in ("metric", "meaning")}
+    is_whole = all(isinstance(text, str) for text in texts.values()) and not parts
+    if len(limits) != 1 or breach not in BREACHES or not is_whole or not isinstance(optional, bool):
+        raise EvaluationError(
+            f"{path}: the rule {name} needs metric, meaning, one of {', '.join(SIGNS)}, and breach "
+            f"({', '.join(BREACHES)}), and may have optional; found {limits}, {texts}, "
+            f"breach {breach!r} and {sorted(parts) or 'nothing'} beside them"
+        )
+    [(comparison, limit)] = limits.items()
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise EvaluationError(f"{path}: the limit of {name} must be a number, found {limit!r}")
+    metric, meaning = texts["metric"], texts["meaning"]
+    return GateRule(name, metric, comparison, float(limit), breach, meaning, optional)
+
+
+DEFAULT_RULES = read_rules(Path(__file__).with_name("gate.yaml"))
 
 
 def decide(
     report: EvaluationReport,
     limits: Mapping[str, float | None] | None = None,
     *,
+    facts: Mapping[str, float] | None = None,
     rules: Sequence[GateRule] = DEFAULT_RULES,
 ) -> GateDecision:
-    """Return the gate's decision: passed if no blocking rule fails.
+    """Return the gate's decision: passed if no rule refuses.
 
-    `limits` replaces the limits of the rules it names; None or an infinite one switches the rule
-    off. Raises EvaluationError on a name that no rule has: a misspelt limit would guard nothing.
+    `facts` are numbers beside the report's, such as facts.py finds. `limits` replaces the limits
+    of the rules it names; None or an infinite one switches the rule off. Raises EvaluationError on
+    a name that no rule has: a misspelt limit would guard nothing.
     """
     limits = limits or {}
     unknown = sorted(set(limits) - {rule.name for rule in rules})
@@ -194,7 +154,7 @@ def decide(
             f"limits need the names of rules, found {', '.join(unknown)}; the rules are "
             f"{', '.join(rule.name for rule in rules)}"
         )
-    numbers = report.metrics()
+    numbers = {**report.metrics(), **(facts or {})}
     results = tuple(
         _judge(rule, numbers.get(rule.metric), limits.get(rule.name, rule.limit)) for rule in rules
     )
@@ -206,15 +166,18 @@ def _judge(rule: GateRule, number: float | None, limit: float | None) -> RuleRes
         raise EvaluationError(
             f"the limit of {rule.name} must be a number, found nan; correct it or set .inf for off"
         )
+    missing = number is None
     if number is not None and not math.isfinite(number):
         number = None
     if limit is None or math.isinf(limit):
         return _result(rule, number, None, "off", f"{rule.meaning}: switched off")
+    if number is None and missing and rule.optional:
+        return _result(rule, None, limit, "off", f"{rule.meaning}: nothing to judge")
     found = "no number" if number is None else f"{number:.4g}"
     words = f"{rule.meaning}: needed {SIGNS[rule.comparison]} {limit:g}, found {found}"
     if number is not None and _holds(number, rule.comparison, limit):
         return _result(rule, number, limit, "pass", words)
-    return _result(rule, number, limit, "fail" if rule.blocking else "warn", words)
+    return _result(rule, number, limit, BREACHES[rule.breach], words)
 
 
 def _holds(number: float, comparison: Comparison, limit: float) -> bool:
@@ -227,5 +190,5 @@ def _result(
     rule: GateRule, number: float | None, limit: float | None, verdict: Verdict, words: str
 ) -> RuleResult:
     return RuleResult(
-        rule.name, rule.metric, rule.comparison, limit, number, rule.blocking, verdict, words
+        rule.name, rule.metric, rule.comparison, limit, number, rule.breach, verdict, words
     )

@@ -57,9 +57,7 @@ def to_text(explanation: dict[str, Any]) -> str:
         lines.append("  not judged")
     else:
         lines.append(f"  {'passed' if e['gate']['passed'] else 'refused'}")
-        lines += [
-            f"  {r['verdict']:<4}  {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]
-        ]
+        lines += [f"  {r['verdict']:<5} {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]]
     lines += ["", "Lineage", *_tree(e["lineage"])]
     lines += ["", "Data", *_tree(e["data"])]
     lines += ["", "Files", *(f"  {digest}  {name}" for name, digest in e["files"].items())]

@@ -3,12 +3,19 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_pipeline.errors import EvaluationError
-from rlhf_pipeline.evaluation.gate import DEFAULT_RULES, GateDecision, GateRule, decide
+from rlhf_pipeline.evaluation.gate import (
+    DEFAULT_RULES,
+    GateDecision,
+    GateRule,
+    decide,
+    read_rules,
+)
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.report import EvaluationReport
 
@@ -51,12 +58,22 @@ def report(**changes: float) -> EvaluationReport:
     )
 
 
+FACTS = {
+    "reward/accuracy_over_floor": 0.2,
+    "reward/accuracy_change_high": 0.03,
+    "reward/ece_beyond_chance": 0.01,
+    "reward/held_out_pairs": 400.0,
+    "votes/top_share": 0.04,
+    "drift/psi": 0.1,
+}
+
+
 def verdicts(decision: GateDecision) -> dict[str, str]:
     return {r.rule: r.verdict for r in decision.results}
 
 
 def test_a_better_candidate_passes_every_rule() -> None:
-    decision = decide(report())
+    decision = decide(report(), facts=FACTS)
     assert decision.passed
     assert set(verdicts(decision).values()) == {"pass"}
     assert decision.reasons == ()
@@ -156,6 +173,54 @@ def test_limits_are_overridden_by_name_and_switched_off_in_sight() -> None:
         json.dumps(decision.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("fact", "number", "verdict"),
+    [
+        ("reward/accuracy_over_floor", -0.001, "fail"),
+        ("reward/accuracy_change_high", -0.011, "fail"),
+        ("reward/ece_beyond_chance", 0.051, "fail"),
+        ("reward/ece_beyond_chance", math.nan, "fail"),
+        ("reward/held_out_pairs", 99.0, "warn"),
+        ("votes/top_share", 0.11, "pause"),
+        ("drift/psi", 0.21, "pause"),
+    ],
+)
+def test_what_the_gate_knows_beside_the_report_is_judged_too(
+    fact: str, number: float, verdict: str
+) -> None:
+    decision = decide(report(), facts=FACTS | {fact: number})
+    assert [r.verdict for r in decision.results if r.verdict != "pass"] == [verdict]
+    assert decision.passed == (verdict != "fail")
+    assert len(decision.pauses) == (verdict == "pause")
+    if decision.pauses:
+        assert f"- {decision.pauses[0]}: a person decides" in decision.to_markdown()
+
+
+def test_what_cannot_be_told_is_said_and_not_judged() -> None:
+    results = {r.rule: r for r in decide(report()).results}
+    assert results["top_raters"].verdict == "off"
+    assert results["top_raters"].words.endswith("nothing to judge")
+    assert "not measured | ≤ 0.1 | off" in decide(report()).to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[1, 2]", "must hold rules by name"),
+        ("a: {metric: m, meaning: x, breach: refuse}", "the rule a needs"),
+        ("a: {metric: m, meaning: x, breach: refuse, above: 1, at_most: 2}", "the rule a needs"),
+        ("a: {metric: m, meaning: x, breach: shout, above: 1}", "breach 'shout'"),
+        ("a: {metric: m, meaning: x, breach: warn, above: 1, colour: 2}", "colour"),
+        ("a: {metric: m, meaning: x, breach: warn, above: low}", "must be a number, found 'low'"),
+        ("a: [", "needed the gate's rules"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "gate.yaml").write_text(text)
+    with pytest.raises(EvaluationError, match=found):
+        read_rules(tmp_path / "gate.yaml")
+
+
 def test_a_misspelt_limit_is_refused() -> None:
     with pytest.raises(EvaluationError, match="found kl_stopp"):
         decide(report(), {"kl_stopp": 50.0})
@@ -179,12 +244,12 @@ def test_the_markdown_says_verdict_numbers_and_reasons() -> None:
 
 
 def test_every_default_rule_reads_a_number_that_a_report_has() -> None:
-    numbers = report().metrics()
+    numbers = report().metrics() | FACTS
     assert all(rule.metric in numbers for rule in DEFAULT_RULES)
     assert len({rule.name for rule in DEFAULT_RULES}) == len(DEFAULT_RULES)
 
 
 def test_rules_of_ones_own_are_judged_alike() -> None:
-    rule = GateRule("short", "candidate/length_tokens", "at_most", 5.0, True, "length")
+    rule = GateRule("short", "candidate/length_tokens", "at_most", 5.0, "refuse", "length")
     assert not decide(report(), rules=[rule]).passed
     assert decide(report(), rules=[replace(rule, limit=50.0)]).passed

@@ -1,0 +1,76 @@
+"""What the gate knows beside the comparison: the judge's own accuracy, the voters, the drift.
+
+A number that cannot be told honestly is left out: the rule that reads it then says so. Numbers of
+few pairs come with what chance may give, so that a small data set is neither excused nor blamed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.feedback.support import JUDGED_RATERS
+from rlhf_pipeline.files import read_json
+
+FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
+DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
+REWARD_REPORT = Path("reward") / "gate" / "report.json"  # in a turn's work folder
+
+
+def gate_facts(data: Path, work: Path, previous: Path | None) -> dict[str, float]:
+    """Return the numbers of evaluation/gate.yaml that are not the comparison's, by name.
+
+    `data` and `work` are the turn's folders, `previous` the work folder of the turn before.
+    """
+    facts: dict[str, float] = {}
+    if (work / REWARD_REPORT).exists():
+        earlier = previous / REWARD_REPORT if previous else None
+        before = read_json(earlier) if earlier and earlier.exists() else None
+        facts |= reward_facts(read_json(work / REWARD_REPORT), before)
+    if (data / SUPPORT).exists():
+        facts |= support_facts(read_json(data / SUPPORT))
+    if (data / DRIFT).exists():
+        facts |= drift_facts(read_json(data / DRIFT))
+    return facts
+
+
+def reward_facts(
+    report: Mapping[str, Any], before: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Return what the judge is worth, from its report.json and that of the judge before.
+
+    The change's upper bound is Newcombe's for two proportions of different pairs (1998,
+    doi:10.1002/(SICI)1097-0258(19980430)17:8<873::AID-SIM779>3.0.CO;2-I, method 10): the judge is
+    refused for being worse only where chance does not explain it.
+    """
+    facts = {"reward/held_out_pairs": float(report["n"])}
+    if report["n"] < FEWEST_PAIRS:
+        return facts
+    facts["reward/accuracy_over_floor"] = report["accuracy"] - max(report["floors"].values())
+    facts["reward/ece_beyond_chance"] = max(0.0, report["ece"] - report["ece_noise"])
+    if before is not None and before["n"] >= FEWEST_PAIRS:
+        up = report["interval"][1] - report["accuracy"]
+        down = before["accuracy"] - before["interval"][0]
+        change = report["accuracy"] - before["accuracy"]
+        facts["reward/accuracy_change_high"] = change + math.hypot(up, down)
+    return facts
+
+
+def support_facts(support: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of all votes by the hundredth of the raters who gave most, in (0, 1].
+
+    Nothing below JUDGED_RATERS: a hundredth of them is nobody.
+    """
+    return {"votes/top_share": support["top_share"]} if support["raters"] >= JUDGED_RATERS else {}
+
+
+def drift_facts(drift: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest PSI among the features that drifted, 0 where none did.
+
+    Nothing where there was no turn before to compare with.
+    """
+    if drift.get("compared_with") is None:
+        return {}
+    return {"drift/psi": max((drift["psi"][f] for f in drift["features"]), default=0.0)}
