@@ -90,7 +90,7 @@ def erase(
     With `unsigned` also the interactions nobody signed that they said something about. Asked again
     it takes out what has come in since, and returns every erasure of theirs. Raises UnknownRater
     where there never was anything, ClaimRefused while one of their agents is being trained,
-    RegistryError while MLflow is away; after any of these, ask again.
+    RegistryError or OrchestratorAway while MLflow or Dagster's database is; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)

@@ -14,6 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.errors import OrchestratorAway
+
 ERASED = "[erased]"
 SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
 PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column with the JSON
@@ -26,9 +28,19 @@ EXAMPLE = ("prompt", "baseline", "completion")
 def forget_examples(folder: Path, questions: Collection[str]) -> int:
     """Blank the examples that answer these questions; return how many rows were changed.
 
-    `folder` is Dagster's, `<state>/dagster`; runs may be under way.
+    `folder` is Dagster's, `<state>/dagster`; runs may be under way. Raises OrchestratorAway where
+    one of its databases cannot be read or written.
     """
-    return sum(_clean(path, questions) for path in sorted(folder.rglob("*.db")))
+    changed = 0
+    for path in sorted(folder.rglob("*.db")):
+        try:
+            changed += _clean(path, questions)
+        except sqlite3.Error as error:
+            raise OrchestratorAway(
+                f"needed Dagster's database {path} to take examples out of, found: {error}; mend "
+                "it or move it away, and ask again"
+            ) from error
+    return changed
 
 
 def _clean(path: Path, questions: Collection[str]) -> int:

@@ -455,6 +455,8 @@ def test_what_came_in_while_it_worked_goes_too(
     assert done["counts"]["interactions"] == 4
     assert not late
     assert SECRET not in "".join(copied.everything().values())
+    for path in copied.settings.state_dir.glob("feedback.db*"):
+        assert SECRET.encode() not in path.read_bytes()  # nor in pages that are free, or the log
 
 
 def test_an_unknown_person_is_refused_and_nothing_changes(copied: World) -> None:

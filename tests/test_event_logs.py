@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import pytest
 
 from assets.common import table
+from rlhf_pipeline.errors import OrchestratorAway
 from rlhf_pipeline.event_logs import ERASED, SIDE_BY_SIDE, forget_examples, without_quotes
 
 HERS = "is *nougat* “good”?"
@@ -54,3 +56,9 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
 
 def test_a_comparison_that_quotes_others_stays_whole() -> None:
     assert without_quotes(QUOTED, {"nougat"}) == QUOTED
+
+
+def test_a_database_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "index.db").write_bytes(b"no database at all" * 100)
+    with pytest.raises(OrchestratorAway, match=r"index\.db to take examples out of, found"):
+        forget_examples(tmp_path, {HERS})

@@ -1,8 +1,9 @@
 """`/v1/raters/{id}`: what is held about one person, shown (GET) or taken out (DELETE).
 
 For admins: access.py names no client who may. The id is as the sender wrote it, or the stored hash;
-`?agent=` means one agent alone. Unknown is 404, an agent that is being trained 409, MLflow or the
-store away 503; after 409 and 503 the same request may be sent again. Nothing here logs an id.
+`?agent=` means one agent alone. Unknown is 404, an agent that is being trained 409; the store,
+MLflow or Dagster's database away is 503. After 409 and 503 the same request may be sent again.
+Nothing here logs an id.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from rlhf_pipeline.erasure import erase, held_about
-from rlhf_pipeline.errors import ClaimError, RegistryError, UnknownRater
+from rlhf_pipeline.errors import ClaimError, OrchestratorAway, RegistryError, UnknownRater
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -53,6 +54,6 @@ def _told(work: Callable[[], dict[str, Any]]) -> JSONResponse:
         return JSONResponse({"error": str(error)}, UNKNOWN)
     except ClaimError as error:
         return JSONResponse({"error": str(error)}, TRAINING, headers={"retry-after": "60"})
-    except (RegistryError, sa.exc.OperationalError):
-        told = {"error": "the store or MLflow is away; ask again, what is done stays done"}
+    except (RegistryError, OrchestratorAway, sa.exc.OperationalError):
+        told = {"error": "a database is away; ask again, what is done stays done"}
         return JSONResponse(told, AWAY, headers={"retry-after": "5"})
