@@ -80,10 +80,16 @@ def create_app(
     add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)
     if pages:
+        from rlhf_pipeline.serving.pages.dashboard import add_dashboard
         from rlhf_pipeline.serving.pages.desk import Desk
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
         mount_pages(app, Desk(settings, store, registry, gateway))
+        links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
+        tracked = settings.mlflow_uri or ""
+        if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
+            links["MLflow"] = tracked
+        add_dashboard(app, gateway, store.agents, links)
     add_access(app, store, Keys(settings.state_dir), open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)

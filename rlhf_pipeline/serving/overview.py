@@ -1,0 +1,228 @@
+"""Where an agent stands, in numbers: what the dashboard shows.
+
+The cost does not grow with the table: votes and troubles are counted among the newest ones, along
+an index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.store import ON_A_SCALE
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import FeedbackKind, now
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+
+DAYS = 30
+NEWEST_VOTES = 50_000  # among which votes are counted
+NEWEST_ANSWERS = 1_000  # among which seconds to an answer are looked at
+NEWEST_TROUBLES = 1_000
+NEWEST_ATTEMPTS = 8
+FEWEST = 20  # votes before an average is worth a look
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The newest votes: how many of each kind came on each day, and from whom."""
+
+    counted: int
+    days: Sequence[date]
+    by_kind: Mapping[str, Sequence[int]]  # one number a day
+    voters: int  # people who signed
+    top_share: float | None  # of the signed votes, by the busiest hundredth of them
+    newest_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One version: what people and the gate say of it."""
+
+    version: int
+    label: str
+    created_at: datetime
+    roles: tuple[str, ...]  # champion, baseline, challenger
+    passed: bool | None  # None: not judged
+    votes: int
+    satisfaction: float | None  # mean of thumbs, ratings and scores, 0 to 1; None with few
+    margin: float | None  # half the width of its 95 % interval, people taken as independent
+    gain: float | None  # held-out score over the baseline's, lower bound
+    kl: float | None  # nats a completion, to the baseline
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Where an agent stands."""
+
+    agent_id: str
+    paused: str | None
+    votes: Votes
+    standings: Sequence[Standing]  # newest first
+    attempts: Sequence[Claim]  # at training, newest first
+    experiment: Experiment | None  # the one that runs, or the last one
+    looks: Sequence[Look]
+    troubles: Mapping[str, int]  # rule -> how often, most first
+    seconds: tuple[float, float] | None  # to an answer: median and 95th percentile
+    drift: Mapping[str, Any] | None  # as the newest snapshot's drift.json says
+
+
+def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Overview:
+    """Return where the agent stands now."""
+    database, row = store.database, store.agent(agent_id)
+    book = ExperimentBook(database)
+    experiment = next(iter(book.history(agent_id)), None)
+    return Overview(
+        agent_id=agent_id,
+        paused=row.paused_reason if row else None,
+        votes=_votes(database, agent_id),
+        standings=_standings(database, ledger, agent_id),
+        attempts=ClaimBook(database).history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
+        experiment=experiment,
+        looks=book.looks(experiment.experiment_id) if experiment else (),
+        troubles=_troubles(database, agent_id),
+        seconds=_seconds(database, agent_id),
+        drift=_drift(database, agent_id),
+    )
+
+
+def _newest_votes(agent_id: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    f = db.feedback.c
+    return (
+        sa.select(*columns).where(f.agent_id == agent_id).order_by(f.seq.desc()).limit(NEWEST_VOTES)
+    )
+
+
+def _votes(database: db.Database, agent_id: str) -> Votes:
+    f = db.feedback.c
+    today = now().date()
+    days = [today - timedelta(days=n) for n in reversed(range(DAYS))]
+    place = {day: n for n, day in enumerate(days)}
+    by_kind: dict[str, list[int]] = defaultdict(lambda: [0] * DAYS)
+    people: Counter[str] = Counter()
+    counted, newest = 0, None
+    with database.read() as connection:
+        for kind, received, rater in connection.execute(
+            _newest_votes(agent_id, f.kind, f.received_at, f.rater_id)
+        ):
+            counted, newest = counted + 1, newest or received
+            if (n := place.get(received.date())) is not None:
+                by_kind[kind][n] += 1
+            if rater is not None:
+                people[rater] += 1
+    busiest = [n for _, n in people.most_common(max(1, len(people) // 100))]
+    share = sum(busiest) / people.total() if people else None
+    return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest)
+
+
+def _standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> Sequence[Standing]:
+    opinions = _opinions(database, agent_id)
+    roles: dict[int, list[str]] = defaultdict(list)
+    for role, found in (
+        ("champion", ledger.champion(agent_id)),
+        ("baseline", ledger.baseline(agent_id)),
+        ("challenger", ledger.challenger(agent_id)),
+    ):
+        if found is not None:
+            roles[found.version].append(role)
+    return [
+        _standing(version, tuple(roles[version.version]), opinions.get(version.version, []))
+        for version in reversed(ledger.versions(agent_id))
+    ]
+
+
+def _standing(version: ModelVersion, roles: tuple[str, ...], said: Sequence[float]) -> Standing:
+    judged = {} if version.gate is None else {r["rule"]: r for r in version.gate["results"]}
+    enough = len(said) >= FEWEST
+    mean = fmean(said) if enough else None
+    margin = None
+    if mean is not None:
+        variance = sum((one - mean) ** 2 for one in said) / (len(said) - 1)
+        margin = 1.96 * math.sqrt(variance / len(said))
+    return Standing(
+        version=version.version,
+        label=version.label,
+        created_at=version.created_at,
+        roles=roles,
+        passed=None if version.gate is None else version.passed_gate,
+        votes=len(said),
+        satisfaction=mean,
+        margin=margin,
+        gain=judged.get("score_vs_baseline", {}).get("number"),
+        kl=judged.get("kl_stop", {}).get("number"),
+    )
+
+
+def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:
+    """Return, by version, how good its answers were found: one number, 0 to 1, for each person.
+
+    A person's votes are averaged, so that one who votes a hundred times counts once.
+    """
+    f, i = db.feedback.c, db.interactions.c
+    newest = _newest_votes(agent_id, f.interaction_id, f.voter, f.kind, f.number).subquery()
+    on_scale = sa.case(
+        (newest.c.kind == FeedbackKind.rating, (newest.c.number - 1) / 4), else_=newest.c.number
+    )
+    query = (
+        sa.select(i.model_version, sa.func.avg(on_scale))
+        .join(newest, newest.c.interaction_id == i.interaction_id)
+        .where(newest.c.kind.in_(ON_A_SCALE), newest.c.number.is_not(None))
+        .group_by(i.model_version, newest.c.voter)
+    )
+    found: dict[int, list[float]] = defaultdict(list)
+    with database.read() as connection:
+        for version, mean in connection.execute(query):
+            found[version].append(float(mean))
+    return found
+
+
+def _troubles(database: db.Database, agent_id: str) -> dict[str, int]:
+    e = db.chat_events.c
+    query = (
+        sa.select(e.rule)
+        .where(e.agent_id == agent_id)
+        .order_by(e.seq.desc())
+        .limit(NEWEST_TROUBLES)
+    )
+    with database.read() as connection:
+        return dict(Counter(connection.execute(query).scalars()).most_common())
+
+
+def _seconds(database: db.Database, agent_id: str) -> tuple[float, float] | None:
+    i = db.interactions.c
+    query = (
+        sa.select(i.latency_seconds)
+        .where(i.agent_id == agent_id)
+        .order_by(i.created_at.desc())
+        .limit(NEWEST_ANSWERS)
+    )
+    with database.read() as connection:
+        took = sorted(t for t in connection.execute(query).scalars() if t is not None)
+    if not took:
+        return None
+    return took[len(took) // 2], took[min(len(took) - 1, int(0.95 * len(took)))]
+
+
+def _drift(database: db.Database, agent_id: str) -> Mapping[str, Any] | None:
+    s = db.snapshots.c
+    query = sa.select(s.path).where(s.agent_id == agent_id).order_by(s.created_at.desc()).limit(1)
+    with database.read() as connection:
+        path = connection.execute(query).scalar()
+    report = Path(path).parent / "drift.json" if path else None
+    if report is None or not report.exists():
+        return None
+    found: Mapping[str, Any] = read_json(report)
+    return found

@@ -1,0 +1,312 @@
+"""`/dashboard`: where every agent stands, on one page for people who run the service.
+
+Made by the server, without a script: numbers, tables and pictures (PNG, inside the page), so its
+content security policy lets nothing else in. It shows no words that anybody wrote.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from rlhf_pipeline.records import now
+from rlhf_pipeline.serving.overview import DAYS, NEWEST_ANSWERS, Overview, Standing, overview
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from matplotlib.figure import Figure
+
+    from rlhf_pipeline.serving.gateway import Gateway
+
+PATH = "/dashboard"
+FRESH_SECONDS = 20.0  # a page asked for again within them is the same one
+AGAIN_SECONDS = 60  # after which a browser asks again
+BUSY_PEOPLE = 0.10  # of the signed votes, from the busiest hundredth: more is worth a look
+COLOURS = ("#1b7837", "#2166ac", "#b2182b", "#762a83", "#b35806", "#666666", "#35978f")
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
+       color: #1c1c1c; background: #fff }
+nav a { margin-right: 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem;
+       border-bottom: 1px solid #ddd; vertical-align: top } .n { text-align: right }
+img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; gap: 1rem }
+.facts div { border: 1px solid #ddd; border-radius: .4rem; padding: .5rem .9rem }
+.facts b { display: block; font-size: 1.25rem } .bad { color: #b2182b } .good { color: #1b7837 }
+.scroll { overflow-x: auto }
+"""
+
+
+def add_dashboard(
+    app: FastAPI, gateway: Gateway, agents: Callable[[], Sequence[str]], links: Mapping[str, str]
+) -> None:
+    """Add the page. `agents` names everybody known, `links` other pages by their name."""
+    kept: dict[str, tuple[float, Overview]] = {}
+
+    def looked(agent_id: str) -> Overview:
+        before = kept.get(agent_id)
+        if before is not None and time.monotonic() - before[0] < FRESH_SECONDS:
+            return before[1]
+        ledger = gateway.champions.registry.ledger
+        found = overview(gateway.store, ledger, agent_id)
+        kept[agent_id] = (time.monotonic(), found)
+        return found
+
+    def made(agent_id: str) -> Response:
+        known = agents()
+        if agent_id not in known:
+            return HTMLResponse("<!doctype html><p>No such agent.", 404)
+        nonce = secrets.token_urlsafe(16)
+        page = render(looked(agent_id), known, links, waiting=gateway.waiting, nonce=nonce)
+        policy = (
+            f"default-src 'none'; img-src data:; style-src 'nonce-{nonce}'; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'"
+        )
+        safe = {"content-security-policy": policy, "cache-control": "no-store"}
+        return HTMLResponse(page, headers=safe)
+
+    async def first() -> Response:
+        """Lead to the first agent's page."""
+        known = await run_in_threadpool(agents)
+        if not known:
+            return HTMLResponse("<!doctype html><p>No agent yet: nobody has sent feedback.")
+        return RedirectResponse(f"{PATH}/{quote(known[0])}")
+
+    async def one(agent_id: str) -> Response:
+        """Show where an agent stands."""
+        return await run_in_threadpool(made, agent_id)
+
+    app.add_api_route(PATH, first, include_in_schema=False)
+    app.add_api_route(PATH + "/{agent_id}", one, include_in_schema=False)
+
+
+def render(
+    o: Overview, agents: Sequence[str], links: Mapping[str, str], *, waiting: int, nonce: str
+) -> str:
+    """Return the whole page as HTML."""
+    tabs = " ".join(
+        f'<a href="{PATH}/{quote(a)}">{_b(_e(a)) if a == o.agent_id else _e(a)}</a>' for a in agents
+    )
+    others = " ".join(f'<a href="{_e(url)}">{_e(name)}</a>' for name, url in links.items())
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(o.agent_id)}'
+        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
+        f'<style nonce="{nonce}">{STYLE}</style></head><body><nav>{tabs} {others}</nav>',
+        f"<h1>{_e(o.agent_id)}</h1><p>{_summary(o)}</p>",
+        _facts(o, waiting),
+        f"<h2>Feedback, last {DAYS} days</h2>",
+        _picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
+        "<h2>Versions</h2>",
+        _picture(satisfaction_figure(o.standings), "how good people find each version")
+        if any(s.satisfaction is not None for s in o.standings)
+        else "",
+        _versions(o.standings),
+        "<h2>Experiment</h2>",
+        _experiment(o),
+        "<h2>Training</h2>",
+        _table(
+            ("asked", "attempt", "state", "asked by", "why it ended"),
+            [
+                (_when(a.created_at), a.attempt, a.state, a.asked_by, a.reason or "")
+                for a in o.attempts
+            ],
+        ),
+        "<h2>Drift of the newest snapshot</h2>",
+        _drift(o.drift),
+        "<h2>Blocked and failed answers</h2>",
+        _table(("rule", "times"), list(o.troubles.items())),
+        f"<p>Made {_when(now())} UTC</p></body></html>",
+    ]
+    return "".join(parts)
+
+
+def votes_figure(o: Overview) -> Figure:
+    """Return the votes of each day, stacked by kind."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    below = [0] * len(o.votes.days)
+    for (kind, counts), colour in zip(o.votes.by_kind.items(), COLOURS, strict=False):
+        axes.bar(date2num(o.votes.days), counts, bottom=below, label=kind, color=colour)
+        below = [a + b for a, b in zip(below, counts, strict=True)]
+    places = AutoDateLocator()
+    axes.xaxis.set_major_locator(places)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(places))
+    axes.set(ylabel="votes")
+    axes.legend(fontsize="small", ncols=4, loc="upper left")
+    axes.set_ylim(0, max(1, *below) * 1.35)
+    return figure
+
+
+def satisfaction_figure(standings: Sequence[Standing]) -> Figure:
+    """Return how good people find each version, with 95 % intervals, oldest first."""
+    from matplotlib.figure import Figure
+
+    seen = [s for s in reversed(standings) if s.satisfaction is not None]
+    figure = Figure(figsize=(9, 2.4), layout="constrained")
+    axes = figure.add_subplot()
+    means = [s.satisfaction or 0.0 for s in seen]
+    axes.errorbar(range(len(seen)), means, yerr=[s.margin or 0.0 for s in seen], fmt="o", capsize=4)
+    axes.set_xticks(range(len(seen)), [str(s.version) for s in seen])
+    axes.set(xlabel="version", ylabel="satisfaction", ylim=(0, 1), xlim=(-0.5, len(seen) - 0.5))
+    axes.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def experiment_figure(o: Overview) -> Figure:
+    """Return the primary metric's confidence sequence over the looks, and the ramp below it."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+    from matplotlib.figure import Figure
+
+    from rlhf_pipeline.experiment.decision import PRIMARY
+
+    looks = [look for look in o.looks if look.verdict["differences"].get(PRIMARY.name)]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    moments = [look.looked_at for look in looks]
+    found = [look.verdict["differences"][PRIMARY.name] for look in looks]
+    # A bound not yet known is the widest there is: shares differ by at most one.
+    low = [-1.0 if d["low"] is None else d["low"] for d in found]
+    high = [1.0 if d["high"] is None else d["high"] for d in found]
+    above.fill_between(moments, low, high, alpha=0.25, step="post")
+    above.step(moments, [d["value"] for d in found], where="post")
+    above.axhline(0, color="#666666", linewidth=1)
+    above.set(ylabel=f"{PRIMARY.name},\nchallenger − champion", ylim=(-1, 1))
+    below.step(moments, [100 * look.share for look in looks], where="post")
+    below.set(ylabel="ramp, %", ylim=(0, 55))
+    places = AutoDateLocator()
+    below.xaxis.set_major_locator(places)
+    below.xaxis.set_major_formatter(ConciseDateFormatter(places))
+    return figure
+
+
+def _summary(o: Overview) -> str:
+    champion = next((s for s in o.standings if "champion" in s.roles), None)
+    if champion is None:
+        told = "No champion yet: the first turn trains version 0."
+    else:
+        told = f"Version {champion.version} answers, registered {_when(champion.created_at)} UTC."
+    if o.paused is not None:
+        told += f' <b class="bad">Paused: {_e(o.paused)}</b>'
+    return told
+
+
+def _facts(o: Overview, waiting: int) -> str:
+    votes = o.votes
+    facts = [
+        (f"{votes.counted:,}", "newest votes counted"),
+        (_when(votes.newest_at) if votes.newest_at else "–", "last vote, UTC"),
+        (f"{votes.voters:,}", "people among them"),
+        (str(waiting), "requests waiting, here"),
+        (_memory(), "peak memory, here"),
+    ]
+    if votes.top_share is not None:
+        bad = votes.top_share > BUSY_PEOPLE and votes.voters >= 100
+        told = f"{votes.top_share:.0%}"
+        facts.append((f'<span class="bad">{told}</span>' if bad else told, "by the busiest 1 %"))
+    if o.seconds is not None:
+        told = f"{o.seconds[0]:.2f} / {o.seconds[1]:.2f} s"
+        facts.append((told, f"an answer, median / p95 of {NEWEST_ANSWERS:,}"))
+    cards = "".join(f"<div>{_b(number)}{_e(what)}</div>" for number, what in facts)
+    return f'<div class="facts">{cards}</div>'
+
+
+def _versions(standings: Sequence[Standing]) -> str:
+    verdicts = {True: '<span class="good">passed</span>', False: "refused", None: "not judged"}
+    rows = [
+        (
+            s.version,
+            s.label,
+            ", ".join(s.roles),
+            _when(s.created_at),
+            _Html(verdicts[s.passed]),
+            "–" if s.gain is None else f"{s.gain:+.2f}",
+            "–" if s.kl is None else f"{s.kl:.1f}",
+            f"{s.satisfaction:.3f} ± {s.margin:.3f}" if s.satisfaction is not None else "–",
+            s.votes,
+        )
+        for s in standings
+    ]
+    head = ("version", "label", "is", "registered", "gate", "score over baseline, at least")
+    return _table((*head, "KL, nats", "satisfaction", "people who voted"), rows)
+
+
+def _experiment(o: Overview) -> str:
+    e = o.experiment
+    if e is None:
+        return "<p>None yet. <code>rlhf experiment start</code> begins one.</p>"
+    told = (
+        f"Version {e.challenger} beside champion {e.champion}: {_e(e.state)}, "
+        f"{e.share:.0%} of the users meet it, since {_when(e.started_at)} UTC. {_e(e.reason)}"
+    )
+    if not o.looks:
+        return f"<p>{told}</p><p>Not looked at yet.</p>"
+    last = o.looks[-1]
+    why = "; ".join(last.verdict["reasons"])
+    drawn = _picture(experiment_figure(o), "the difference over time, with its interval")
+    return f"<p>{told}</p><p>Last look: {_e(last.action)}. {_e(why)}</p>{drawn}"
+
+
+def _drift(found: Mapping[str, Any] | None) -> str:
+    if found is None or not found.get("psi"):
+        return "<p>Nothing to compare yet.</p>"
+    told = '<b class="bad">Drifted.</b>' if found["drifted"] else "No drift."
+    most = sorted(found["psi"].items(), key=lambda item: -item[1])[:5]
+    return f"<p>{told}</p>" + _table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
+
+
+class _Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    if not rows:
+        return "<p>None.</p>"
+    top = "".join(f"<th>{_e(name)}</th>" for name in head)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{c if isinstance(c, _Html) else _e(str(c))}</td>" for c in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _picture(figure: Figure, what: str) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=100)
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return f'<img alt="{_e(what)}" src="data:image/png;base64,{encoded}">'
+
+
+def _memory() -> str:
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
+
+
+def _when(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M}"
+
+
+def _e(text: str) -> str:
+    return html.escape(text)
+
+
+def _b(inner: str) -> str:
+    return f"<b>{inner}</b>"

@@ -1,0 +1,125 @@
+"""The dashboard: its numbers are the store's, and nothing that people wrote can act on the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.serving.overview import overview
+from rlhf_pipeline.serving.pages.dashboard import add_dashboard
+
+HOSTILE = '<script>alert("x")</script>'
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    """Twenty people each voted up on one answer of version 0, one of them down on nine more."""
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store = FeedbackStore(database)
+    store.ensure_agent("tea")
+    store.add_interactions(
+        [
+            Interaction(
+                interaction_id=f"i{n}",
+                agent_id="tea",
+                prompt=user_prompt("hi"),
+                completion=f"answer {n}",
+                model_version=0,
+                created_at=now(),
+                latency_seconds=n / 10,
+            )
+            for n in range(20)
+        ]
+    )
+    ballots = [(f"person {n}", n, 1.0) for n in range(20)]
+    ballots += [("person 0", n, 0.0) for n in range(1, 10)]
+    store.append(
+        [
+            Feedback(
+                agent_id="tea",
+                kind=FeedbackKind.thumbs,
+                idempotency_key=f"{rater} {n}",
+                interaction_id=f"i{n}",
+                number=number,
+                rater_id=rater,
+            )
+            for rater, n, number in ballots
+        ]
+    )
+    yield store
+    database.close()
+
+
+@pytest.fixture
+def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
+    """A baseline, and a version that the gate refused."""
+    ledger = PromotionLedger(store.database, tmp_path)
+    made: dict[str, Any] = {"path": tmp_path / "v", "files": {"a": "0" * 64}, "lineage": {}}
+    ledger.add_baseline("tea", label="v0", actor="test", **made)
+    results = [
+        {"rule": "score_vs_baseline", "number": -0.25, "verdict": "fail", "words": ""},
+        {"rule": "kl_stop", "number": 3.5, "verdict": "pass", "words": ""},
+    ]
+    gate = {"passed": False, "results": results}
+    made["files"] = {"a": "1" * 64}
+    ledger.add_version("tea", label="v29", gate=gate, fingerprint="f", **made)
+    return ledger
+
+
+def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -> None:
+    found = overview(store, ledger, "tea")
+    assert found.votes.counted == 29
+    assert [sum(counts) for counts in found.votes.by_kind.values()] == [29]
+    assert found.votes.by_kind["thumbs"][-1] == 29  # all of them today
+    assert (found.votes.voters, found.votes.top_share) == (20, 10 / 29)
+    refused, baseline = found.standings
+    assert (refused.version, refused.passed, refused.gain, refused.kl) == (1, False, -0.25, 3.5)
+    assert (refused.votes, refused.satisfaction) == (0, None)
+    assert baseline.roles == ("champion", "baseline")
+    # Whoever votes ten times counts once: nineteen find it good, one finds a tenth of it good.
+    mean = (19 + 0.1) / 20
+    spread = math.sqrt((19 * (1 - mean) ** 2 + (0.1 - mean) ** 2) / 19 / 20)
+    assert baseline.satisfaction == pytest.approx(mean)
+    assert baseline.margin == pytest.approx(1.96 * spread)
+    assert found.seconds == (1.0, 1.9)
+    assert (found.experiment, found.drift, found.troubles) == (None, None, {})
+    assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: PromotionLedger) -> None:
+    claims, book = ClaimBook(store.database), ExperimentBook(store.database)
+    claim = claims.claim("tea", "f", 29, holder="run", asked_by="person")
+    assert claim is not None
+    claims.finish(claim.token, "failed", HOSTILE)
+    begun = book.start("tea", champion=0, challenger=1, share=0.5, actor="test")
+    difference = {"value": 0.1, "low": None, "high": None}
+    verdict = {"reasons": [HOSTILE], "differences": {"satisfaction": difference}}
+    book.record(begun, "continue", verdict)
+    store.set_agent("tea", paused_reason=HOSTILE)
+    app = FastAPI()
+    champions = SimpleNamespace(registry=SimpleNamespace(ledger=ledger))
+    gateway = SimpleNamespace(store=store, champions=champions, waiting=3)
+    add_dashboard(app, cast("Any", gateway), store.agents, {"Chat": "/ui/"})
+    client = TestClient(app)
+    page = client.get("/dashboard")  # leads to the first agent
+    assert page.status_code == 200
+    assert "<script" not in page.text
+    assert page.text.count("&lt;script&gt;alert(") == 3
+    assert page.text.count("data:image/png;base64,") == 3
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
+    assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text
+    assert client.get("/dashboard/%3Cb%3E").status_code == 404
