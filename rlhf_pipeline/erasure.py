@@ -23,7 +23,8 @@ import structlog
 from rlhf_pipeline import database as db
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.event_logs import forget_examples
+from rlhf_pipeline.evaluation.facts import SUPPORT
+from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
@@ -208,7 +209,13 @@ def _clean_files(
     settings: Settings, registry: ModelRegistry, person: Person, held: Held, token: int
 ) -> int:
     """Take the person out of snapshots, data sets, turns, tuning and the inbox; count the files."""
-    from rlhf_pipeline.feedback.withdrawn import clean_folder, clean_inbox, prompts_of
+    from rlhf_pipeline.feedback.withdrawn import (
+        clean_folder,
+        clean_inbox,
+        clean_support,
+        named_in,
+        said_by,
+    )
     from rlhf_pipeline.registry.forgetting import asked, forget_samples
 
     claims = ClaimBook(registry.ledger.database)
@@ -216,21 +223,26 @@ def _clean_files(
     inbox = settings.state_dir / settings.feedback.drop_folder / person.agent_id
     changed = clean_inbox(inbox, person, held.interactions)
     learned = {
-        folder: prompts
+        folder: said
         for folder in sorted((agent / "snapshots").glob("*/"))
-        if (prompts := prompts_of(folder, held.gone)) is not None
+        if (said := said_by(folder, held.gone)) is not None
     }
-    questions = asked(frozenset().union(*learned.values()))
     # Before any snapshot is cleaned: they alone know what to look for.
-    if questions:
-        changed += forget_examples(settings.state_dir / "dagster", questions)
+    questions = asked(frozenset().union(*(said.prompts for said in learned.values())))
+    ngrams = [named_in(folder / SUPPORT, said) for folder, said in learned.items()]
+    shown = Traces(questions, person.rater_id, frozenset().union(*ngrams))
+    if learned:
+        changed += forget_examples(settings.state_dir / "dagster", shown)
         changed += _clean_training(agent / "tuning", questions)
-    for folder, prompts in learned.items():
+    for folder, said in learned.items():
         claims.check(token)
         turn = agent / "turns" / folder.name
-        changed += _clean_training(turn, asked(prompts))
-        changed += _clean_comparison(turn / "evaluation.json", prompts)
-        changed += forget_samples(registry, person.agent_id, folder.name, prompts, _report(turn))
+        changed += _clean_training(turn, asked(said.prompts))
+        changed += _clean_comparison(turn / "evaluation.json", said.prompts)
+        changed += forget_samples(
+            registry, person.agent_id, folder.name, said.prompts, _report(turn)
+        )
+        changed += clean_support(folder / SUPPORT, said, person.rater_id)
         of_turn = _settings_of(turn, settings)
         changed += clean_folder(
             folder,

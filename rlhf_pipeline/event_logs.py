@@ -11,6 +11,7 @@ import json
 import sqlite3
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,22 @@ PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column wi
 EXAMPLE = ("prompt", "baseline", "completion")
 
 
-def forget_examples(folder: Path, questions: Collection[str]) -> int:
-    """Blank the examples that answer these questions; return how many rows were changed.
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What a person left in what is shown."""
+
+    questions: frozenset[str]  # what examples answer
+    rater_id: str = ""
+    ngrams: frozenset[str] = frozenset()  # named among what few raters carry
+
+    def blank(self, text: str) -> bool:
+        """Say whether a text is their name, or begins by quoting their words."""
+        quoted = (f"{ascii(ngram)[:80]} " for ngram in self.ngrams)
+        return text == self.rater_id or any(text.startswith(one) for one in quoted)
+
+
+def forget_examples(folder: Path, traces: Traces) -> int:
+    """Blank what a person left; return how many rows were changed.
 
     `folder` is Dagster's, `<state>/dagster`; runs may be under way. Raises OrchestratorAway where
     one of its databases cannot be read or written.
@@ -34,7 +49,7 @@ def forget_examples(folder: Path, questions: Collection[str]) -> int:
     changed = 0
     for path in sorted(folder.rglob("*.db")):
         try:
-            changed += _clean(path, questions)
+            changed += _clean(path, traces)
         except sqlite3.Error as error:
             raise OrchestratorAway(
                 f"needed Dagster's database {path} to take examples out of, found: {error}; mend "
@@ -43,7 +58,7 @@ def forget_examples(folder: Path, questions: Collection[str]) -> int:
     return changed
 
 
-def _clean(path: Path, questions: Collection[str]) -> int:
+def _clean(path: Path, traces: Traces) -> int:
     changed = 0
     with closing(sqlite3.connect(path, timeout=60)) as connection:
         connection.execute("PRAGMA secure_delete=ON")
@@ -53,12 +68,12 @@ def _clean(path: Path, questions: Collection[str]) -> int:
             # All three names are ours, from the constants above.
             rows = connection.execute(
                 f"SELECT {key}, {column} FROM {table} "
-                f"WHERE {column} LIKE '%\"prompt\"%' OR {column} LIKE ?",
+                f"WHERE {column} LIKE '%TableRecord%' OR {column} LIKE ?",
                 (f"%{SIDE_BY_SIDE}%",),
             ).fetchall()
             for number, text in rows:
                 before = json.loads(text)
-                after = _blanked(before, questions)
+                after = _blanked(before, traces)
                 if after != before:
                     with connection:
                         connection.execute(
@@ -71,17 +86,18 @@ def _clean(path: Path, questions: Collection[str]) -> int:
     return changed
 
 
-def _blanked(value: Any, questions: Collection[str]) -> Any:
-    """Return JSON with these questions' examples blank, and comparisons that quote one cut."""
+def _blanked(value: Any, traces: Traces) -> Any:
+    """Return JSON with what a person left blank, and comparisons that quote them cut."""
     if isinstance(value, dict):
-        if isinstance(value.get("prompt"), str) and value["prompt"] in questions:
+        prompt = value.get("prompt")
+        if isinstance(prompt, str) and prompt in traces.questions:
             value = {**value, **{name: ERASED for name in EXAMPLE if name in value}}
-        return {name: _blanked(inner, questions) for name, inner in value.items()}
+        return {name: _blanked(inner, traces) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_blanked(inner, questions) for inner in value]
+        return [_blanked(inner, traces) for inner in value]
     if isinstance(value, str) and SIDE_BY_SIDE in value:
-        return without_quotes(value, questions)
-    return value
+        return without_quotes(value, traces.questions)
+    return ERASED if isinstance(value, str) and traces.blank(value) else value
 
 
 def without_quotes(markdown: str, questions: Collection[str]) -> str:

@@ -26,12 +26,14 @@ from rlhf_pipeline.errors import (
     HashMismatch,
     UnknownRater,
 )
+from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, prompt_to_rows
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.raters import Person, erased_rows, is_signed_by
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.feedback.support import support_of, support_to_json
 from rlhf_pipeline.feedback.withdrawn import VALIDATED
 from rlhf_pipeline.files import file_sha256, read_json, write_json
 from rlhf_pipeline.records import (
@@ -134,7 +136,7 @@ def build(settings: Settings, database: Database) -> World:
     store.append(
         [
             vote("first", thumbs, "ann", interaction_id="a-1", number=1.0),
-            vote("again", thumbs, "ann", interaction_id="a-1", number=0.0, comment=SECRET),
+            vote("again", thumbs, "ann", interaction_id="a-1", number=0.0, topic=SECRET),
             vote("mine", FeedbackKind.correction, "ann", interaction_id="b-1", text=f"{SECRET}!"),
             vote("plum", FeedbackKind.rating, "ann", interaction_id="u-1", number=5.0),
             vote("quince", FeedbackKind.rating, "ann", number=5.0, **inline),
@@ -194,6 +196,10 @@ def _turn(world: World) -> None:
     datasets.write_jsonl(data / stages.SFT_EXAMPLES, built.sft_examples)
     datasets.write_jsonl(data / stages.PROMPTS, built.evaluation_prompts)
     (data / "preference_pairs.partial").write_text(SECRET)
+    support = support_to_json(support_of(frame), frame)
+    support["associations"] = [{"ngram": SECRET, "net": 4}, {"ngram": "cherry", "net": 5}]
+    support["topics"] = [{"topic": SECRET, "votes": 50}, {"topic": "pears", "votes": 60}]
+    write_json(data / SUPPORT, {**support, "doubts": []})
     feedback = {"evaluation_share": 0.3, "min_rating": 4}
     write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
     write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})
@@ -361,6 +367,13 @@ def test_data_sets_keep_what_others_said(copied: World) -> None:
     assert [s["prompt_id"] for s in told["report"]["samples"]] == [
         hashed(prompt_to_json(user_prompt("pear one?")))[:32]
     ]
+    support = read_json(folder / SUPPORT)
+    assert [(one["ngram"], one["net"]) for one in support["associations"]] == [
+        ("[erased]", 4),
+        ("cherry", 5),
+    ]
+    assert [one["topic"] for one in support["topics"]] == ["[erased]", "pears"]
+    assert [one["voter"] for one in support["by_rater"]] == [BOB]
     row = snapshot.find(copied.database, "tea", _mark(copied))
     assert row is not None
     assert row.sha256 == file_sha256(folder / snapshot.FILE)

@@ -10,9 +10,16 @@ import pytest
 
 from assets.common import table
 from rlhf_pipeline.errors import OrchestratorAway
-from rlhf_pipeline.event_logs import ERASED, SIDE_BY_SIDE, forget_examples, without_quotes
+from rlhf_pipeline.event_logs import (
+    ERASED,
+    SIDE_BY_SIDE,
+    Traces,
+    forget_examples,
+    without_quotes,
+)
 
 HERS = "is *nougat* “good”?"
+ANN = Traces(frozenset({HERS}), "a" * 32, frozenset({"nougat bar"}))
 QUOTED = f"numbers\n\n{SIDE_BY_SIDE}\n\n> **user:** is \\*nougat\\* “good”?\n\n- **candidate** yes"
 
 
@@ -23,8 +30,16 @@ def told() -> dg.MaterializeResult[Any]:
         {"update": 1, "prompt": text, "baseline": "b", "completion": text, "score": 0.5}
         for text in (HERS, "is pear good?")
     ]
+    ngrams = [{"found": f"'{words}' wins 9 pairs"} for words in ("nougat bar", "pear")]
+    raters = [{"voter": name * 32, "votes": 2} for name in "ab"]
     return dg.MaterializeResult(
-        metadata={"samples": table(samples), "comparison": dg.MetadataValue.md(QUOTED), "n": 3}
+        metadata={
+            "samples": table(samples),
+            "comparison": dg.MetadataValue.md(QUOTED),
+            "n": 3,
+            "ngrams": table(ngrams),
+            "raters": table(raters),
+        }
     )
 
 
@@ -33,10 +48,10 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
     folder.mkdir()
     with dg.DagsterInstance.local_temp(str(folder)) as instance:
         run = dg.materialize([told], instance=instance)
-        assert forget_examples(folder, {"is pear better?"}) == 0
+        assert forget_examples(folder, Traces(frozenset({"is pear better?"}), "c" * 32)) == 0
         # The step's output and the materialisation, that for all runs, and beside the asset.
-        assert forget_examples(folder, {HERS}) == 4
-        assert forget_examples(folder, {HERS}) == 0
+        assert forget_examples(folder, ANN) == 4
+        assert forget_examples(folder, ANN) == 0
         events = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
         newest = instance.get_latest_materialization_event(dg.AssetKey("told"))
         assert newest is not None
@@ -47,11 +62,19 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
             rows = [record.data for record in shown.records]
             assert [row["prompt"] for row in rows] == [ERASED, "is pear good?"]
             assert [row["completion"] for row in rows] == [ERASED, "is pear good?"]
+            for name, kept in (("ngrams", "'pear' wins 9 pairs"), ("raters", "b" * 32)):
+                told_of: Any = metadata[name].value
+                assert [next(iter(r.data.values())) for r in told_of.records] == [ERASED, kept]
             assert metadata["comparison"].value == "numbers\n"
             assert metadata["n"].value == 3
         assert instance.get_run_by_id(run.run_id) is not None
-    held = [path for path in folder.rglob("*") if path.is_file() and b"nougat" in path.read_bytes()]
+    held = [path for path in folder.rglob("*") if path.is_file() and hers(path)]
     assert held == []
+
+
+def hers(path: Path) -> bool:
+    content = path.read_bytes()
+    return b"nougat" in content or ANN.rater_id.encode() in content
 
 
 def test_a_comparison_that_quotes_others_stays_whole() -> None:
@@ -61,4 +84,4 @@ def test_a_comparison_that_quotes_others_stays_whole() -> None:
 def test_a_database_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "index.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(OrchestratorAway, match=r"index\.db to take examples out of, found"):
-        forget_examples(tmp_path, {HERS})
+        forget_examples(tmp_path, ANN)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline import stages
+from rlhf_pipeline.event_logs import ERASED
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
-from rlhf_pipeline.files import write_bytes
+from rlhf_pipeline.feedback.support import WORD
+from rlhf_pipeline.files import read_json, write_bytes, write_json
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     PreferencePair,
@@ -25,26 +28,72 @@ from rlhf_pipeline.records import (
 )
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
+TEXTS = ("completion", "other_completion", "text")
 
 
-def prompts_of(folder: Path, gone: Collection[str]) -> frozenset[str] | None:
-    """Return the prompts (JSON) that only the votes `gone` hold; None where none is in there."""
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the votes that go said, as their snapshot has it: what to look for elsewhere."""
+
+    prompts: frozenset[str]  # JSON; those that no other vote is about
+    topics: frozenset[str]  # likewise
+    texts: tuple[str, ...]  # each as its words, one blank between them and around
+
+
+def said_by(folder: Path, gone: Collection[str]) -> Said | None:
+    """Return what the votes `gone` said in a snapshot; None where none of them is in there."""
     import pyarrow.parquet as pq
 
     path = folder / snapshot.FILE
     if not path.exists():
         return None
-    theirs: set[str] = set()
-    kept: set[str] = set()
+    asked: dict[bool, set[str]] = {True: set(), False: set()}
+    topics: dict[bool, set[str]] = {True: set(), False: set()}
+    texts: list[str] = []
     found = False
-    names = ["feedback_id", "prompt", "other_prompt"]
+    names = ["feedback_id", "topic", *snapshot.PROMPTS, *TEXTS]
     for batch in pq.ParquetFile(path).iter_batches(columns=names):
         for row in batch.to_pylist():
             is_gone = row["feedback_id"] in gone
             found |= is_gone
-            side = theirs if is_gone else kept
-            side.update(text for text in (row["prompt"], row["other_prompt"]) if text)
-    return frozenset(theirs - kept) if found else None
+            asked[is_gone].update(row[name] for name in snapshot.PROMPTS if row[name])
+            topics[is_gone].update([row["topic"]] if row["topic"] else [])
+            if is_gone:
+                told = (row[name] for name in TEXTS if row[name])
+                texts += [f" {' '.join(WORD.findall(text.lower()))} " for text in told]
+    if not found:
+        return None
+    prompts, kept = (frozenset(both[True] - both[False]) for both in (asked, topics))
+    return Said(prompts, kept, tuple(texts))
+
+
+def named_in(path: Path, said: Said) -> frozenset[str]:
+    """Return the n-grams that a snapshot's support tells of and the votes that go have in them."""
+    told = read_json(path)["associations"] if path.exists() else []
+    ngrams = {association["ngram"] for association in told}
+    return frozenset(n for n in ngrams if any(f" {n} " in text for text in said.texts))
+
+
+def clean_support(path: Path, said: Said, rater_id: str) -> bool:
+    """Take the person, their topics and words out of what a snapshot rests on."""
+    if not path.exists():
+        return False
+    before, names = read_json(path), named_in(path, said)
+    after = {
+        **before,
+        "associations": [
+            {**one, "ngram": ERASED} if one["ngram"] in names else one
+            for one in before["associations"]
+        ],
+        "topics": [
+            {**one, "topic": ERASED} if one["topic"] in said.topics else one
+            for one in before["topics"]
+        ],
+        "by_rater": [one for one in before["by_rater"] if one["voter"] != rater_id],
+    }
+    if after != before:
+        write_json(path, after)
+    return bool(after != before)
 
 
 def clean_folder(
