@@ -21,10 +21,12 @@ from resources.pipeline import (
     Pipeline,
     bootstrap_mark,
 )
+from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts
 from rlhf_pipeline.continuous import BACK_OFF, Due, due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
+from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import now
 
 log = structlog.get_logger()
@@ -196,23 +198,55 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
     return dg.SkipReason("; ".join(said) or "no experiment is running")
 
 
+@dg.sensor(target=None, minimum_interval_seconds=300, default_status=RUNNING)
+def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
+    """Tell people of what is worth a look, once when it begins; the cursor holds what was told."""
+    told = set(json.loads(context.cursor or "[]"))
+    standing, failed = set(), []
+    for alert in _alerts(pipeline):
+        key = f"{alert.agent_id}/{alert.name}"
+        if key not in told:
+            log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
+            text = f"{alert.agent_id}: {alert.name.replace('_', ' ')}"
+            try:
+                _tell(pipeline, {"text": text, "message": alert.words})
+            except OSError as error:  # told again at the next tick
+                failed.append(f"{key} was not told: {type(error).__name__}")
+                continue
+        standing.add(key)
+    for key in sorted(told - standing):
+        log.info("alert over", alert=key)
+    context.update_cursor(json.dumps(sorted(standing)))
+    return dg.SkipReason("; ".join([*sorted(standing), *failed]) or "nothing is worth a look")
+
+
+def _alerts(pipeline: Pipeline) -> list[Alert]:
+    every = disk_alerts(pipeline.settings())
+    for agent_id in pipeline.store.agents():
+        found = overview(pipeline.store, pipeline.ledger, agent_id)
+        every += alerts_of(found, pipeline.settings(agent_id), at=now())
+    return every
+
+
 @dg.run_failure_sensor(minimum_interval_seconds=30, default_status=RUNNING)
 def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     """Tell people: a log line always, a webhook where one is set."""
-    run, settings = context.dagster_run, pipeline.settings()
+    run = context.dagster_run
     log.error("run failed", job=run.job_name, run=run.run_id, agent=run.tags.get(AGENT, ""))
-    webhook = settings.notifications.webhook
+    text = f"{run.job_name} of {run.tags.get(AGENT, 'no agent')} failed"
+    message = context.failure_event.message or ""
+    _tell(pipeline, {"text": text, "run": run.run_id, "message": message})
+
+
+def _tell(pipeline: Pipeline, body: dict[str, str]) -> None:
+    """Send it to the webhook, where one is set. An error shows in the sensor's tick."""
+    webhook = pipeline.settings().notifications.webhook
     if webhook is None:
         return
-    body = {
-        "text": f"{run.job_name} of {run.tags.get(AGENT, 'no agent')} failed",
-        "run": run.run_id,
-        "message": context.failure_event.message or "",
-    }
     call = urllib.request.Request(
         webhook.get_secret_value(),
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(call, timeout=10):  # an error shows in the sensor's tick
+    with urllib.request.urlopen(call, timeout=10):
         pass

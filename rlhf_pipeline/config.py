@@ -492,9 +492,25 @@ class ServingSettings(Section):
 
 
 class NotificationSettings(Section):
-    """Who hears of failures."""
+    """Who hears of failures and alerts: the log always, a webhook where one is set."""
 
     webhook: SecretStr | None = None
+
+
+class AlertSettings(Section):
+    """From when on something is worth a person's look."""
+
+    quiet_hours: Annotated[float, Field(gt=0)] = Field(
+        48.0, description="Without a vote, where there were votes in the last 30 days."
+    )
+    refused_in_a_row: Positive = Field(3, description="Newest versions that the gate all refused.")
+    overdue_days: Annotated[float, Field(gt=0)] = Field(
+        7.0, description="Since the last turn, while enough votes for the next one wait."
+    )
+    busiest_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.10, description="Of the signed votes, by the busiest hundredth of 100 people or more."
+    )
+    disk_gib: Annotated[float, Field(ge=0)] = Field(1.0, description="Free where the state lies.")
 
 
 class Settings(Section):
@@ -521,6 +537,7 @@ class Settings(Section):
     pages: PagesSettings = PagesSettings()
     serving: ServingSettings = ServingSettings()
     notifications: NotificationSettings = NotificationSettings()
+    alerts: AlertSettings = AlertSettings()
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> Settings:

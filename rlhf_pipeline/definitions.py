@@ -22,6 +22,7 @@ def definitions() -> dg.Definitions:
             sensors.dead_runs,
             sensors.aliases_moved_by_hand,
             sensors.live_experiments,
+            sensors.alerts,
             assessments.assessments_in_mlflow,
             sensors.run_failed,
         ],

@@ -122,6 +122,7 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
             "dead_runs",
             "aliases_moved_by_hand",
             "live_experiments",
+            "alerts",
             "assessments_in_mlflow",
             "run_failed",
         ),
@@ -184,7 +185,7 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
         "jobs": 3,
         "resources": 2,
         "schedules": 1,
-        "sensors": 7,
+        "sensors": 8,
     }
 
 

@@ -186,11 +186,15 @@ class Champions:
         return Seat(version, Decoder(policy, rows=rows), limits, hashed(*files))
 
     def limits(self, agent_id: str) -> PolicySettings:
-        """Return how the agent's model runs: as its own recipe says, where it has one."""
+        """Return how the agent's model runs."""
+        return self.settings_of(agent_id).policy
+
+    def settings_of(self, agent_id: str) -> Settings:
+        """Return the settings of the agent's own recipe, where it has one."""
         row = self.store.agent(agent_id)
         if row is None or row.recipe is None:
-            return self.settings.policy
-        return load_settings(row.recipe, {"state_dir": self.settings.state_dir}).policy
+            return self.settings
+        return load_settings(row.recipe, {"state_dir": self.settings.state_dir})
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY_SECONDS):

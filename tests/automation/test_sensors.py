@@ -567,3 +567,27 @@ def test_simulated_people_start_a_turn_like_real_ones(ticks: Ticks) -> None:
     [request] = ticks.tick("enough_new_feedback").run_requests
     votes = ticks.pipeline.store.new_since("village", 0).votes
     assert request.tags["rlhf/new_votes"] == str(votes)
+
+
+# -- alerts -----------------------------------------------------------------------------------
+
+
+def test_an_alert_is_told_once_and_again_where_nobody_could_hear(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    full = {"alerts": {"disk_gib": 10**6}, "notifications": {"webhook": url}}
+    ticks.set(**full)
+    ticks.vote("calm", 3)
+    kept.answer = 500
+    deaf = ticks.tick("alerts")
+    assert "was not told" in deaf.skip_message
+    assert "secret-path" not in deaf.skip_message
+    kept.answer = 200
+    told = ticks.tick("alerts", deaf.cursor)
+    again = ticks.tick("alerts", told.cursor)
+    assert [body["text"] for body in kept.received] == ["every agent: disk nearly full"] * 2
+    assert again.skip_message == "every agent/disk_nearly_full"
+    ticks.set(notifications={"webhook": url})
+    over = ticks.tick("alerts", again.cursor)
+    assert (over.skip_message, over.cursor) == ("nothing is worth a look", "[]")

@@ -21,8 +21,9 @@ from urllib.parse import quote
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from rlhf_pipeline.alerts import Alert, alerts_of
+from rlhf_pipeline.overview import DAYS, NEWEST_ANSWERS, Overview, Standing, overview
 from rlhf_pipeline.records import now
-from rlhf_pipeline.serving.overview import DAYS, NEWEST_ANSWERS, Overview, Standing, overview
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PATH = "/dashboard"
 FRESH_SECONDS = 20.0  # a page asked for again within them is the same one
 AGAIN_SECONDS = 60  # after which a browser asks again
-BUSY_PEOPLE = 0.10  # of the signed votes, from the busiest hundredth: more is worth a look
 COLOURS = ("#1b7837", "#2166ac", "#b2182b", "#762a83", "#b35806", "#666666", "#35978f")
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
@@ -68,7 +68,15 @@ def add_dashboard(
         if agent_id not in known:
             return HTMLResponse("<!doctype html><p>No such agent.", 404)
         nonce = secrets.token_urlsafe(16)
-        page = render(looked(agent_id), known, links, waiting=gateway.waiting, nonce=nonce)
+        found = looked(agent_id)
+        page = render(
+            found,
+            alerts_of(found, gateway.champions.settings_of(agent_id), at=now()),
+            known,
+            links,
+            waiting=gateway.waiting,
+            nonce=nonce,
+        )
         policy = (
             f"default-src 'none'; img-src data:; style-src 'nonce-{nonce}'; base-uri 'none'; "
             "form-action 'none'; frame-ancestors 'none'"
@@ -92,7 +100,13 @@ def add_dashboard(
 
 
 def render(
-    o: Overview, agents: Sequence[str], links: Mapping[str, str], *, waiting: int, nonce: str
+    o: Overview,
+    alerts: Sequence[Alert],
+    agents: Sequence[str],
+    links: Mapping[str, str],
+    *,
+    waiting: int,
+    nonce: str,
 ) -> str:
     """Return the whole page as HTML."""
     tabs = " ".join(
@@ -105,6 +119,7 @@ def render(
         f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
         f'<style nonce="{nonce}">{STYLE}</style></head><body><nav>{tabs} {others}</nav>',
         f"<h1>{_e(o.agent_id)}</h1><p>{_summary(o)}</p>",
+        *(f'<p class="bad">{_b(_e(a.name.replace("_", " ")))}: {_e(a.words)}</p>' for a in alerts),
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
         _picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
@@ -215,9 +230,7 @@ def _facts(o: Overview, waiting: int) -> str:
         (_memory(), "peak memory, here"),
     ]
     if votes.top_share is not None:
-        bad = votes.top_share > BUSY_PEOPLE and votes.voters >= 100
-        told = f"{votes.top_share:.0%}"
-        facts.append((f'<span class="bad">{told}</span>' if bad else told, "by the busiest 1 %"))
+        facts.append((f"{votes.top_share:.0%}", "by the busiest 1 %"))
     if o.seconds is not None:
         told = f"{o.seconds[0]:.2f} / {o.seconds[1]:.2f} s"
         facts.append((told, f"an answer, median / p95 of {NEWEST_ANSWERS:,}"))

@@ -12,13 +12,14 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.serving.overview import overview
 from rlhf_pipeline.serving.pages.dashboard import add_dashboard
 
 HOSTILE = '<script>alert("x")</script>'
@@ -110,7 +111,10 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     book.record(begun, "continue", verdict)
     store.set_agent("tea", paused_reason=HOSTILE)
     app = FastAPI()
-    champions = SimpleNamespace(registry=SimpleNamespace(ledger=ledger))
+    champions = SimpleNamespace(
+        registry=SimpleNamespace(ledger=ledger),
+        settings_of=lambda agent_id: Settings(alerts=AlertSettings(refused_in_a_row=1)),
+    )
     gateway = SimpleNamespace(store=store, champions=champions, waiting=3)
     add_dashboard(app, cast("Any", gateway), store.agents, {"Chat": "/ui/"})
     client = TestClient(app)
@@ -119,6 +123,7 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     assert "<script" not in page.text
     assert page.text.count("&lt;script&gt;alert(") == 3
     assert page.text.count("data:image/png;base64,") == 3
+    assert "<b>gate refuses</b>: the newest 1 versions were refused" in page.text
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
     assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text

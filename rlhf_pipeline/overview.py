@@ -1,4 +1,4 @@
-"""Where an agent stands, in numbers: what the dashboard shows.
+"""Where an agent stands, in numbers: what the dashboard shows and alerts are judged by.
 
 The cost does not grow with the table: votes and troubles are counted among the newest ones, along
 an index.
@@ -73,6 +73,8 @@ class Overview:
     votes: Votes
     standings: Sequence[Standing]  # newest first
     attempts: Sequence[Claim]  # at training, newest first
+    last_turn: Claim | None  # the newest that was trained to its verdict
+    waiting_votes: int  # since that one's snapshot
     experiment: Experiment | None  # the one that runs, or the last one
     looks: Sequence[Look]
     troubles: Mapping[str, int]  # rule -> how often, most first
@@ -83,14 +85,17 @@ class Overview:
 def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Overview:
     """Return where the agent stands now."""
     database, row = store.database, store.agent(agent_id)
-    book = ExperimentBook(database)
+    book, claims = ExperimentBook(database), ClaimBook(database)
+    last_turn = claims.last_done(agent_id)
     experiment = next(iter(book.history(agent_id)), None)
     return Overview(
         agent_id=agent_id,
         paused=row.paused_reason if row else None,
         votes=_votes(database, agent_id),
         standings=_standings(database, ledger, agent_id),
-        attempts=ClaimBook(database).history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
+        attempts=claims.history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
+        last_turn=last_turn,
+        waiting_votes=store.new_since(agent_id, last_turn.watermark if last_turn else 0).votes,
         experiment=experiment,
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),

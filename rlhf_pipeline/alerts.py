@@ -1,0 +1,86 @@
+"""What is worth a person's look though nothing has failed, each with what to do about it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.overview import Overview
+
+ENOUGH_PEOPLE = 100  # before a hundredth of them is a share to speak of
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing to look at; name and agent say whether it was told before."""
+
+    name: str
+    agent_id: str
+    words: str
+
+
+def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[Alert]:
+    """Return what is worth a look in where the agent stands, judged by `settings.alerts`."""
+    found: list[Alert] = []
+    rules, votes = settings.alerts, overview.votes
+
+    def alert(name: str, words: str) -> None:
+        found.append(Alert(name, overview.agent_id, words))
+
+    lately = sum(sum(counts) for counts in votes.by_kind.values())
+    if votes.newest_at is not None and lately:
+        quiet = at - votes.newest_at
+        if quiet > timedelta(hours=rules.quiet_hours):
+            alert(
+                "feedback_dried_up",
+                f"no vote for {quiet / timedelta(hours=1):.0f} hours; look whether the assistant "
+                "still sends them",
+            )
+    share = votes.top_share
+    if share is not None and votes.voters >= ENOUGH_PEOPLE and share > rules.busiest_share:
+        alert(
+            "few_people_vote_most",
+            f"{share:.0%} of the signed votes are of the busiest hundredth; look at them with "
+            "`rlhf feedback export`",
+        )
+    if overview.drift is not None and overview.drift["drifted"]:
+        most = max(overview.drift["psi"].items(), key=lambda item: item[1])
+        alert(
+            "drift",
+            f"the newest snapshot differs from the one before, most in {most[0]} "
+            f"(PSI {most[1]:.2f}); its report is beside it",
+        )
+    judged = [standing.passed for standing in overview.standings if standing.passed is not None]
+    refused = len(list(takewhile(lambda passed: not passed, judged)))
+    if refused >= rules.refused_in_a_row:
+        alert(
+            "gate_refuses",
+            f"the newest {refused} versions were refused; `rlhf explain VERSION` says why",
+        )
+    last, enough = overview.last_turn, settings.continuous_learning.min_new_feedback
+    if last is not None and overview.paused is None and overview.waiting_votes >= enough:
+        overdue = at - last.created_at
+        if overdue > timedelta(days=rules.overdue_days):
+            alert(
+                "reward_model_stale",
+                f"{overview.waiting_votes:,} votes wait and the last turn began "
+                f"{overdue.days} days ago; look at its sensor in Dagster, or `make train`",
+            )
+    experiment = overview.experiment
+    if experiment is not None and experiment.state == "invalid":
+        alert("experiment_imbalance", experiment.reason)
+    return found
+
+
+def disk_alerts(settings: Settings) -> list[Alert]:
+    """Return an alert where the disk that the state lies on is nearly full."""
+    free = shutil.disk_usage(settings.state_dir).free / 2**30
+    if free >= settings.alerts.disk_gib:
+        return []
+    words = f"{free:.1f} GiB free, wanted {settings.alerts.disk_gib}; remove old turns or backups"
+    return [Alert("disk_nearly_full", "every agent", words)]

@@ -1,0 +1,109 @@
+"""What is worth a look, and what is not yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.alerts import alerts_of, disk_alerts
+from rlhf_pipeline.config import AlertSettings, Settings
+from rlhf_pipeline.experiment.book import Experiment
+from rlhf_pipeline.feedback.claims import Claim
+from rlhf_pipeline.overview import Overview, Standing, Votes
+
+AT = datetime(2026, 5, 1, 12, tzinfo=UTC)
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+VOTES = Votes(500, [AT.date()], {"thumbs": [500]}, 200, 0.05, AT - HOUR)
+
+
+def standing(version: int, passed: bool | None) -> Standing:
+    return Standing(version, f"v{version}", AT, (), passed, 0, None, None, None, None)
+
+
+def turn(began: datetime) -> Claim:
+    return Claim(1, "tea", "f", 100, 1, "done", "run", "sensor", began, began, began)
+
+
+CALM = Overview(
+    agent_id="tea",
+    paused=None,
+    votes=VOTES,
+    standings=[standing(2, False), standing(1, True), standing(0, None)],
+    attempts=[],
+    last_turn=turn(AT - 6 * DAY),
+    waiting_votes=5000,
+    experiment=None,
+    looks=(),
+    troubles={},
+    seconds=None,
+    drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
+)
+ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)
+REFUSED = [standing(n, False) for n in (4, 3, 2)] + [standing(1, True)]
+
+
+def names(overview: Overview) -> list[str]:
+    return [alert.name for alert in alerts_of(overview, Settings(), at=AT)]
+
+
+def test_a_calm_agent_has_none() -> None:
+    assert names(CALM) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "nearly"),
+    [
+        (
+            "feedback_dried_up",
+            {"votes": replace(VOTES, newest_at=AT - 49 * HOUR)},
+            {"votes": replace(VOTES, newest_at=AT - 47 * HOUR)},
+        ),
+        (
+            "few_people_vote_most",
+            {"votes": replace(VOTES, top_share=0.11)},
+            {"votes": replace(VOTES, top_share=0.11, voters=99)},
+        ),
+        (
+            "drift",
+            {"drift": {"drifted": True, "psi": {"topic": 0.4, "kind": 0.1}}},
+            {"drift": {"drifted": False, "psi": {"topic": 0.4, "kind": 0.1}}},
+        ),
+        ("gate_refuses", {"standings": REFUSED}, {"standings": REFUSED[1:]}),
+        (
+            "reward_model_stale",
+            {"last_turn": turn(AT - 8 * DAY)},
+            {"last_turn": turn(AT - 8 * DAY), "waiting_votes": 99},
+        ),
+        (
+            "experiment_imbalance",
+            {"experiment": ENDED},
+            {"experiment": replace(ENDED, state="stopped")},
+        ),
+    ],
+)
+def test_each_begins_at_its_limit(
+    name: str, changes: dict[str, Any], nearly: dict[str, Any]
+) -> None:
+    assert names(replace(CALM, **changes)) == [name]
+    assert names(replace(CALM, **nearly)) == []
+
+
+def test_what_cannot_be_told_is_no_alert() -> None:
+    silent = Votes(0, [], {}, 0, None, None)
+    old = replace(VOTES, by_kind={}, newest_at=AT - 90 * DAY)  # given up long ago
+    unknown = replace(CALM, votes=silent, standings=[], last_turn=None, drift=None)
+    assert names(unknown) == names(replace(CALM, votes=old)) == []
+    paused = replace(CALM, last_turn=turn(AT - 30 * DAY), paused="by a person")
+    assert names(paused) == []
+
+
+def test_a_full_disk_is_everybodys(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    assert disk_alerts(settings) == []
+    greedy = settings.model_copy(update={"alerts": AlertSettings(disk_gib=10**6)})
+    [alert] = disk_alerts(greedy)
+    assert alert.name == "disk_nearly_full"
