@@ -137,9 +137,11 @@ def events(row: Row) -> Iterator[Feedback]:
     for name in ("prompt", "other_prompt"):
         if values.get(name) is not None:
             fields[name] = messages_of(values[name], name)
-    fields["shown_first"] = values.get("shown_first") or "this"
+    first = values.get("shown_first")
+    fields["shown_first"] = "this" if first is None else first
     fields["rater_id"] = _rater(row)
-    fields["source"] = values.get("source") or row.source
+    source = values.get("source")
+    fields["source"] = row.source if source is None else source
     fields["occurred_at"] = _moment(values)
     fields["tags"] = _tags(values)
     key = _text(values, "idempotency_key")
@@ -192,10 +194,10 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
     if kind is FeedbackKind.criteria and isinstance(value, str):
         try:  # as our own data sets write it: names that differ fit no column type
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             refuse(Rule.wrong_type, "criteria as an object of numbers", value)
     if kind is FeedbackKind.criteria and isinstance(value, dict):
-        return {name: _number(v, f"criterion {name!r}") for name, v in value.items()}
+        return {name: _number(v, f"criterion {name[:64]!r}") for name, v in value.items()}
     return value
 
 
@@ -216,7 +218,9 @@ def _moment(values: Values) -> datetime | None:
 
 
 def _tags(values: Values) -> tuple[str, ...]:
-    tags = values.get("tags") or []
+    tags = values.get("tags")
+    if tags is None:
+        return ()
     if not isinstance(tags, list):
         refuse(Rule.wrong_type, "a list of tags", tags)
     return tuple(tags)

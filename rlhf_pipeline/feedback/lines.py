@@ -11,6 +11,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ LONGEST_ROW = 8 << 20  # bytes
 SHOWN = 2_000  # bytes of a row too long to hold that are kept to show
 BLOCK = 1 << 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+DEEPEST = 256  # lists and objects inside each other; our own code may recurse that far
 
 
 @dataclass(slots=True)
@@ -65,16 +67,21 @@ def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iter
 
 
 def parse(row: RawRow) -> dict[str, Any]:
-    """Return the row's JSON object. Raises FeedbackRefused with the rule it breaks."""
+    """Return the row's JSON object. Raises FeedbackRefused with the rule it breaks, and where."""
     if row.problem is not None:
         raise FeedbackRefused(row.problem, row.detail)
     try:
         text = row.content.decode("utf-8-sig" if row.line == 1 else "utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         message = f"needed UTF-8, found {error.reason} at byte {error.start}; save it as UTF-8"
         raise FeedbackRefused(Rule.not_utf8, message) from error
+    if text.count("[") + text.count("{") > DEEPEST:
+        _check_depth(text)
+    try:
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
+        if not isinstance(error, json.JSONDecodeError):
+            _refuse_odd(text)
         message = f"needed one JSON value, found {error}; mend the line"
         raise FeedbackRefused(Rule.broken_json, message) from error
     if not isinstance(value, dict):
@@ -205,7 +212,53 @@ def _after_array(rest: bytes, line: int) -> Iterator[RawRow]:
         yield RawRow(line, rest[:SHOWN], Rule.damaged_file, detail)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise FeedbackRefused(
-        Rule.not_finite, f"needed finite numbers, found {name}; leave the row out or mend it"
-    )
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
+_BRACKETS = re.compile(_STRING + r"|[][{}]", re.DOTALL)
+_ODD = re.compile(_STRING + r"|-?Infinity|NaN|[0-9]{4301,}", re.DOTALL)
+
+
+def _check_depth(text: str) -> None:
+    """Raise FeedbackRefused where more than DEEPEST lists and objects stand inside each other."""
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > DEEPEST:
+            words = f"at most {DEEPEST} lists and objects inside each other, found more"
+            _refuse_at(Rule.broken_json, words, text, found.start())
+
+
+def _refuse_odd(text: str) -> None:
+    """Raise FeedbackRefused at the first number that Python's reader knows and JSON does not.
+
+    Or at the first that has more digits than it reads.
+    """
+    for found in _ODD.finditer(text):
+        token = found[0]
+        if token.isdigit():
+            _refuse_at(Rule.broken_json, "shorter numbers, found one", text, found.start())
+        if token[0] != '"':
+            _refuse_at(Rule.not_finite, f"finite numbers, found {token}", text, found.start())
+
+
+def _refuse_at(rule: Rule, words: str, text: str, at: int) -> NoReturn:
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    where = f"line {line} column {column} (char {at})"  # as JSON's own reader says it
+    raise FeedbackRefused(rule, f"needed {words} at {where}; leave the row out or mend it")
+
+
+def _odd(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Two readers of the same bytes must not see two things: a door one, a route the other.
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        times = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in times.items() if count > 1)
+        message = f"needed each field once, found {ascii(twice)[:80]} again; leave one out"
+        raise FeedbackRefused(Rule.repeated_field, message)
+    return values
+
+
+_DECODER = json.JSONDecoder(parse_constant=_odd, object_pairs_hook=_each_once)

@@ -41,6 +41,7 @@ class Rule(StrEnum):
     # a row can be read but is not what its format says
     missing_field = "missing_field"
     unknown_field = "unknown_field"
+    repeated_field = "repeated_field"
     wrong_type = "wrong_type"
     bad_time = "bad_time"
     other_agent = "other_agent"
@@ -86,6 +87,7 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.damaged_file: "the file breaks off or its compression is damaged; what came before is in",
     Rule.missing_field: "a field the format needs is not there",
     Rule.unknown_field: "a field our event format does not know, so perhaps a misspelt one",
+    Rule.repeated_field: "a field stands twice in one object, so it may mean two things",
     Rule.wrong_type: "a field holds another type than the format says",
     Rule.bad_time: "a moment that is not ISO 8601 with its zone",
     Rule.other_agent: "the row names another agent than it was sent to",
@@ -126,7 +128,7 @@ def check_event(event: Feedback) -> None:
     if not isinstance(event.agent_id, str) or not AGENT_ID.fullmatch(event.agent_id):
         refuse(
             Rule.bad_agent,
-            "an agent id of 1 to 64 letters, digits, - and _, the first a letter or digit",
+            "agent_id as 1 to 64 letters, digits, - and _, the first a letter or digit",
             event.agent_id,
         )
     if not isinstance(event.kind, FeedbackKind):
@@ -149,7 +151,7 @@ def check_event(event: Feedback) -> None:
 def _check_target(event: Feedback) -> None:
     inline = event.prompt is not None or event.completion is not None
     if event.interaction_id is not None and inline:
-        refuse(Rule.two_targets, "an interaction or inline texts, not both", event.interaction_id)
+        refuse(Rule.two_targets, "interaction_id or inline texts, not both", event.interaction_id)
     if event.interaction_id is None and (event.prompt is None or event.completion is None):
         found = "no interaction_id and no "
         found += "prompt" if event.prompt is None else "completion"
@@ -167,7 +169,7 @@ def _check_target(event: Feedback) -> None:
     ):
         refuse(
             Rule.two_targets,
-            "the other side by interaction or inline, not both",
+            "other_interaction_id or the other side inline, not both",
             event.other_interaction_id,
         )
 
@@ -186,13 +188,15 @@ def _check_value(event: Feedback) -> None:
     match event.kind:
         case FeedbackKind.thumbs:
             if _number(event) not in (0, 1):
-                refuse(Rule.value_out_of_range, "thumbs 0 (down) or 1 (up)", event.number)
+                refuse(Rule.value_out_of_range, "value 0 (down) or 1 (up) for thumbs", event.number)
         case FeedbackKind.rating:
             if _number(event) not in (1, 2, 3, 4, 5):
-                refuse(Rule.value_out_of_range, "a whole rating from 1 to 5", event.number)
+                refuse(
+                    Rule.value_out_of_range, "a whole value from 1 to 5 for a rating", event.number
+                )
         case FeedbackKind.score:
             if not 0 <= _number(event) <= 1:
-                refuse(Rule.value_out_of_range, "a score from 0.0 to 1.0", event.number)
+                refuse(Rule.value_out_of_range, "a value from 0.0 to 1.0 for a score", event.number)
         case FeedbackKind.correction | FeedbackKind.comment:
             if not isinstance(event.text, str) or not event.text.strip():
                 refuse(Rule.value_missing, f"the {event.kind}'s text", event.text)
@@ -229,11 +233,11 @@ def _check_criteria(criteria: object) -> None:
 def _number(event: Feedback) -> float:
     number = event.number
     if number is None:
-        refuse(Rule.value_missing, f"a number for {event.kind}", None)
+        refuse(Rule.value_missing, f"a number as the {event.kind} value", None)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        refuse(Rule.wrong_type, f"a number for {event.kind}", number)
+        refuse(Rule.wrong_type, f"a number as the {event.kind} value", number)
     if not math.isfinite(number):
-        refuse(Rule.not_finite, f"a finite number for {event.kind}", number)
+        refuse(Rule.not_finite, f"a finite number as the {event.kind} value", number)
     return number
 
 
