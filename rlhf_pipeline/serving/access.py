@@ -14,6 +14,7 @@ import binascii
 import hmac
 import html
 import json
+import re
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -22,12 +23,17 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rlhf_pipeline.errors import FeedbackRefused
+from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.serving.contract import Closed, Told, refusals
+from rlhf_pipeline.serving.feedback_api import NOT_JSON, REFUSED, TOO_LARGE, is_json
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ SESSION_SECONDS = 12 * 3600
 TOKEN_SECONDS = 24 * 3600
 LONGEST_BODY = 4 << 20  # bytes
 RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once after a pause
+INTERACTION = re.compile(r"[!-~]{1,36}")
 SAFE = ("GET", "HEAD", "OPTIONS")
 TOKEN_FIELDS = frozenset(
     "agent_id kind value interaction_id rater comment tags topic idempotency_key".split()
@@ -70,6 +77,19 @@ class Right:
 
 
 EVERYTHING = Right("", "admin", None)
+
+
+class TokenBody(Closed):
+    """What a feedback token is to be for."""
+
+    interaction_id: str = Field(pattern=f"^{INTERACTION.pattern}$")
+
+
+class Token(Told):
+    """A right to vote on one interaction."""
+
+    token: str
+    expires_in_seconds: int
 
 
 class _Refused(Exception):
@@ -224,24 +244,17 @@ async def _read_json(receive: Receive) -> tuple[dict[str, Any], Receive]:
         if len(body) > LONGEST_BODY:
             raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
     try:
-        values = json.loads(bytes(body), object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        raise _Refused(422, "needed a JSON object, each field once") from None
-    if not isinstance(values, dict) or not isinstance(values.get("events", []), list):
-        raise _Refused(422, "needed a JSON object; events, where it has them, a list")
+        values = parse(RawRow(1, bytes(body)))
+    except FeedbackRefused as refusal:
+        raise _Refused(422, str(refusal)) from refusal
+    if not isinstance(values.get("events", []), list):
+        raise _Refused(422, "events: needed a list of rows; mend it and send again")
     kept: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
     async def again() -> Message:
         return kept.pop() if kept else await receive()
 
     return values, again
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # What is checked here and what is read there must be the same one of two equal names.
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a field twice")
-    return dict(pairs)
 
 
 def sign(secret: bytes, purpose: str, facts: dict[str, str], seconds: float) -> str:
@@ -300,12 +313,16 @@ def add_access(
     async def make_token(request: Request) -> Response:
         """Return a token with which a browser may vote on one interaction: {"interaction_id"}."""
         try:
+            if not is_json(request):
+                raise _Refused(NOT_JSON, "needed content-type application/json")
             values, _ = await _read_json(request.receive)
+            if more := sorted(set(values) - {"interaction_id"}):
+                raise _Refused(REFUSED, f"{more[0][:64]!a}: needed interaction_id alone")
+            asked = values.get("interaction_id")
+            if not isinstance(asked, str) or not INTERACTION.fullmatch(asked):
+                raise _Refused(REFUSED, "interaction_id: needed an interaction's id")
         except _Refused as refusal:
             return _refusal(request.scope, refusal)
-        asked = values.get("interaction_id")
-        if not isinstance(asked, str) or not asked.isascii() or len(asked) > 36 or "\0" in asked:
-            return JSONResponse({"error": "interaction_id: needed an interaction's id"}, 422)
         right: Right = request.scope["rlhf.right"]
         found = await run_in_threadpool(store.interaction, asked)
         if found is None or not right.reaches(found.agent_id):
@@ -316,7 +333,16 @@ def add_access(
 
     app.add_api_route("/sign-in", show_sign_in, methods=["GET"], include_in_schema=False)
     app.add_api_route("/sign-in", sign_in, methods=["POST"], include_in_schema=False)
-    app.add_api_route("/v1/feedback/tokens", make_token, methods=["POST"], tags=["feedback"])
+    content = {"application/json": {"schema": TokenBody.model_json_schema()}}
+    app.add_api_route(
+        "/v1/feedback/tokens",
+        make_token,
+        methods=["POST"],
+        tags=["feedback"],
+        response_model=Token,
+        responses=refusals(400, 404, TOO_LARGE, NOT_JSON, REFUSED),
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
     app.add_middleware(Access, keys=keys, open_without_keys=open_without_keys)
 
 

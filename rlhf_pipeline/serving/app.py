@@ -42,10 +42,12 @@ def create_app(
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.ledger import PromotionLedger
     from rlhf_pipeline.registry.models import ModelRegistry
-    from rlhf_pipeline.serving.access import add_access
+    from rlhf_pipeline.serving.access import OPEN, add_access
     from rlhf_pipeline.serving.chat_api import add_chat_routes
+    from rlhf_pipeline.serving.contract import Status, add_contract, refusals
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
     from rlhf_pipeline.serving.feedback_api import Inbox, add_feedback_route
+    from rlhf_pipeline.serving.feedback_schema import SCHEMAS
     from rlhf_pipeline.serving.gateway import Gateway
     from rlhf_pipeline.serving.health import add_health_routes
     from rlhf_pipeline.serving.keys import Keys
@@ -61,7 +63,7 @@ def create_app(
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
 
-    @app.get("/health")
+    @app.get("/health", response_model=Status, responses=refusals(503), tags=["operations"])
     def health() -> dict[str, str]:
         """Say that the process answers and its database can be read."""
         with database.read() as connection:
@@ -93,6 +95,7 @@ def create_app(
     add_access(app, store, Keys(settings.state_dir), open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)
+    add_contract(app, open_paths=OPEN, schemas=SCHEMAS)
     return app
 
 

@@ -15,11 +15,13 @@ import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import sqlalchemy as sa
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from fastapi import Query
+from pydantic import Field, ValidationError, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,6 +31,8 @@ from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.records import Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm
+from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
+from rlhf_pipeline.serving.feedback_api import is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 
 if TYPE_CHECKING:
@@ -59,33 +63,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are obeyed only where they ask for nothing."""
 
 
-class Closed(BaseModel):
-    """A part of a request: what it does not know it refuses."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class TextPart(Closed):
     """A piece of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(Closed):
     """One turn; `developer` is another word for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _can_be_stored(cls, content: str | list[TextPart]) -> str | list[TextPart]:
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        if "\x00" in text or any("\ud800" <= c <= "\udfff" for c in text):
-            raise ValueError("text without NUL and lone surrogates is needed")
-        return content
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    name: Text | None = None
 
     def message(self) -> Message:
         """Return the turn as the engine knows it."""
@@ -104,7 +94,7 @@ class StreamOptions(Closed):
 class ChatRequest(Closed):
     """The body of `POST /v1/chat/completions`."""
 
-    model: str = Field(max_length=200, description="An agent, or AGENT:champion, AGENT:baseline.")
+    model: Text = Field(max_length=200, description="An agent, or AGENT:champion, AGENT:baseline.")
     messages: list[ChatMessage] = Field(min_length=1, max_length=500)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -112,10 +102,10 @@ class ChatRequest(Closed):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: str | None = Field(None, max_length=512)
-    session_id: str | None = Field(None, max_length=64, description="Ours: joins a conversation.")
+    user: Text | None = Field(None, max_length=512)
+    session_id: Text | None = Field(None, max_length=64, description="Ours: joins a conversation.")
 
     @field_validator("stop")
     @classmethod
@@ -128,8 +118,8 @@ class ChatRequest(Closed):
     @field_validator("user", "session_id")
     @classmethod
     def _plain(cls, value: str | None) -> str | None:
-        if value is not None and any(c < " " or "\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("text without control characters and lone surrogates is needed")
+        if value is not None and any(c < " " for c in value):
+            raise ValueError("text without control characters is needed")
         return value
 
     @property
@@ -148,6 +138,92 @@ class ChatRequest(Closed):
             seed=self.seed,
             stop=stop,
         )
+
+
+class Usage(Told):
+    """Tokens read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Said(Told):
+    """What the assistant said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Told):
+    """The one completion."""
+
+    index: int
+    message: Said
+    logprobs: None
+    finish_reason: Literal["stop", "length", "content_filter"]
+
+
+class ChatCompletion(Told):
+    """A whole completion; `id` is the interaction's, which votes name."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatProblem(Told):
+    """Why a chat request has no answer."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ChatRefusal(Told):
+    """A refusal as OpenAI's clients read it."""
+
+    error: ChatProblem
+
+
+class Model(Told):
+    """A name that answers."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Told):
+    """Every name that answers."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ChatEvent(Told):
+    """A reply that was blocked, or a model that failed."""
+
+    seq: int
+    agent_id: str
+    interaction_id: str | None
+    arm: str
+    rule: str
+    detail: str
+    created_at: datetime
+
+
+class ChatEvents(Told):
+    """The newest events first, and how many there are by rule."""
+
+    counts: dict[str, int]
+    events: list[ChatEvent]
 
 
 class _Refused(Exception):
@@ -197,25 +273,38 @@ def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
                 return _model(name)
         return _error(404, f"no agent answers to {name!r}", param="model", code="model_not_found")
 
-    def events(agent_id: str, limit: int = 100) -> Any:
+    def events(agent_id: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Any:
         """Show what was blocked and what failed for an agent, newest first, and how often."""
         if not gateway.knows(agent_id):
             return _error(404, f"no agent answers to {agent_id!r}", code="model_not_found")
         database = gateway.store.database
-        rows = chat_events.newest(database, agent_id, min(max(limit, 1), 1000))
+        rows = chat_events.newest(database, agent_id, limit)
         return {"counts": chat_events.counts(database, agent_id), "events": rows}
 
-    body = {"application/json": {"schema": _inlined(ChatRequest.model_json_schema())}}
+    body = {"application/json": {"schema": _request_schema()}}
+    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
     app.add_api_route(
         "/v1/chat/completions",
         chat_completions,
         methods=["POST"],
         tags=["chat"],
+        response_model=ChatCompletion,
+        responses={
+            200: {"description": "The completion, whole or as events.", "content": streamed},
+            **refusals(400, 404, 413, 415, 429, 503, model=ChatRefusal),
+            **refusals(422),
+        },
         openapi_extra={"requestBody": {"required": True, "content": body}},
     )
-    app.add_api_route("/v1/models", models, methods=["GET"], tags=["chat"])
-    app.add_api_route("/v1/models/{name}", model, methods=["GET"], tags=["chat"])
-    app.add_api_route("/v1/chat/events/{agent_id}", events, methods=["GET"], tags=["chat"])
+    for path, route, shown, refused in (
+        ("/v1/models", models, ModelList, refusals(503)),
+        ("/v1/models/{name}", model, Model, refusals(404, model=ChatRefusal)),
+        ("/v1/chat/events/{agent_id}", events, ChatEvents, refusals(404, model=ChatRefusal)),
+    ):
+        refused = {**refused, **refusals(422, 503)}
+        app.add_api_route(
+            path, route, methods=["GET"], tags=["chat"], response_model=shown, responses=refused
+        )
 
 
 NO_STORE = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -346,7 +435,7 @@ async def _unless_gone(request: Request, answering: Any) -> Response:
 
 async def _read(request: Request) -> ChatRequest:
     """Return the checked body. Raises _Refused with the field's name."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+    if not is_json(request):
         raise _Refused(415, "needed content-type application/json")
     body = bytearray()
     try:
@@ -361,7 +450,7 @@ async def _read(request: Request) -> ChatRequest:
     except FeedbackRefused as refusal:
         raise _Refused(400, str(refusal)) from refusal
     for name, neutral in NEUTRAL.items():
-        if name in values and values.pop(name) not in neutral:
+        if name in values and not _among(values.pop(name), neutral):
             told = " or ".join(json.dumps(value) for value in neutral[1:])
             raise _Refused(400, f"{name} is not supported here: needed {told}", param=name)
     metadata = values.get("metadata")
@@ -373,8 +462,13 @@ async def _read(request: Request) -> ChatRequest:
         return ChatRequest.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
+        where = ".".join(str(part) for part in problem["loc"]) or "a field's name"
         raise _Refused(400, f"{where}: {problem['msg']}", param=where) from error
+
+
+def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Say whether a value asks for nothing; in JSON true is no 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 async def _find(gateway: Gateway, model: str) -> tuple[str, Arm]:
@@ -436,6 +530,19 @@ def _error(
 ) -> JSONResponse:
     headers = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}.get(status)
     return JSONResponse(_said(status, message, param, code), status, headers=headers)
+
+
+def _request_schema() -> dict[str, Any]:
+    """Return ChatRequest's schema with the fields that are taken and change nothing."""
+    schema = _inlined(ChatRequest.model_json_schema())
+    nothing = "Taken where it asks for nothing; else refused by name."
+    schema["properties"] |= {
+        **{
+            name: {"enum": list(values), "description": nothing} for name, values in NEUTRAL.items()
+        },
+        **{name: {"description": "Taken, and changes nothing."} for name in sorted(HARMLESS)},
+    }
+    return schema
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:

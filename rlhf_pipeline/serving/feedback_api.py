@@ -21,9 +21,17 @@ from starlette.responses import JSONResponse
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
-from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
+from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
 from rlhf_pipeline.feedback.store import Stored, Ticket
 from rlhf_pipeline.records import Feedback, uuid7
+from rlhf_pipeline.serving.contract import KEY_HEADER, refusals
+from rlhf_pipeline.serving.feedback_schema import (
+    BODY,
+    EXAMPLES,
+    MOST_EVENTS,
+    StoredVote,
+    StoredVotes,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,7 +40,6 @@ if TYPE_CHECKING:
 
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
-MOST_EVENTS = 1000  # in one body
 CONFLICT, REFUSED, TOO_LARGE, NOT_JSON, AWAY = 409, 422, 413, 415, 503
 
 Answer = tuple[int, dict[str, Any]]
@@ -55,7 +62,19 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return answer(code, told)
 
-    app.add_api_route("/v1/feedback", post_feedback, methods=["POST"], tags=["feedback"])
+    content = {"application/json": {"schema": BODY, "examples": EXAMPLES}}
+    app.add_api_route(
+        "/v1/feedback",
+        post_feedback,
+        methods=["POST"],
+        tags=["feedback"],
+        response_model=StoredVote | StoredVotes,
+        responses=refusals(CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
+        openapi_extra={
+            "requestBody": {"required": True, "content": content},
+            "parameters": [KEY_HEADER],
+        },
+    )
 
 
 class Inbox:
@@ -103,7 +122,7 @@ class Inbox:
 
 async def read_body(request: Request) -> bytes | JSONResponse:
     """Return a JSON request's body, or the answer that refuses it: no JSON, or too long."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+    if not is_json(request):
         return answer(NOT_JSON, {"error": "needed content-type application/json"})
     body = bytearray()
     async for piece in request.stream():
@@ -111,6 +130,12 @@ async def read_body(request: Request) -> bytes | JSONResponse:
         if len(body) > LONGEST_BODY:
             return answer(TOO_LARGE, {"error": f"needed at most {LONGEST_BODY} bytes"})
     return bytes(body)
+
+
+def is_json(request: Request) -> bool:
+    """Say whether the request calls its body JSON; a form from another page cannot."""
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    return kind.strip().lower() == "application/json"
 
 
 async def take(inbox: Inbox, body: bytes, key: str | None) -> Answer:
@@ -141,12 +166,17 @@ def read(body: bytes, key: str | None) -> Feedback | list[Feedback | FeedbackRef
 
     Raises FeedbackRefused for a body that is neither, and for one event that breaks a rule.
     """
+    if key is not None and not 1 <= len(key) <= LONGEST_KEY:
+        refuse(Rule.bad_key, f"Idempotency-Key of 1 to {LONGEST_KEY} characters", len(key))
     values = parse(RawRow(1, body))
     rows = values.get("events")
     if rows is None:
         return _event(values, key)
-    if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS or len(values) > 1:
-        refuse(Rule.wrong_type, f"events alone, a list of 1 to {MOST_EVENTS} rows", type(rows))
+    if beside := sorted(values.keys() - {"events"}):
+        refuse(Rule.unknown_field, "events alone", beside)
+    if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS:
+        found = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
+        refuse(Rule.wrong_type, f"events as a list of 1 to {MOST_EVENTS} rows", found)
     found: list[Feedback | FeedbackRefused] = []
     for i, row in enumerate(rows):
         try:

@@ -22,6 +22,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.serving.contract import WORDS, Status, Told
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 ROOM_BYTES = 64 << 20  # below it the disk of the embedded store counts as full
 PROBE = "readyz-probe"  # an agent that is never committed
+
+
+class Readiness(Told):
+    """Whether the service can do its work, and a word about each part."""
+
+    ready: bool
+    checks: dict[str, str]
+
 
 Seen = dict[tuple[str, int], tuple[tuple[tuple[int, int], ...], bool]]
 
@@ -50,8 +59,16 @@ def add_health_routes(app: FastAPI, database: db.Database, settings: Settings) -
         headers = None if ready else {"retry-after": "5"}
         return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
 
-    app.add_api_route("/healthz", healthz, methods=["GET"], tags=["operations"])
-    app.add_api_route("/readyz", readyz, methods=["GET"], tags=["operations"])
+    tags = ["operations"]
+    app.add_api_route("/healthz", healthz, methods=["GET"], tags=list(tags), response_model=Status)
+    app.add_api_route(
+        "/readyz",
+        readyz,
+        methods=["GET"],
+        tags=list(tags),
+        response_model=Readiness,
+        responses={503: {"model": Readiness, "description": WORDS[503]}},
+    )
 
 
 def look(

@@ -20,7 +20,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 if TYPE_CHECKING:
@@ -159,7 +159,13 @@ def add_metrics(app: FastAPI, metrics: Metrics) -> None:
         """Show the service's numbers in Prometheus's text format."""
         return Response(metrics.shown(), media_type=CONTENT_TYPE_LATEST)
 
-    app.add_api_route("/metrics", shown, methods=["GET"], tags=["operations"])
+    app.add_api_route(
+        "/metrics",
+        shown,
+        methods=["GET"],
+        tags=["operations"],
+        response_class=PlainTextResponse,
+    )
     app.add_middleware(Measured, metrics=metrics)
 
 

@@ -18,10 +18,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import sqlalchemy as sa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -31,14 +31,26 @@ from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, Or
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.lines import RawRow, parse
-from rlhf_pipeline.feedback.rules import AGENT_ID, LONGEST_KEY, Rule, check_event, refuse
+from rlhf_pipeline.feedback.rules import (
+    AGENT_ID,
+    LONGEST_COMMENT,
+    LONGEST_KEY,
+    LONGEST_PROMPT,
+    LONGEST_TEXT,
+    Rule,
+    check_event,
+    refuse,
+)
 from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.serving.contract import KEY_HEADER, Closed, Refusal, Text, Told, refusals
 from rlhf_pipeline.serving.dagster_runs import FINGERPRINT, LEARNING_RATE, MAX_RUNTIME, MAX_STEPS
 from rlhf_pipeline.serving.feedback_api import (
     AWAY,
     CONFLICT,
+    NOT_JSON,
     REFUSED,
+    TOO_LARGE,
     Answer,
     answer,
     read_body,
@@ -59,28 +71,98 @@ MINUTES_PER_STEP = 0.1  # of a whole turn, before the agent's own turns say: rec
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class _Strict(BaseModel):
-    """A request's body: no other fields, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ScoreBody(_Strict):
+class ScoreBody(Closed):
     """One score of one answer."""
 
-    prompt: str
-    response: str
+    prompt: Annotated[Text, Field(max_length=LONGEST_PROMPT)]
+    response: Annotated[Text, Field(max_length=LONGEST_TEXT)]
     score: Annotated[float, Field(ge=0, le=1)]
-    runId: Annotated[str, Field(min_length=1, max_length=LONGEST_KEY)]
-    notes: str | None = None
+    runId: Annotated[Text, Field(min_length=1, max_length=LONGEST_KEY)]
+    notes: Annotated[Text, Field(max_length=LONGEST_COMMENT)] | None = None
 
 
-class TrainBody(_Strict):
+class TrainBody(Closed):
     """What to train, or what training would take."""
 
     dryRun: bool = False
     maxSteps: Annotated[int, Field(ge=1, le=100_000)] | None = None  # None: the recipe's
     learningRate: Annotated[float, Field(gt=0, le=1)] | None = None  # None: the recipe's
+
+
+class StoredScore(Told):
+    """A score that is synced to disk."""
+
+    id: str
+    agentId: str
+    score: float
+    createdAt: str | None
+
+
+class BaseModelConfig(Told):
+    """What would be trained."""
+
+    base_model: str
+    use_lora: bool
+    learning_rate: float
+
+
+class DryRun(Told):
+    """What training would take."""
+
+    status: Literal["dry_run"]
+    feedbackCount: int
+    estimatedSteps: int
+    estimatedTimeMinutes: float
+    scoreMean: float | None
+    scoreStd: float | None
+    modelConfig: BaseModelConfig
+
+
+class Started(Told):
+    """A run that was asked for."""
+
+    status: Literal["started"]
+    runId: str
+
+
+class Trained(Told):
+    """What a run has left."""
+
+    status: Literal["trained"]
+    policyId: str
+    version: str
+    modelPath: str
+    rewardModelPath: str
+    feedbackCount: int
+    trainingSteps: int
+    rewardMean: float | None
+    rewardStd: float | None
+
+
+class TrainRefusal(Refusal):
+    """Why nothing is trained: too few samples, or a run that is at work, done or failed."""
+
+    feedbackCount: int = 0
+    missing: int = 0
+    runId: str = ""
+
+
+class PolicyMetrics(Told):
+    """What a version was trained on and to."""
+
+    feedbackCount: int
+    rewardMean: float | None
+    rewardStd: float | None
+
+
+class PolicyVersion(Told):
+    """One version of an agent."""
+
+    id: str
+    agentId: str
+    version: str
+    createdAt: str
+    metrics: PolicyMetrics
 
 
 @dataclass(frozen=True)
@@ -152,14 +234,41 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
         return answer(*await _settled(listed, policies, agent_id))
 
     at, tags = "/api/policies", ["policies"]
-    for path, route, model in (
-        (f"{at}/feedback/{{agent_id}}", post_score, ScoreBody),
-        (f"{at}/train_policy/{{agent_id}}", post_training, TrainBody),
-    ):
-        schema = {"application/json": {"schema": model.model_json_schema()}}
-        extra = {"requestBody": {"required": True, "content": schema}}
-        app.add_api_route(path, route, methods=["POST"], tags=list(tags), openapi_extra=extra)
-    app.add_api_route(f"{at}/{{agent_id}}", list_policies, methods=["GET"], tags=list(tags))
+    unfit = refusals(TOO_LARGE, NOT_JSON, AWAY)
+    app.add_api_route(
+        f"{at}/feedback/{{agent_id}}",
+        post_score,
+        methods=["POST"],
+        tags=list(tags),
+        response_model=StoredScore,
+        responses={**unfit, **refusals(CONFLICT, REFUSED)},
+        openapi_extra={**_takes(ScoreBody), "parameters": [KEY_HEADER]},
+    )
+    app.add_api_route(
+        f"{at}/train_policy/{{agent_id}}",
+        post_training,
+        methods=["POST"],
+        tags=list(tags),
+        response_model=DryRun | Started | Trained,
+        responses={
+            **unfit,
+            **refusals(CONFLICT, REFUSED, UPSTREAM_FAILED, model=TrainRefusal),
+        },
+        openapi_extra=_takes(TrainBody),
+    )
+    app.add_api_route(
+        f"{at}/{{agent_id}}",
+        list_policies,
+        methods=["GET"],
+        tags=list(tags),
+        response_model=list[PolicyVersion],
+        responses=refusals(REFUSED, AWAY),
+    )
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": schema}}
 
 
 async def _settled(call: Callable[..., tuple[int, Any]], *arguments: Any) -> tuple[int, Any]:
@@ -187,7 +296,7 @@ def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) 
     event = Feedback(
         agent_id=agent_id,
         kind=FeedbackKind.score,
-        idempotency_key=key or f"sent:{uuid7()}",
+        idempotency_key=f"sent:{uuid7()}" if key is None else key,
         prompt=user_prompt(said.prompt),
         completion=said.response,
         number=said.score,
@@ -351,7 +460,7 @@ def _policy_id(version: ModelVersion) -> str:
 
 def _check_agent(agent_id: str) -> None:
     if not AGENT_ID.fullmatch(agent_id):
-        refuse(Rule.bad_agent, "an agent id of 1 to 64 letters, digits, - and _", agent_id)
+        refuse(Rule.bad_agent, "agent_id as 1 to 64 letters, digits, - and _", agent_id)
 
 
 def _read(model: type[Body], body: bytes) -> Body:
@@ -362,6 +471,7 @@ def _read(model: type[Body], body: bytes) -> Body:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         name = ascii(".".join(str(part) for part in problem["loc"]))[:80]
+        name = "a field's name" if problem["loc"] == () else name
         rule = {"missing": Rule.missing_field, "extra_forbidden": Rule.unknown_field}.get(
             problem["type"], Rule.wrong_type
         )

@@ -186,7 +186,7 @@ def test_a_run_id_that_is_an_interactions_is_about_what_it_answered(service: Ser
         ({"runId": None}, "runId"),
         ({"response": "\ud800"}, "surrogate"),
         ({"prompt": "\x00"}, "NUL"),
-        ({"notes": "x" * 10_001}, "comment"),
+        ({"notes": "x" * 10_001}, "notes"),
         ({"rating": 3}, "rating"),
     ],
 )
