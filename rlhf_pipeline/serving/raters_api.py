@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 
 from rlhf_pipeline.erasure import erase, held_about
 from rlhf_pipeline.errors import ClaimError, OrchestratorAway, RegistryError, UnknownRater
+from rlhf_pipeline.serving.contract import refusals
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.registry.models import ModelRegistry
 
-UNKNOWN, TRAINING, AWAY = 404, 409, 503
+UNKNOWN, TRAINING, REFUSED, AWAY = 404, 409, 422, 503
 
 
 def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) -> None:
@@ -43,8 +44,15 @@ def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) 
         )
 
     path = "/v1/raters/{rater:path}"  # an id may hold a slash
-    app.add_api_route(path, export_rater, methods=["GET"], tags=["raters"])
-    app.add_api_route(path, erase_rater, methods=["DELETE"], tags=["raters"])
+    for method, route in (("GET", export_rater), ("DELETE", erase_rater)):
+        app.add_api_route(
+            path,
+            route,
+            methods=[method],
+            tags=["raters"],
+            response_model=dict[str, Any],
+            responses=refusals(UNKNOWN, TRAINING, REFUSED, AWAY),
+        )
 
 
 def _told(work: Callable[[], dict[str, Any]]) -> JSONResponse:
