@@ -175,8 +175,8 @@ def read(body: bytes, key: str | None) -> Feedback | list[Feedback | FeedbackRef
     if beside := sorted(values.keys() - {"events"}):
         refuse(Rule.unknown_field, "events alone", beside)
     if not isinstance(rows, list) or not 1 <= len(rows) <= MOST_EVENTS:
-        found = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
-        refuse(Rule.wrong_type, f"events as a list of 1 to {MOST_EVENTS} rows", found)
+        what = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
+        refuse(Rule.wrong_type, f"events as a list of 1 to {MOST_EVENTS} rows", what)
     found: list[Feedback | FeedbackRefused] = []
     for i, row in enumerate(rows):
         try:
