@@ -26,6 +26,8 @@ def sft_policy(
     pipeline.begin_bootstrap_if_alone(context)
     with pipeline.turn(context) as turn:
         if turn.baseline is not None:
+            with pipeline.tracked(turn):  # what an attempt that died after registering left open
+                pipeline.registry.reconcile(turn.agent_id)
             pipeline.finish_bootstrap(turn)
             return dg.MaterializeResult(
                 metadata={

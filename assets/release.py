@@ -88,8 +88,9 @@ def promotion(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Material
         drifted = read_json(turn.data / DRIFT)["drifted"]
         doubts = read_json(turn.data / SUPPORT)["doubts"]
         words = pipeline.promote_if_due(turn, drifted=drifted, doubts=doubts)
-        pipeline.claims.finish(turn.token, "done", words)
         pipeline.registry.reconcile(turn.agent_id)
+        # Last: a run that dies before it is found by its claim, and asked for again.
+        pipeline.claims.finish(turn.token, "done", words)
         champion = pipeline.ledger.champion(turn.agent_id)
     return dg.MaterializeResult(
         metadata={

@@ -276,7 +276,7 @@ def _turn(
             facts=steps[-1] if steps else "queued",
         )
         if claim is not None:
-            bars.look(settings.agent_folder(agent_id) / "turns" / claim.fingerprint[:16])
+            bars.look(settings.turn_folder(agent_id, claim.fingerprint))
     claim = pipeline.claims.of_holder(run.run_id)
     if not run.is_success:
         why = (claim.reason or claim.state) if claim else "no claim"

@@ -85,13 +85,19 @@ def ingest_file() -> None:
     take_in()
 
 
-def request(turn: Due, *, asked_by: str, deadline_minutes: int) -> dg.RunRequest:
-    """Return the run that a due turn asks for; the same turn asks once."""
+def request(
+    turn: Due, *, asked_by: str, deadline_minutes: int, again: bool = False
+) -> dg.RunRequest:
+    """Return the run that a due turn asks for; the same turn asks once.
+
+    `again` is for votes that were trained on before, where a person wanted that.
+    """
+    snapshot = {"watermark": turn.watermark, **({"again": True} if again else {})}
     return dg.RunRequest(
         job_name=retrain.name,
         run_key=turn.run_key,
         partition_key=turn.agent_id,
-        run_config={"ops": {"feedback_snapshot": {"config": {"watermark": turn.watermark}}}},
+        run_config={"ops": {"feedback_snapshot": {"config": snapshot}}},
         tags={
             AGENT: turn.agent_id,
             ASKED_BY: asked_by,

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from automation import processes
 from automation.bars import Bars, be_quiet, looking
+from automation.dead import end_dead_turns
 from automation.jobs import bootstrap, retrain
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.errors import PipelineError
@@ -28,6 +29,7 @@ def run_job(
     settings = pipeline.settings(agent_id)
     instance = dg.DagsterInstance.get()
     instance.add_dynamic_partitions("agents", [agent_id])
+    end_dead_turns(instance, pipeline, agent_id)
     config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
     if job == bootstrap.name:
         mark = bootstrap_mark(agent_id)
@@ -35,7 +37,8 @@ def run_job(
         watermark = snapshot.newest_seq(pipeline.database, agent_id)
         mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
         config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
-    folder = settings.agent_folder(agent_id) / "turns" / mark[:16]
+    claims = [c for c in pipeline.claims.history(agent_id) if c.fingerprint == mark]
+    folder = settings.turn_folder(agent_id, mark, [c.state for c in claims].count("done"))
     with looking(bars, folder):
         outcome = (
             definitions()
@@ -86,7 +89,8 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     claim = pipeline.claims.last_done(agent_id)
     if claim is None:
         return
-    folder = pipeline.settings(agent_id).agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+    verdicts = pipeline.claims.verdicts_before(claim)
+    folder = pipeline.settings(agent_id).turn_folder(agent_id, claim.fingerprint, verdicts)
     console.print(f"verdict: {claim.reason}", highlight=False, soft_wrap=True)
     for rule, count in pipeline.store.quarantined(agent_id).items():
         console.print(f"quarantine: {rule} {count}", highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import dagster as dg
 import structlog
 
 from assets.common import agents
+from automation.dead import end_dead_turns, runs_of
 from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain
 from resources.pipeline import (
     AGENT,
@@ -123,19 +124,12 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
 def dead_runs(
     context: dg.SensorEvaluationContext, pipeline: Pipeline
 ) -> dg.SensorResult | dg.SkipReason:
-    """Find turns whose heartbeat stopped, mark their run failed, and ask for them again."""
+    """End the turns that died (automation/dead.py) and ask again for those that may be tried."""
     requests = []
     known = set(context.instance.get_dynamic_partitions(str(agents.name)))
-    for claim in pipeline.claims.stale():
-        runs = _runs_of(context.instance, claim.holder)
-        for run in runs:
-            if not run.is_finished:
-                words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
-                context.instance.report_run_failed(run, message=words)
-        pipeline.claims.give_up(claim.token, "the worker died: no heartbeat")
+    for claim in end_dead_turns(context.instance, pipeline):
         if claim.asked_by == ASKED_BY_ERASURE:
             continue  # whoever asked for the erasure asks again; there is nothing to train
-        log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
         settings, row = pipeline.settings(claim.agent_id), pipeline.store.agent(claim.agent_id)
         rules = settings.continuous_learning
         if (
@@ -155,8 +149,13 @@ def dead_runs(
                 )
             )
             continue
-        again = Due(claim.agent_id, claim.fingerprint, claim.watermark, 0, claim.attempt + 1)
-        asked = request(again, asked_by="watchdog", deadline_minutes=rules.deadline_minutes)
+        asked = request(
+            Due(claim.agent_id, claim.fingerprint, claim.watermark, 0, claim.attempt + 1),
+            asked_by="watchdog",
+            deadline_minutes=rules.deadline_minutes,
+            again=pipeline.claims.verdicts_before(claim) > 0,
+        )
+        runs = runs_of(context.instance, claim.holder)
         wishes = {k: r.tags[k] for r in runs for k in (MAX_STEPS, LEARNING_RATE) if k in r.tags}
         requests.append(asked._replace(tags={**asked.tags, **wishes}))
     if not requests:
@@ -166,13 +165,6 @@ def dead_runs(
         run_requests=requests,
         dynamic_partitions_requests=[agents.build_add_request(fresh)] if fresh else [],
     )
-
-
-def _runs_of(instance: dg.DagsterInstance, holder: str) -> list[dg.DagsterRun]:
-    """Return the run that claimed, and those that a person set going again from it."""
-    first = instance.get_run_by_id(holder)
-    again = instance.get_runs(dg.RunsFilter(tags={"dagster/root_run_id": holder}))
-    return [run for run in (first, *again) if run is not None]
 
 
 @dg.sensor(target=None, minimum_interval_seconds=60, default_status=RUNNING)

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+from pydantic import PrivateAttr
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
-from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import file_sha256, folder_sha256, read_json
+from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, remove_half_written
 from rlhf_pipeline.records import hashed
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import Promotion, PromotionLedger
 from rlhf_pipeline.stages import Turn
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     """Builds what assets and sensors work with, from the recipe or the agent's own recipe."""
 
     recipe: str | None = None
+    _beating: dict[int, AbstractContextManager[None]] = PrivateAttr(default_factory=dict)
+
+    def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
+        """Stop the heartbeats when the run ends."""
+        while self._beating:
+            self._beating.popitem()[1].__exit__(None, None, None)
 
     def settings(self, agent_id: str | None = None) -> Settings:
         """Return the settings; an agent that was given a recipe of its own has that one's."""
@@ -97,11 +104,24 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
         except ClaimRefused as error:
             raise dg.Failure(str(error), allow_retries=False) from error
-        return self._turn(claim, run.tags)
+        self._keep_alive(claim.token)
+        turn = self._turn(claim, run.tags)
+        remove_half_written(turn.work, turn.data)  # by an attempt that was killed
+        return turn
+
+    def _keep_alive(self, token: int) -> None:
+        """Keep the heartbeat going to the run's end: it must not stop where steps wait for the
+        pool. Raises ClaimLost where the claim is another's by now.
+        """
+        self.claims.beat(token)
+        if token not in self._beating:
+            kept = self.claims.kept_alive(token)
+            kept.__enter__()
+            self._beating[token] = kept
 
     @contextmanager
     def turn(self, context: dg.AssetExecutionContext) -> Iterator[Turn]:
-        """Yield the turn this run holds, its claim kept alive while the block runs."""
+        """Yield the turn this run holds, its claim kept alive from here to the run's end."""
         claim = self._claim_of(context.run)
         if claim is None:
             raise dg.Failure(
@@ -110,8 +130,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 allow_retries=False,
             )
         try:
-            with self.claims.kept_alive(claim.token):
-                yield self._turn(claim, context.run.tags)
+            self._keep_alive(claim.token)
+            yield self._turn(claim, context.run.tags)
         except PipelineError as error:
             # What the engine refuses it would refuse again; crashes stay retryable.
             raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
@@ -131,6 +151,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 claim.watermark,
                 holder=claim.holder,
                 asked_by="person",
+                again=self.claims.verdicts_before(claim) > 0,
             )
         except ClaimRefused as error:
             raise dg.Failure(str(error), allow_retries=False) from error
@@ -151,7 +172,6 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 "watermark": turn.watermark,
                 **flattened(shown(turn.settings)),
             },
-            tags={"rlhf.agent": turn.agent_id},
         )
 
     def rows(self, turn: Turn) -> int:
@@ -204,6 +224,13 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 "materialise registered_model first"
             )
         version = versions[-1]
+        claim = self.claims.held(turn.agent_id)
+        ours = None if claim is None else self._promotion_of(claim)
+        if ours is not None:
+            return (
+                f"champion moved from {ours.previous_version} to {ours.version}, by an attempt "
+                "that ended before it could say so"
+            )
         row = self.store.agent(turn.agent_id)
         automatic = turn.settings.promotion.automatic
         if row is not None and row.automatic_promotion is not None:
@@ -225,6 +252,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if turn.settings.experiments.enabled:
             book = ExperimentBook(self.database)
             if running := book.running(turn.agent_id):
+                if running.challenger == version.version:  # an earlier attempt began it
+                    return _meets(running)
                 return (
                     f"version {version.version} passed; version {running.challenger} is in an "
                     "experiment, so this one waits for a person"
@@ -236,7 +265,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 share=turn.settings.experiments.ramp[0],
                 actor="promotion",
             )
-            return f"version {version.version} passed and meets {begun.share:.0%} of the people"
+            return _meets(begun)
         return self.ledger.promote(
             turn.agent_id,
             version.version,
@@ -245,6 +274,16 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             expected_champion=champion.version,
             token=turn.token,
         ).words
+
+    def _promotion_of(self, claim: Claim) -> Promotion | None:
+        """Return the promotion this turn came to in an attempt that died before it closed."""
+        tokens = {attempt.token for attempt in self.claims.attempts(claim)}
+        made = [p for p in self.ledger.history(claim.agent_id) if p.token in tokens]
+        return next((p for p in reversed(made) if p.action == "promote"), None)
+
+    def _folder_of(self, claim: Claim, settings: Settings) -> Path:
+        verdicts = self.claims.verdicts_before(claim)
+        return settings.turn_folder(claim.agent_id, claim.fingerprint, verdicts)
 
     def finish_bootstrap(self, turn: Turn) -> None:
         """Close the claim of a turn that only had to train version 0."""
@@ -256,21 +295,29 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         folder = settings.agent_folder(claim.agent_id)
         ledger = self.ledger
         champion, baseline = ledger.champion(claim.agent_id), ledger.baseline(claim.agent_id)
+        ours = self._promotion_of(claim)
+        if ours is not None and ours.previous_version is not None:
+            # The turn began from the champion before: from its own it would train over it.
+            champion = ledger.version(claim.agent_id, ours.previous_version)
         before = self.claims.last_done(claim.agent_id)
         if before is not None and before.fingerprint == claim.fingerprint:
-            before = None  # trained on again: its folder is this turn's
+            before = None  # trained on again: the same votes
         return Turn(
             agent_id=claim.agent_id,
             fingerprint=claim.fingerprint,
             watermark=claim.watermark,
             token=claim.token,
             data=folder / "snapshots" / claim.fingerprint[:16],
-            work=folder / "turns" / claim.fingerprint[:16],
+            work=self._folder_of(claim, settings),
             baseline=Path(baseline.path) if baseline else None,
             champion=Path(champion.path) if champion else None,
             settings=settings,
-            previous=folder / "turns" / before.fingerprint[:16] if before else None,
+            previous=self._folder_of(before, settings) if before else None,
         )
+
+
+def _meets(experiment: Experiment) -> str:
+    return f"version {experiment.challenger} passed and meets {experiment.share:.0%} of the people"
 
 
 def asked_for(settings: Settings, tags: Mapping[str, str]) -> Settings:

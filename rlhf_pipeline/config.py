@@ -564,6 +564,13 @@ class Settings(Section):
         """Return where an agent's snapshots, turns and baseline are kept."""
         return self.state_dir / "agents" / agent_id
 
+    def turn_folder(self, agent_id: str, fingerprint: str, verdicts: int = 0) -> Path:
+        """Return where a turn trains. One asked for again, after so many verdicts, gets its own:
+        the model in the earlier folder is registered, and may be the champion.
+        """
+        name = fingerprint[:16] if verdicts == 0 else f"{fingerprint[:16]}-{verdicts + 1}"
+        return self.agent_folder(agent_id) / "turns" / name
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {

@@ -236,14 +236,14 @@ def _clean_files(
         changed += _clean_training(agent / "tuning", questions)
     for folder, said in learned.items():
         claims.check(token)
-        turn = agent / "turns" / folder.name
-        changed += _clean_training(turn, asked(said.prompts))
-        changed += _clean_comparison(turn / "evaluation.json", said.prompts)
-        changed += forget_samples(
-            registry, person.agent_id, folder.name, said.prompts, _report(turn)
-        )
+        first, prompts = agent / "turns" / folder.name, said.prompts
+        for turn in {first, *first.parent.glob(f"{first.name}-*")}:  # asked for again: its own
+            changed += _clean_training(turn, asked(prompts))
+            changed += _clean_comparison(turn / "evaluation.json", prompts)
+            report = _report(turn)
+            changed += forget_samples(registry, person.agent_id, folder.name, prompts, report)
         changed += clean_support(folder / SUPPORT, said, person.rater_id)
-        of_turn = _settings_of(turn, settings)
+        of_turn = _settings_of(first, settings)
         changed += clean_folder(
             folder,
             held.gone,

@@ -96,6 +96,20 @@ def folder_sha256(directory: str | Path) -> dict[str, str]:
     return {p.relative_to(root).as_posix(): file_sha256(p) for p in files}
 
 
+def remove_half_written(*directories: str | Path) -> None:
+    """Remove what killed processes left half-written or half-replaced anywhere in these folders.
+
+    Call it while nothing else writes there: to another writer they are not leftovers.
+    """
+    for directory in map(Path, directories):
+        for pattern in (".*.new-*", ".*.old-*", "*.partial"):
+            for path in list(directory.rglob(pattern)):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+
+
 def _move_into_place(aside: Path, target: Path) -> None:
     """Rename `aside` to `target`; what stood there is removed only after the rename."""
     former = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:12]}"

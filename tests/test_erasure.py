@@ -349,6 +349,8 @@ def test_votes_watermarks_and_numbers_hold_after_an_erasure(world: World) -> Non
 
 
 def test_data_sets_keep_what_others_said(copied: World) -> None:
+    [turn] = (copied.agent / "turns").glob("*/")
+    shutil.copytree(turn, turn.with_name(f"{turn.name}-2"))  # as one that was asked for again
     copied.erase()
     [folder] = (copied.agent / "snapshots").glob("*/")
     texts = {p.name: p.read_text() for p in folder.glob("*.jsonl")}
@@ -361,12 +363,12 @@ def test_data_sets_keep_what_others_said(copied: World) -> None:
     assert "Quince indeed." in {e.completion for e in shown}  # Bob liked it as well
     redacted = snapshot.redacted_in(folder / snapshot.FILE)
     assert redacted == {}
-    [turn] = (copied.agent / "turns").glob("*/")
-    told = read_json(turn / "evaluation.json")["result"]
-    assert "pear one?" in told["markdown"]
-    assert [s["prompt_id"] for s in told["report"]["samples"]] == [
-        hashed(prompt_to_json(user_prompt("pear one?")))[:32]
-    ]
+    for folder_of_turn in (turn, turn.with_name(f"{turn.name}-2")):
+        told = read_json(folder_of_turn / "evaluation.json")["result"]
+        assert "pear one?" in told["markdown"]
+        assert [s["prompt_id"] for s in told["report"]["samples"]] == [
+            hashed(prompt_to_json(user_prompt("pear one?")))[:32]
+        ]
     support = read_json(folder / SUPPORT)
     assert [(one["ngram"], one["net"]) for one in support["associations"]] == [
         ("[erased]", 4),

@@ -12,6 +12,7 @@ from rlhf_pipeline.files import (
     folder_sha256,
     new_folder,
     read_json,
+    remove_half_written,
     write_bytes,
     write_json,
     write_text,
@@ -79,3 +80,11 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
     write_text(tmp_path / "v.json", "{")
     with pytest.raises(PipelineError, match="a JSON file is needed"):
         read_json(tmp_path / "v.json")
+
+
+def test_what_a_kill_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("a/.sft.new-1/model", "a/b/.proxy.old-2/model", "a/.x.json.new-3", "c/v.partial"):
+        write_text(tmp_path / name, "half")
+    write_text(tmp_path / "a" / "b" / "model", "whole")
+    remove_half_written(tmp_path / "a", tmp_path / "c", tmp_path / "nowhere")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / "a" / "b" / "model"]

@@ -226,6 +226,21 @@ class ClaimBook:
                 connection, db.claims.select().where(c.agent_id == agent_id).order_by(c.token)
             )
 
+    def verdicts_before(self, claim: Claim) -> int:
+        """Return how often this claim's fingerprint had been trained to its verdict before it."""
+        return len([c for c in self._earlier(claim) if c.state == "done"])
+
+    def attempts(self, claim: Claim) -> list[Claim]:
+        """Return the claims on this claim's turn up to itself: those since the last verdict."""
+        earlier = self._earlier(claim)
+        done = max((c.token for c in earlier if c.state == "done"), default=0)
+        return [*(c for c in earlier if c.token > done), claim]
+
+    def _earlier(self, claim: Claim) -> list[Claim]:
+        history = self.history(claim.agent_id)
+        mark = claim.fingerprint
+        return [c for c in history if c.fingerprint == mark and c.token < claim.token]
+
     def stale(self) -> list[Claim]:
         """Return the held claims whose lease has run out: their holders are gone or stuck."""
         c = db.claims.c

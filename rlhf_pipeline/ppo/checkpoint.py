@@ -108,18 +108,6 @@ def retain(root: Path, *, latest: int, best: Iterable[int]) -> None:
         shutil.rmtree(_folder(root, update))
 
 
-def remove_half_written(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-replaced in this folder, by files.py.
-
-    Call it while nothing else writes there: to another writer they are not leftovers.
-    """
-    for path in [*folder.glob(".*.new-*"), *folder.glob(".*.old-*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def remove_all(root: Path) -> None:
     """Remove every checkpoint, for a run that begins at the beginning."""
     if root.exists():

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
@@ -158,8 +159,7 @@ def train_ppo(
 
     # 2. Where to begin.
     if team.is_main:
-        for folder in (output_dir, checkpoints):
-            checkpoint.remove_half_written(folder)
+        remove_half_written(output_dir)
         if not resume:
             checkpoint.remove_all(checkpoints)
     team.wait()

@@ -100,6 +100,24 @@ class ModelRegistry:
             tags=tags or {},
         )
 
+    def end_runs(self, agent_id: str, fingerprint: str) -> int:
+        """Mark what a turn that died left RUNNING as KILLED, and return how many runs that were.
+
+        A later attempt at the same work takes its run up again.
+        """
+        file = sqlite_file(self.tracking_uri)
+        if file is not None and not file.exists():
+            return 0
+        with mlflow_refusals(f"ending the runs of agent {agent_id}"):
+            experiment = self.client.get_experiment_by_name(model_name(agent_id))
+            if experiment is None:
+                return 0
+            wanted = f"status = 'RUNNING' and tags.`rlhf.fingerprint` = '{fingerprint}'"
+            found = self.client.search_runs([experiment.experiment_id], wanted)
+            for run in found:
+                self.client.set_terminated(run.info.run_id, "KILLED")
+        return len(found)
+
     # ---- registering
 
     def register_baseline(

@@ -128,8 +128,7 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
             f"needed a turn of agent {agent_id} with reward models, found none; its first turn "
             "trains them: `make train AGENT=…`"
         )
-    fingerprint = str(versions[-1].lineage["fingerprint"])
-    work = settings.agent_folder(agent_id) / "turns" / fingerprint[:16]
+    work = versions[-1].path.parents[1]  # its ppo/policy
     turn = recorded_turn(ledger, settings, versions[-1], work, exact=False)
     return replace(turn, settings=settings, champion=champion.path)
 

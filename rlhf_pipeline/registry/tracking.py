@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.errors import ClaimLost, RegistryError
 from rlhf_pipeline.records import hashed
 
 log = structlog.get_logger(__name__)
@@ -202,13 +202,17 @@ def tracked_run(
 ) -> Iterator[TrackedRun]:
     """Yield the one run of this work: the earlier one where a step is retried, else a new one.
 
-    The block's end marks it FINISHED, an exception FAILED (and it may be resumed later).
+    The block's end marks it FINISHED, an exception FAILED (and it may be resumed later). A block
+    that lost its claim leaves it alone: by now it is the newer holder's.
     """
     run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
-    run.set_tags({"rlhf.agent": agent_id, "rlhf.fingerprint": fingerprint, **tags})
+    if tags:
+        run.set_tags(tags)
     try:
         yield run
         run.flush()
+    except ClaimLost:
+        raise
     except BaseException:
         _mark_failed(run)
         raise
@@ -243,14 +247,21 @@ def _find_or_create(
         if found:
             run_id = found[0].info.run_id
             client.update_run(run_id, status="RUNNING")
-            return TrackedRun(client, run_id, resumed=True)
-        name = f"{stage} {fingerprint[:8]}"
-        tags = {"rlhf.work": work, "rlhf.stage": stage}
-        run_id = client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
-        entities = [Param(key, value) for key, value in texts.items()]
+            missing = texts.keys() - found[0].data.params.keys()  # killed before all were there
+        else:
+            name = f"{stage} {fingerprint[:8]}"
+            tags = {
+                "rlhf.work": work,
+                "rlhf.stage": stage,
+                "rlhf.agent": agent_id,
+                "rlhf.fingerprint": fingerprint,
+            }
+            run_id = client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
+            missing = texts.keys()
+        entities = [Param(key, texts[key]) for key in sorted(missing)]
         for first in range(0, len(entities), 100):  # as many as MLflow takes in one call
             client.log_batch(run_id, params=entities[first : first + 100], synchronous=True)
-    return TrackedRun(client, run_id, resumed=False)
+    return TrackedRun(client, run_id, resumed=bool(found))
 
 
 def as_tag(value: Any) -> str:

@@ -382,7 +382,8 @@ def outcome(policies: Policies, agent_id: str, run_id: str) -> Answer:
         why = policies.runs.why(run_id) if state == "failed" else "it left no version"
         return UPSTREAM_FAILED, {"error": f"training failed: {why}", "runId": run_id}
     version = versions[-1]
-    turn = policies.settings.agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+    verdicts = policies.claims.verdicts_before(claim)
+    turn = policies.settings.turn_folder(agent_id, claim.fingerprint, verdicts)
     reached = version.lineage["training"]
     return 200, {
         "status": "trained",

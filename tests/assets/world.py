@@ -171,7 +171,8 @@ class Loop:
     def turn_folder(self, agent_id: str) -> Path:
         """Return the folder of the agent's newest turn."""
         claim = self.pipeline.claims.history(agent_id)[-1]
-        return self.pipeline.settings().agent_folder(agent_id) / "turns" / claim.fingerprint[:16]
+        verdicts = self.pipeline.claims.verdicts_before(claim)
+        return self.pipeline.settings().turn_folder(agent_id, claim.fingerprint, verdicts)
 
     def version(self, agent_id: str, number: int) -> ModelVersion:
         """Return a registered version."""

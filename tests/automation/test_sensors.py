@@ -17,6 +17,7 @@ import dagster as dg
 import pytest
 import structlog
 
+from assets.common import GPU
 from automation import sensors
 from automation.jobs import FINGERPRINT
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
@@ -397,6 +398,48 @@ def test_the_run_that_a_person_set_going_again_is_found_dead_too(ticks: Ticks) -
     assert dead.status is dg.DagsterRunStatus.FAILURE
 
 
+@pytest.fixture
+def pool(loop: Loop) -> Iterator[str]:
+    """A pool with one place, as dagster.yaml makes it."""
+    storage = loop.instance.event_log_storage
+    storage.set_concurrency_slots(GPU, 1)
+    yield GPU
+    storage.delete_concurrency_limit(GPU)
+
+
+def test_runs_that_died_before_their_claim_or_after_its_end_are_ended_too(
+    ticks: Ticks, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims, storage = ticks.pipeline.claims, ticks.instance.event_log_storage
+    unclaimed, done, waiting, alive = (
+        ticks.start_run(name) for name in ("unclaimed", "done", "waiting", "alive")
+    )
+    for run in (done, alive):
+        claims.claim(run.tags[AGENT], "f" * 64, 1, holder=run.run_id, asked_by="sensor")
+    closed = claims.of_holder(done.run_id)
+    assert closed is not None
+    claims.finish(closed.token, "done")
+    assert storage.claim_concurrency_slot(pool, done.run_id, "promotion").is_claimed
+    assert not storage.claim_concurrency_slot(pool, waiting.run_id, "sft_policy").is_claimed
+
+    def statuses() -> list[str]:
+        runs = [ticks.instance.get_run_by_id(r.run_id) for r in (unclaimed, done, waiting, alive)]
+        return [run.status.value for run in runs if run is not None]
+
+    ticks.tick("dead_runs")
+    assert statuses() == ["STARTED"] * 4  # they may be about to claim, and about to end
+
+    monkeypatch.setattr("automation.dead.now", lambda: now() + timedelta(minutes=15))
+    assert ticks.tick("dead_runs").run_requests == []
+    assert statuses() == ["FAILURE", "FAILURE", "STARTED", "STARTED"]
+    info = storage.get_concurrency_info(pool)
+    # The dead run's place went to the one that waited.
+    assert (info.active_run_ids, info.assigned_run_ids) == (set(), {waiting.run_id})
+    storage.free_concurrency_slots_for_run(waiting.run_id)
+    for run in (waiting, alive):  # the instance is every test's
+        ticks.instance.report_run_failed(run)
+
+
 # -- aliases_moved_by_hand --------------------------------------------------------------------
 
 
@@ -492,7 +535,8 @@ def fail(ticks: Ticks, agent_id: str) -> None:
         dagster_run=failed,
         resources={"pipeline": ticks.pipeline},
     ).for_run_failure()
-    sensors.run_failed(context)
+    with context:
+        sensors.run_failed(context)
 
 
 def test_people_hear_of_a_failed_run_by_webhook_and_log(

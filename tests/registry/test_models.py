@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
@@ -317,6 +317,48 @@ def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> 
     assert [(m.step, m.value) for m in curve] == [(1, 0.5), (2, 0.7)]
     with registry.run(agent, **(work | {"parameters": {"rate": 1e-4}})) as other:
         assert not other.resumed
+
+
+def test_a_run_that_a_kill_left_open_is_ended_and_taken_up_again_whole(
+    registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work: dict[str, Any] = {"fingerprint": "f5", "stage": "turn", "parameters": {"a": 1, "b": 2}}
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise InterruptedError("killed")
+
+    with monkeypatch.context() as patch:  # before the parameters were there
+        patch.setattr(registry.client, "log_batch", killed)
+        with pytest.raises(InterruptedError):
+            registry.run(agent, **work).__enter__()
+    experiment = [registry.experiment(agent)]
+    [left] = registry.client.search_runs(experiment)
+    assert (left.info.status, left.data.params) == ("RUNNING", {})
+    assert registry.end_runs(agent, "another") == 0
+    assert registry.end_runs(agent, "f5") == 1
+    assert registry.client.get_run(left.info.run_id).info.status == "KILLED"
+    with registry.run(agent, **work) as run:
+        assert run.run_id == left.info.run_id
+    entity = registry.client.get_run(run.run_id)
+    assert (entity.info.status, entity.data.params) == ("FINISHED", {"a": "1", "b": "2"})
+    assert registry.end_runs(agent, "f5") == registry.end_runs("nobody", "f5") == 0
+
+
+def test_who_lost_the_claim_leaves_the_newer_holders_run_alone(
+    registry: ModelRegistry, agent: str
+) -> None:
+    work: dict[str, Any] = {"fingerprint": "f6", "stage": "turn", "parameters": {}}
+
+    def stall() -> None:
+        with registry.run(agent, **work):
+            with registry.run(agent, **work):
+                pass  # the newer holder, to its end
+            raise ClaimLost("another took over")
+
+    with pytest.raises(ClaimLost):
+        stall()
+    [run] = registry.client.search_runs([registry.experiment(agent)])
+    assert run.info.status == "FINISHED"
 
 
 def test_a_run_keeps_files_texts_plots_and_what_it_read(

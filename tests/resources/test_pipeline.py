@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 
 from resources.pipeline import (
@@ -16,8 +20,8 @@ from resources.pipeline import (
     count_lines,
     flattened,
 )
-from resources.worker import specification, turn_from
-from rlhf_pipeline.errors import RegistryError
+from resources.worker import same_work, specification, turn_from
+from rlhf_pipeline.errors import ClaimLost, RegistryError
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import write_recipe
@@ -37,10 +41,18 @@ def judged(pipeline: Pipeline, tmp_path: Path, gate: dict[str, Any]) -> Turn:
     pipeline.store.ensure_agent("a")
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
     ledger: PromotionLedger = pipeline.ledger
-    common: dict[str, Any] = {"path": tmp_path, "lineage": {}, "token": claim.token}
-    ledger.add_baseline("a", label="v0", files={"w": "0"}, actor="test", **common)
+    common: dict[str, Any] = {"lineage": {}, "token": claim.token}
+    ledger.add_baseline(
+        "a", label="v0", path=tmp_path / "0", files={"w": "0"}, actor="test", **common
+    )
     ledger.add_version(
-        "a", label="v1", files={"w": "1"}, gate=gate, fingerprint=claim.fingerprint, **common
+        "a",
+        label="v1",
+        path=tmp_path / "1",
+        files={"w": "1"},
+        gate=gate,
+        fingerprint=claim.fingerprint,
+        **common,
     )
     return pipeline._turn(claim)
 
@@ -93,6 +105,84 @@ def test_who_promotes(
     assert standing.version == champion
 
 
+def test_a_turn_that_died_after_its_promotion_is_not_trained_from_its_own_version(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    turn = replace(turn, champion=pipeline.ledger.version("a", 0).path)
+    assert pipeline.promote_if_due(turn, drifted=False) == "champion moved from 0 to 1"
+    pipeline.claims.beat(turn.token, lease=timedelta(seconds=-1))  # and here it died
+    again = pipeline.claims.claim("a", turn.fingerprint, 1, holder="run 2", asked_by="watchdog")
+    second = pipeline._turn(again)
+    # The same specification, so every stage's result is found and nothing is trained.
+    ledger = pipeline.ledger
+    turn = replace(turn, baseline=second.baseline)  # `judged` began before there was one
+    assert second.champion == turn.champion != ledger.version("a", 1).path
+    assert same_work("ppo", specification(second)) == same_work("ppo", specification(turn))
+    words = "champion moved from 0 to 1, by an attempt that ended before it could say so"
+    assert pipeline.promote_if_due(second, drifted=False) == words
+    ledger.rollback("a", actor="ann", reason="no")  # a person's word stands
+    assert pipeline.promote_if_due(second, drifted=False) == words
+    assert [(p.action, p.version) for p in ledger.history("a")][1:] == [
+        ("promote", 1),
+        ("rollback", 0),
+    ]
+
+
+def test_a_stalled_turn_that_wakes_after_another_ended_it_writes_nothing(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    stalled = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    pipeline.claims.beat(stalled.token, lease=timedelta(seconds=-1))
+    claim = pipeline.claims.claim("a", stalled.fingerprint, 1, holder="run 2", asked_by="watchdog")
+    pipeline.promote_if_due(pipeline._turn(claim), drifted=False)
+    ledger = pipeline.ledger
+    ledger.rollback("a", actor="ann", reason="worse")
+    pipeline.claims.finish(claim.token, "done")
+    story = ledger.history("a")
+    assert [(p.action, p.version, p.token) for p in story] == [
+        ("baseline", 0, stalled.token),
+        ("promote", 1, claim.token),
+        ("rollback", 0, None),
+    ]
+    with pytest.raises(ClaimLost, match=f"found the newer token {claim.token}"):
+        pipeline.promote_if_due(stalled, drifted=False)
+    with pytest.raises(ClaimLost):
+        pipeline.claims.finish(stalled.token, "done")
+    assert ledger.history("a") == story
+
+
+def test_a_turn_asked_for_again_trains_in_a_folder_of_its_own_from_todays_champion(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    pipeline.promote_if_due(turn, drifted=False)
+    pipeline.claims.finish(turn.token, "done")
+    more: dict[str, Any] = {"asked_by": "person", "again": True}
+    claim = pipeline.claims.claim("a", turn.fingerprint, 1, holder="run 2", **more)
+    second = pipeline._turn(claim)
+    assert second.champion == pipeline.ledger.version("a", 1).path
+    assert (second.work.name, second.data) == (f"{turn.work.name}-2", turn.data)
+    pipeline.claims.finish(claim.token, "failed")
+    retried = pipeline.claims.claim("a", turn.fingerprint, 1, holder="run 3", **more)
+    assert pipeline._turn(retried).work == second.work
+
+
+def test_a_retried_promotion_finds_the_experiment_it_began(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    experiments = turn.settings.experiments.model_copy(update={"enabled": True})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": experiments}))
+    words = pipeline.promote_if_due(turn, drifted=False)
+    assert "version 1 passed and meets" in words
+    assert pipeline.promote_if_due(turn, drifted=False) == words
+
+
 def test_a_person_decides_where_the_feedback_is_in_doubt(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
@@ -103,6 +193,23 @@ def test_a_person_decides_where_the_feedback_is_in_doubt(
     standing = pipeline.ledger.champion("a")
     assert standing is not None
     assert standing.version == 0
+
+
+def test_the_heartbeat_goes_on_between_steps_until_the_run_ends(pipeline: Pipeline) -> None:
+    def beating(token: int) -> bool:
+        return f"claim-{token}" in {thread.name for thread in threading.enumerate()}
+
+    pipeline.store.ensure_agent("a")
+    claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
+    for _ in range(2):  # each step says so
+        pipeline._keep_alive(claim.token)
+        assert beating(claim.token)
+    pipeline.teardown_after_execution(dg.build_init_resource_context())
+    assert not beating(claim.token)
+    pipeline.claims.finish(claim.token, "failed")
+    with pytest.raises(ClaimLost):
+        pipeline._keep_alive(claim.token)
+    assert not beating(claim.token)
 
 
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:

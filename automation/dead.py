@@ -1,0 +1,109 @@
+"""Ends what nobody is at work on: dead turns' Dagster runs, MLflow runs and places in the pool.
+
+Dagster's default launcher notices nothing of a killed process. A run keeps its claim's heartbeat
+going from its first step to its end, so a heartbeat that stopped is a run that died. What this does
+not see: a `bootstrap` that died while it waited for the pool; its deadline ends it.
+"""
+
+from datetime import UTC, datetime, timedelta
+
+import dagster as dg
+import structlog
+
+from assets.common import GPU
+from automation.jobs import bootstrap, retrain
+from resources.pipeline import AGENT, Pipeline
+from rlhf_pipeline.feedback.claims import LEASE, Claim
+from rlhf_pipeline.records import now
+
+log = structlog.get_logger()
+UNCLAIMED = timedelta(minutes=10)  # of a run: more than importing and counting votes takes
+UNFINISHED = [
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
+
+
+def end_dead_turns(
+    instance: dg.DagsterInstance, pipeline: Pipeline, agent_id: str | None = None
+) -> list[Claim]:
+    """End every turn that died, of one agent or of all; return the claims that were given up.
+
+    1. A claim whose heartbeat stopped: its runs are ended, then the claim is given up.
+    2. A run that is at work long after its claim was closed, or that claimed nothing at all: it
+       died before its first step or after its last, or another run took its stale claim over.
+    MLflow comes first: where it is away this raises, and the next call begins here again.
+    """
+    given_up = []
+    for claim in pipeline.claims.stale():
+        if agent_id not in (None, claim.agent_id):
+            continue
+        pipeline.registry.end_runs(claim.agent_id, claim.fingerprint)
+        for run in runs_of(instance, claim.holder):
+            if not run.is_finished:
+                words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
+                _end(instance, run, words)
+        pipeline.claims.give_up(claim.token, "the worker died: no heartbeat")
+        given_up.append(claim)
+        log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
+    for run, words, closed in _left_over(instance, pipeline, agent_id):
+        held = None if closed is None else pipeline.claims.held(closed.agent_id)
+        if closed is not None and (held is None or held.fingerprint != closed.fingerprint):
+            pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
+        _end(instance, run, words)
+        log.warning("run found dead", agent=run.tags.get(AGENT, ""), run=run.run_id, why=words)
+    return given_up
+
+
+def runs_of(instance: dg.DagsterInstance, holder: str) -> list[dg.DagsterRun]:
+    """Return the run that claimed, and those that a person set going again from it."""
+    first = instance.get_run_by_id(holder)
+    again = instance.get_runs(dg.RunsFilter(tags={"dagster/root_run_id": holder}))
+    return [run for run in (first, *again) if run is not None]
+
+
+def _left_over(
+    instance: dg.DagsterInstance, pipeline: Pipeline, agent_id: str | None
+) -> list[tuple[dg.DagsterRun, str, Claim | None]]:
+    """Return the runs that hold no claim and yet have not ended, with why, and what they held."""
+    tags = {} if agent_id is None else {AGENT: agent_id}
+    records = [
+        record
+        for job in (retrain, bootstrap)
+        for record in instance.get_run_records(
+            dg.RunsFilter(job_name=job.name, statuses=UNFINISHED, tags=tags)
+        )
+    ]
+    waiting = _waiting_for_the_pool(instance) if records else set()
+    found: list[tuple[dg.DagsterRun, str, Claim | None]] = []
+    for record in records:
+        run, at = record.dagster_run, now()
+        began = _moment(record.start_time) or record.create_timestamp.replace(tzinfo=UTC)
+        claim = pipeline.claims.of_holder(run.root_run_id or run.run_id)
+        if run.run_id in waiting:
+            continue
+        if claim is None and at - began >= UNCLAIMED:
+            found.append((run, "it claimed nothing: worker died before its first step", None))
+        elif claim and claim.state != "held" and at - max(began, claim.heartbeat_at) >= LEASE:
+            found.append((run, f"its turn had been closed ({claim.state}): worker died", claim))
+    return found
+
+
+def _waiting_for_the_pool(instance: dg.DagsterInstance) -> set[str]:
+    storage = instance.event_log_storage
+    if not storage.supports_global_concurrency_limits:
+        return set()
+    return storage.get_concurrency_info(GPU).pending_run_ids
+
+
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, words: str) -> None:
+    """Mark a run failed and give its place in the pool back, which without a daemon nobody does."""
+    instance.report_run_failed(run, message=words)
+    if instance.event_log_storage.supports_global_concurrency_limits:
+        instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
