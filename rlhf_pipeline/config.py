@@ -151,6 +151,11 @@ class FeedbackSettings(Section):
     redact: bool = Field(
         True, description="Take e-mails, phones, cards, keys and IPs out of what is trained on."
     )
+    votes_per_minute: Positive | None = Field(
+        120,
+        description="Of one rater to one agent over HTTP, and as many at once after a pause; more "
+        "is 429. None: no limit. Votes of models and code, and unsigned ones, count for their key.",
+    )
     drop_folder: str = Field(
         "inbox", description="Folder in the state whose JSONL files are taken."
     )

@@ -4,6 +4,7 @@
     ├── ConfigError            a setting is unknown, out of range or contradicts another
     ├── FeedbackError          feedback cannot be taken or read
     │   ├── FeedbackRefused    one event breaks a rule; carries the rule's name
+    │   ├── TooManyVotes      one person votes faster than the settings allow
     │   ├── IdempotencyConflict  a known key arrived with another body
     │   ├── UnknownRater       nothing is held about the person who is named
     │   └── SourceError        a file or data set cannot be read at all
@@ -57,6 +58,17 @@ class IdempotencyConflict(FeedbackError):
 
 class UnknownRater(FeedbackError):
     """Nothing is held about the person who is named."""
+
+
+class TooManyVotes(FeedbackError):
+    """One person votes faster than `feedback.votes_per_minute` allows."""
+
+    def __init__(self, per_minute: int, seconds: int) -> None:
+        super().__init__(
+            f"needed at most {per_minute} votes a minute of one rater, found more; come again in "
+            f"{seconds} s"
+        )
+        self.seconds = seconds  # to wait
 
 
 class SourceError(FeedbackError):

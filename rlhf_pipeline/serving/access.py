@@ -14,6 +14,7 @@ import binascii
 import hmac
 import html
 import json
+import math
 import re
 import time
 from collections.abc import MutableMapping
@@ -35,6 +36,7 @@ from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.serving.contract import Closed, Told, refusals
 from rlhf_pipeline.serving.feedback_api import NOT_JSON, REFUSED, TOO_LARGE, is_json
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
+from rlhf_pipeline.serving.limits import Buckets
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -109,7 +111,7 @@ class Access:
         self.keys = keys
         self.open_without_keys = open_without_keys
         self.secret = keys.signing_secret()
-        self._buckets: dict[str, tuple[float, float]] = {}  # key id -> (requests left, when)
+        self._buckets = Buckets()  # of key ids, and of tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the application does, or refuse."""
@@ -192,14 +194,10 @@ class Access:
 
     def _spend(self, who: str, rate: float = RATE_PER_SECOND, burst: float = BURST) -> None:
         """Take one request out of the bucket. Raises _Refused where it is empty."""
-        if len(self._buckets) > 10_000:  # full again by now, or as good as new
-            self._buckets.clear()
-        now = time.monotonic()
-        left, then = self._buckets.get(who, (burst, now))
-        left = min(burst, left + (now - then) * rate)
-        self._buckets[who] = (left - 1 if left >= 1 else left, now)
-        if left < 1:
-            raise _Refused(429, "too many requests with this right; send fewer", retry_after=1)
+        wait = self._buckets.spend({who: 1}, rate=rate, burst=burst)
+        if wait > 0:
+            words = "too many requests with this right; send fewer"
+            raise _Refused(429, words, retry_after=math.ceil(wait))
 
 
 def _role_of(method: str, path: str) -> Role:

@@ -51,6 +51,7 @@ def create_app(
     from rlhf_pipeline.serving.gateway import Gateway
     from rlhf_pipeline.serving.health import add_health_routes
     from rlhf_pipeline.serving.keys import Keys
+    from rlhf_pipeline.serving.limits import RaterLimit
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
     from rlhf_pipeline.serving.raters_api import add_rater_routes
@@ -59,7 +60,7 @@ def create_app(
     database = open_database(settings.resolved_database_url)
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
-    inbox = Inbox(store)
+    inbox = Inbox(store, RaterLimit(settings.feedback.votes_per_minute))
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
     app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
 

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused
+from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
@@ -32,6 +32,7 @@ from rlhf_pipeline.serving.feedback_schema import (
     StoredVote,
     StoredVotes,
 )
+from rlhf_pipeline.serving.limits import RaterLimit
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
-CONFLICT, REFUSED, TOO_LARGE, NOT_JSON, AWAY = 409, 422, 413, 415, 503
+CONFLICT, REFUSED, TOO_LARGE, NOT_JSON, TOO_MANY, AWAY = 409, 422, 413, 415, 429, 503
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -58,6 +59,9 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
         key = request.headers.get("idempotency-key")
         try:
             code, told = await take(inbox, body, key)
+        except TooManyVotes as refusal:
+            told = {"error": str(refusal)}
+            return JSONResponse(told, TOO_MANY, {"retry-after": str(refusal.seconds)})
         except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return answer(code, told)
@@ -84,8 +88,10 @@ class Inbox:
     everybody; with a thread per request they would fight over the interpreter instead.
     """
 
-    def __init__(self, store: FeedbackStore) -> None:
+    def __init__(self, store: FeedbackStore, limit: RaterLimit | None = None) -> None:
+        """Open it; without `limit` everybody votes as often as they like."""
         self._store = store
+        self._limit = limit or RaterLimit(None)
         self._waiting: list[tuple[Ticket, asyncio.Future[None]]] = []
         self._emptying: asyncio.Task[None] | None = None
 
@@ -95,7 +101,11 @@ class Inbox:
         return sum(len(ticket.events) for ticket, _ in self._waiting)
 
     async def put(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
-        """Store the events; return each one's outcome, in order, once they are synced."""
+        """Store the events; return each one's outcome, in order, once they are synced.
+
+        Raises TooManyVotes where somebody votes too fast; then none is stored.
+        """
+        self._limit.admit(events)
         ticket, done = Ticket(events), asyncio.get_running_loop().create_future()
         self._waiting.append((ticket, done))
         if self._emptying is None:

@@ -78,9 +78,9 @@ def test_a_key_opens_what_its_role_and_agent_say(
 
 
 def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: World) -> None:
-    vote = {**VOTE, "rater": "ann/4711"}
+    vote = {**VOTE, "rater": "ann/of-4711"}
     assert world.ask("POST", "/v1/feedback", world.client, vote).status_code == 200
-    shown = world.ask("GET", "/v1/raters/ann/4711", world.admin)
+    shown = world.ask("GET", "/v1/raters/ann/of-4711", world.admin)
     assert shown.headers["cache-control"] == "no-store"
     [tea] = shown.json()["agents"]
     assert [one["prompt"] for one in tea["feedback"]] == ['[["user", "hi"]]']
@@ -90,7 +90,7 @@ def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: Wor
     assert done.json()["erasures"][0]["counts"]["feedback"] == 1
     assert world.ask("DELETE", path, world.admin).json() == done.json()
     assert world.ask("GET", path, world.admin).json()["agents"] == []
-    assert "4711" not in world.ask("GET", "/metrics", world.admin).text
+    assert "of-4711" not in world.ask("GET", "/metrics", world.admin).text
 
 
 def test_an_agents_key_writes_for_its_agent_alone(world: World) -> None:
