@@ -1,4 +1,7 @@
-"""Asks every route of the whole application, mounts included, without a right, and prints them."""
+"""Asks every route of the whole application, mounts included, without a right and with a client's.
+
+Printed are every answer's status without one, and which GETs give back what somebody once wrote.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,22 @@ import httpx
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Mount
 
-from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.database import open_database
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    QuarantinedRow,
+    hash_rater,
+    now,
+    user_prompt,
+)
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.keys import Keys
 
+WRITTEN = "somebody once wrote this"
 METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD")
 
 
@@ -61,14 +76,45 @@ def paths(routes: list[BaseRoute], above: str = "") -> Iterator[str]:
 
 
 def main() -> None:
-    """Print [[method, path, status]] as JSON, after one key was made."""
+    """Print {"doors": [[method, path, status]], "texts": {who: [path]}} as JSON."""
     settings = load_settings("tiny", {"state_dir": Path(sys.argv[1])})
+    write_something(settings)
     keys = Keys(settings.state_dir)
-    keys.create("admin")
-    world = World(create_app(settings), keys, "", "", "")
+    rights = keys.create("admin"), keys.create("client"), keys.create("client", agent_id="tea")
+    world = World(create_app(settings), keys, *(secret for _, secret in rights))
     found = sorted(set(paths(world.app.routes)) | {"/nowhere"})
     asked = [[m, path, world.ask(m, path).status_code] for path in found for m in METHODS]
-    sys.stdout.write(json.dumps(asked) + "\n")
+    texts = {
+        who: [path for path in found if gives_text(world, path, right)]
+        for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
+    }
+    sys.stdout.write(json.dumps({"doors": asked, "texts": texts}) + "\n")
+
+
+def write_something(settings: Settings) -> None:
+    """Put the words into every kind of row that can hold what people write."""
+    database = open_database(settings.resolved_database_url)
+    store = FeedbackStore(database)
+    said = Interaction("i-1", "tea", user_prompt(WRITTEN), WRITTEN, 0, now())
+    store.add_interactions([said])
+    about: dict[str, Any] = {"interaction_id": "i-1", "rater_id": hash_rater("tea", "ann")}
+    better = Feedback("tea", FeedbackKind.correction, "k", text=WRITTEN, comment=WRITTEN, **about)
+    store.append([better])
+    store.quarantine([QuarantinedRow("tea", "broken_json", WRITTEN, "file", raw=WRITTEN)])
+    database.close()
+
+
+def gives_text(world: World, path: str, right: str) -> bool:
+    """Say whether a GET gives the words back, of the agent and the person that are there."""
+    if path.startswith("/ui/") and "gradio_api" in path and right == world.client:
+        if not path.startswith("/ui/review"):
+            return False  # the chat's own queue and streams, which have no end
+    elif path.startswith("/ui/") and right != world.client:
+        return False  # no agent's key opens the pages; an admin's does by intention
+    names = {"rater:path": "ann", "agent_id": "tea", "interaction_id": "i-1", "name": "tea"}
+    for name, known in names.items():
+        path = path.replace(name, known)
+    return WRITTEN in world.ask("GET", path, right).text
 
 
 if __name__ == "__main__":

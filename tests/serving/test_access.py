@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,11 +41,33 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     database.close()
 
 
-def test_every_route_is_refused_without_a_right_except_the_list(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every route answers, mounts included, as tests/serving/doors.py prints it."""
     # In a process of its own: Gradio leaves sockets and loops open behind itself.
-    command = [sys.executable, "-m", "tests.serving.doors", str(tmp_path / "state")]
+    state = tmp_path_factory.mktemp("doors") / "state"
+    command = [sys.executable, "-m", "tests.serving.doors", str(state)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: list[tuple[str, str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_people_wrote_is_shown_to_admins_alone(doors: Any) -> None:
+    texts: dict[str, list[str]] = doors["texts"]
+    assert texts == {"admin": ["/v1/raters/rater:path"], "client": [], "tea": []}
+
+
+@pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])
+def test_no_clients_key_opens_the_review_page(world: World, path: str) -> None:
+    for right in (world.client, world.tea):
+        for method in ("GET", "POST"):
+            assert world.ask(method, path, right).status_code == 403
+    # Nor by another spelling: to a mount these are no path below /ui/review.
+    for odd in ("/ui/%72eview/config", "/ui/x/../review/config", "/UI/review/config"):
+        assert world.ask("GET", odd, world.client).status_code in (403, 404)
+
+
+def test_every_route_is_refused_without_a_right_except_the_list(doors: Any) -> None:
+    found: list[tuple[str, str, int]] = doors["doors"]
     assert len(found) > 200  # Gradio alone brings dozens of routes
     assert {path for _, path, _ in found} >= OPEN | {"/ui/config", "/ui/review/config"}
     for method, path, code in found:
