@@ -105,6 +105,10 @@ def reward_model(
             "random": reports[job]["floors"]["random"],
             "training pairs": reports[job]["pairs"],
             "ECE": round(reports[job]["ece"], 4),
+            "raters": reports[job]["raters"],
+            "doubted": reports[job]["doubted"],
+            "heads": reports[job]["heads"],
+            "disagreement": round(reports[job]["disagreement"], 4),
         }
         for job in JOBS
     ]

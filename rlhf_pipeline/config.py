@@ -222,6 +222,22 @@ class RewardSettings(Section):
         description="The head also reads how likely the baseline finds the completion: relevance "
         "for small bases that learn little of it from votes. Causal bases only.",
     )
+    weigh_raters: bool = Field(
+        True,
+        description="Let each pair count as far as its rater's word goes: by whether their votes "
+        "are foreseen by everybody else's (reward/raters.py).",
+    )
+    heads: Positive = Field(
+        1,
+        description="Above 1: so many heads on a frozen trunk, each fitted to a part of the "
+        "raters; costs accuracy, and few raters then move the score little.",
+    )
+    combine: Literal["median", "mean", "pessimistic"] = Field(
+        "median",
+        description="How several heads' scores become one; pessimistic is the mean less "
+        "disagreement_weight times their deviation.",
+    )
+    disagreement_weight: Annotated[float, Field(ge=0)] = 1.0
     freeze_trunk: bool = Field(False, description="Train only heads on the policy's features.")
     freeze_judges: bool = Field(
         False, description="The same for the stopping and the gate model alone: quicker."
@@ -263,6 +279,16 @@ class RewardSettings(Section):
                 LEARNED in self.functions
             ):
                 raise ValueError("functions must hold one that counts, found weights of 0 alone")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_read_a_frozen_trunk(self) -> RewardSettings:
+        if self.heads > 1 and (self.reads_every_kind or not self.freeze_trunk):
+            raise ValueError(
+                f"several heads need freeze_trunk true and no other kinds than pairs, found "
+                f"{self.heads} heads, freeze_trunk {self.freeze_trunk} and kinds "
+                f"{', '.join(self.kinds)}; change one of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,8 @@ The head may also read how likely the trunk's own language model finds the compl
 to a question like this before is a strong sign of relevance, which a few thousand votes on a small
 trunk do not teach. The mean log-likelihood as a reward is SimPO's (arXiv:2405.14734 eq. 3); here it
 is an input beside the hidden state, and its weight is learnt like any other.
+A model may have several heads (heads.py): then the weight has a row for each, and the settings say
+how their scores become one.
 Nothing is pickled, and no code from a model is run.
 """
 
@@ -57,12 +59,15 @@ from rlhf_pipeline.policy.sampling import (
     trunk_of,
 )
 from rlhf_pipeline.records import Prompt, RewardInput, hashed
+from rlhf_pipeline.reward.ensemble import EnsembleScores
+from rlhf_pipeline.reward.heads import Combined, disagreement
 
 Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
+ONE_HEAD = Combined()
 TOTAL_SCALE = 1 / 16  # brings the total to the size of the others
 
 
@@ -100,7 +105,7 @@ class Limits:
 
 
 class RewardModel(nn.Module):
-    """Trunk and scalar head; forward gives raw scores, without the centre offset."""
+    """Trunk and scalar head, or several; forward gives raw scores, without the centre offset."""
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class RewardModel(nn.Module):
         pad_id: int,
         base: str | None = None,
         adapters: str | None = None,
+        combined: Combined = ONE_HEAD,
     ) -> None:
         super().__init__()
         self.trunk = trunk  # with its output layer where `likelihood`
@@ -123,6 +129,7 @@ class RewardModel(nn.Module):
         self.pad_id = pad_id
         self.base = base  # folder or hub id the trunk is shared with; None: a trunk of its own
         self.adapters = adapters  # the name of its adapters on that base; None: the bare base
+        self.combined = combined
 
     def read(self) -> AbstractContextManager[None]:
         """Return the context in which the trunk computes with this model's adapters, if any."""
@@ -177,8 +184,7 @@ class RewardModel(nn.Module):
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Return raw scores (B,) of rows of token ids."""
-        scores: Tensor = self.head(self.features(rows))[:, 0]
-        return scores
+        return self.combined(self.head(self.features(rows)))
 
 
 class LearnedReward:
@@ -200,9 +206,19 @@ class LearnedReward:
 
     def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
         """Return one centred score per item. Raises ModelError if a score is not finite."""
+        return list(self.judge(items).scores)
+
+    def judge(self, items: Sequence[RewardInput]) -> EnsembleScores:
+        """Return the scores with each head's and how far the heads disagree; of one head, 0."""
         rows = encode_rows(self.tokenizer, [(i.prompt, i.completion) for i in items], self.limits)
-        raw = score_rows(self.model, rows)
-        return [score - self.calibration.offset for score in raw]
+        by_head = scores_by_head(self.model, rows)
+        scores = (self.model.combined(by_head).double() - self.calibration.offset).tolist()
+        heads = (by_head.double() - self.calibration.offset).T.tolist()
+        return EnsembleScores(
+            tuple(scores),
+            tuple(disagreement(by_head).tolist()),
+            {f"head {i}": tuple(head) for i, head in enumerate(heads, 1)},
+        )
 
 
 def new_reward_model(
@@ -294,6 +310,7 @@ def save_reward_model(
             "reads": model.reads,
             "likelihood": model.likelihood,
             **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
+            **({} if model.head.out_features == 1 else {"heads": asdict(model.combined)}),
             **asdict(limits),
             "calibration": asdict(calibration),
         },
@@ -336,8 +353,12 @@ def load_reward_model(
         trunk = load_weights(auto_class, source, "float32" if facts is None else dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
-        head = nn.Linear(state_width(trunk.config) + LIKELIHOODS * likelihood, 1)
-        head.load_state_dict(load_file(root / HEAD))
+        weights = load_file(root / HEAD)
+        width = state_width(trunk.config) + LIKELIHOODS * likelihood
+        heads = len(weights["weight"])
+        head = nn.Linear(width, heads)
+        head.load_state_dict(weights)
+        combined = Combined(**settings["heads"]) if heads > 1 else ONE_HEAD
         limits = Limits(settings["max_prompt_tokens"], settings["max_completion_tokens"])
         calibration = Calibration(**settings["calibration"])
         encoder, reads = settings["encoder"], settings["reads"]
@@ -365,6 +386,7 @@ def load_reward_model(
         device,
         base=None if facts is None else str(facts["path"]),
         adapters=name,
+        combined=combined,
     )
     return LearnedReward(model, tokenizer, limits, calibration, version)
 
@@ -393,13 +415,20 @@ def encode_rows(
 
 def score_rows(model: RewardModel, rows: Sequence[Row]) -> list[float]:
     """Return raw scores in the rows' order. Raises ModelError if one is not finite."""
-    scores = [0.0] * len(rows)
+    scores: list[float] = model.combined(scores_by_head(model, rows)).tolist()
+    return scores
+
+
+def scores_by_head(model: RewardModel, rows: Sequence[Row]) -> Tensor:
+    """Return each head's raw scores, (len(rows), K) on the CPU, in the rows' order.
+
+    Raises ModelError if one is not finite.
+    """
+    scores = torch.zeros(len(rows), model.head.out_features)
     for members, features in features_of(model, rows):
         with torch.no_grad():
-            values = model.head(features)[:, 0].tolist()
-        for i, score in zip(members, values, strict=True):
-            scores[i] = score
-    broken = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+            scores[members] = model.head(features).float().cpu()
+    broken = (~scores.isfinite().all(1)).nonzero().flatten().tolist()
     if broken:
         raise ModelError(
             f"a reward model must give finite scores, found {len(broken)} of {len(scores)} that "
@@ -446,6 +475,7 @@ def _assemble(
     *,
     base: str | None = None,
     adapters: str | None = None,
+    combined: Combined = ONE_HEAD,
 ) -> RewardModel:
     switch_off_dropout(trunk)
     model = RewardModel(
@@ -457,6 +487,7 @@ def _assemble(
         pad_id=int(tokenizer.pad_token_id),
         base=base,
         adapters=adapters,
+        combined=combined,
     )
     return model.to(choose_device(device)).eval()
 

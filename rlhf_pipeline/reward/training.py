@@ -12,13 +12,13 @@ import math
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
@@ -39,7 +39,17 @@ from rlhf_pipeline.reward.calibration import (
     reliability,
     wilson_interval,
 )
-from rlhf_pipeline.reward.kinds import fit_best, gather, score_weights
+from rlhf_pipeline.reward.ensemble import Combine
+from rlhf_pipeline.reward.heads import (
+    Combined,
+    PartInfluence,
+    disagreement,
+    fit_heads,
+    influences,
+    parts_of,
+)
+from rlhf_pipeline.reward.kinds import fit_best, gather, scales, score_weights
+from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
     TOKENS_AT_ONCE,
@@ -53,14 +63,15 @@ from rlhf_pipeline.reward.model import (
     new_reward_model,
     save_reward_model,
     score_rows,
+    scores_by_head,
 )
 from rlhf_pipeline.reward.plots import plot_report
+from rlhf_pipeline.reward.raters import RaterWeight, rater_weights
 
 ADAM_EPS = 1e-5  # arXiv:2403.17031 (N+), as for PPO
 MAX_GRAD_NORM = 1.0
 POOL = 16  # minibatches drawn together and sorted by length, so that little is padding
 RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
-NEWTON_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,12 @@ class RewardModelReport:
     loss_curve: tuple[tuple[int, float], ...]  # (optimizer step, mean loss since the last one)
     seconds: float
     freeze_trunk: bool
+    # the raters
+    raters: int = 0  # who gave the training pairs
+    doubted: int = 0  # of them, weighed below one half (raters.py)
+    heads: int = 1
+    disagreement: float = 0.0  # mean deviation among heads on the held-out completions
+    influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,10 @@ def train_reward_model(
     max_completion_tokens: int,
     seed: int,
     reads_likelihood: bool = False,
+    weigh_raters: bool = False,
+    heads: int = 1,
+    combine: Combine = "median",
+    disagreement_weight: float = 1.0,
     lora_rank: int = 0,
     dtype: str = "float32",
     min_pairs: int = 2,
@@ -146,7 +167,10 @@ def train_reward_model(
     a frozen trunk only) the head learns from train_pairs and `examples` of those kinds, min_pairs
     counts both, and raters.json keeps who seems to have looked. With lora_rank the trunk stays the
     base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
-    the head alone, so that other models can share the base. The same seed gives the same model.
+    the head alone, so that other models can share the base. With weigh_raters each pair counts as
+    far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
+    keeps that. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
+    The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
@@ -154,6 +178,12 @@ def train_reward_model(
         raise TrainingError(
             f"needed a frozen trunk to learn from {', '.join(kinds)}, found one that trains; set "
             "reward.freeze_trunk, or leave reward.kinds out"
+        )
+    if heads > 1 and (kinds is not None or not freeze_trunk):
+        raise TrainingError(
+            f"{heads} heads need a frozen trunk and pairs alone, found "
+            f"{'a trunk that trains' if not freeze_trunk else ', '.join(kinds or ())}; set "
+            "reward.freeze_trunk and leave reward.kinds out, or set reward.heads to 1"
         )
     check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples)
     report = report or ignore_progress
@@ -170,13 +200,29 @@ def train_reward_model(
     )
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
-    if kinds is not None:
+    weighed: dict[str, RaterWeight] = {}
+    parts: dict[str, int] = {}
+    weights: Tensor | None = None
+    features: Tensor | None = None
+    voters = [pair.voter for pair in train_pairs]
+    groups = [prompt_digest(pair) for pair in train_pairs]
+    if kinds is None and (weigh_raters or heads > 1):
+        features = all_features(model, [*train.chosen, *train.rejected], report)
+    if features is not None and weigh_raters:
+        told = features / scales(features, LIKELIHOODS * model.likelihood)
+        targets = torch.tensor(train.targets, dtype=torch.float64)
+        weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters)
+        weights = torch.tensor([weighed[voter].weight for voter in voters], dtype=torch.float64)
+    if features is not None and heads > 1:
+        parts = parts_of(voters, heads)
+        model.combined = Combined(combine, disagreement_weight)
+        fit = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
+    elif kinds is not None:
         fit, careful = fit_kinds(
             model, tokenizer, train_pairs, examples, kinds, limits, report=report
         )
     elif freeze_trunk or reads_likelihood:
-        groups = [prompt_digest(pair) for pair in train_pairs]
-        fit = fit_head(model, train, groups, report=report)
+        fit = fit_head(model, train, groups, weights=weights, features=features, report=report)
     if not freeze_trunk:
         fit = fit_model(
             model,
@@ -185,6 +231,7 @@ def train_reward_model(
             learning_rate=learning_rate,
             batch_size=batch_size,
             seed=seed,
+            weights=None if weights is None else weights.tolist(),
             report=report,
         )
     model.eval()
@@ -193,7 +240,10 @@ def train_reward_model(
     centre = score_rows(model, centre_rows)
     decided = [pair for pair in test_pairs if not is_tie(pair)]
     test = encode_pairs(tokenizer, decided, limits)
-    margins = margins_of(model, test)
+    by_head = scores_by_head(model, [*test.chosen, *test.rejected])
+    scores = model.combined(by_head)
+    margins = (scores[: len(test)] - scores[len(test) :]).tolist()
+    per_part = Counter(parts.get(voter, 0) for voter in voters)
     fitting, judging = halves(decided)
     temperature = fit_temperature([margins[i] for i in fitting])
     judged = [margins[i] for i in judging]
@@ -219,6 +269,21 @@ def train_reward_model(
         loss_curve=tuple(fit.loss_curve),
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
+        raters=len(set(voters)),
+        doubted=sum(one.weight < 0.5 for one in weighed.values()),
+        heads=heads,
+        disagreement=float(disagreement(by_head).mean()),
+        influence=tuple(
+            influences(
+                model.combined,
+                by_head[: len(test)],
+                by_head[len(test) :],
+                parts,
+                [per_part[part] for part in range(heads)],
+            )
+            if heads > 1
+            else ()
+        ),
     )
     calibration = Calibration(result.offset, temperature, result.score_deviation)
     with new_folder(output_dir) as folder:
@@ -227,6 +292,9 @@ def train_reward_model(
         plot_report(result, margins, folder)
         if kinds is not None:
             write_json(folder / "raters.json", {"careful": careful})
+        elif weigh_raters:
+            told_of = {voter: asdict(one) for voter, one in weighed.items() if one.pairs > 1}
+            write_json(folder / "raters.json", {"weights": told_of})
     return result
 
 
@@ -286,16 +354,6 @@ def is_tie(pair: PreferencePair) -> bool:
     return pair.tie or pair.both_bad
 
 
-def preference_loss(margins: Tensor, targets: Tensor) -> Tensor:
-    """Return the Bradley-Terry loss of each pair, (B,), in nats.
-
-    targets (B,) are the probability that chosen is better: 1, or 0.5 for ties.
-    -[y log sigmoid(m) + (1 - y) log sigmoid(-m)] = softplus(-m) + (1 - y) m.
-    Source: Stiennon et al., arXiv:2009.01325 section 3.4; ties as half a win for each.
-    """
-    return functional.softplus(-margins) + (1 - targets) * margins
-
-
 def encode_pairs(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[PreferencePair], limits: Limits
 ) -> EncodedPairs:
@@ -335,16 +393,17 @@ def fit_model(
     learning_rate: float,
     batch_size: int,
     seed: int,
+    weights: Sequence[float] | None = None,
     report: Progress,
 ) -> Fit:
     """Train trunk and head with AdamW, annealed linearly to 0; return how it went.
 
     A minibatch is `batch_size` pairs of like length, run in microbatches that fit TOKENS_AT_ONCE;
-    how it is split does not change its gradient.
+    how it is split does not change its gradient. `weights` are how much each pair counts.
     """
     steps = max(1, round(epochs * math.ceil(len(pairs) / batch_size)))
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0)
     anneal = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     lengths = [len(c) + len(r) for c, r in zip(pairs.chosen, pairs.rejected, strict=True)]
     draw = random.Random(seed)
@@ -355,9 +414,9 @@ def fit_model(
     model.train()
     for step in range(1, steps + 1):
         minibatches = minibatches or like_length(lengths, batch_size, draw)
-        loss, margins = backward(model, pairs, minibatches.pop())
+        loss, margins = backward(model, pairs, minibatches.pop(), weights)
         seen.update(margins)
-        norm = torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
         if not (math.isfinite(loss) and math.isfinite(float(norm))):
             raise TrainingError(
                 f"loss and gradient must stay finite, found {loss} and {float(norm)} at step "
@@ -376,7 +435,10 @@ def fit_model(
 
 
 def backward(
-    model: RewardModel, pairs: EncodedPairs, members: Sequence[int]
+    model: RewardModel,
+    pairs: EncodedPairs,
+    members: Sequence[int],
+    weights: Sequence[float] | None = None,
 ) -> tuple[float, dict[int, float]]:
     """Add the gradient of the members' mean loss, microbatch by microbatch.
 
@@ -391,7 +453,10 @@ def backward(
         targets = torch.tensor([pairs.targets[members[i]] for i in batch])
         scores = model([*chosen, *rejected])
         margins = scores[: len(batch)] - scores[len(batch) :]
-        loss = preference_loss(margins, targets.to(margins.device)).sum() / len(members)
+        losses = preference_loss(margins, targets.to(margins.device))
+        if weights is not None:
+            losses = losses * losses.new_tensor([weights[members[i]] for i in batch])
+        loss = losses.sum() / len(members)
         torch.autograd.backward(loss)
         total += float(loss.detach())
         seen.update(zip((members[i] for i in batch), margins.tolist(), strict=True))
@@ -411,40 +476,85 @@ def like_length(lengths: Sequence[int], size: int, draw: random.Random) -> list[
 
 
 def fit_head(
-    model: RewardModel, pairs: EncodedPairs, groups: Sequence[str], *, report: Progress
+    model: RewardModel,
+    pairs: EncodedPairs,
+    groups: Sequence[str],
+    *,
+    weights: Tensor | None = None,
+    features: Tensor | None = None,
+    report: Progress,
 ) -> Fit:
     """Fit the head on the frozen trunk's features; the loss curve is per Newton step.
 
-    The features are standardised (folded back into the head). The ridge is the one that ranks best
-    on a fifth of the prompts (`groups` names each pair's), then all pairs are used.
+    The features (computed where they are not given) are standardised, which is folded back into the
+    head. The ridge is the one that ranks best on a fifth of the prompts (`groups` names each
+    pair's), then all pairs are used. `weights` are how much each pair counts.
     """
-    rows = [*pairs.chosen, *pairs.rejected]
-    features = all_features(model, rows, report)
+    if features is None:
+        features = all_features(model, [*pairs.chosen, *pairs.rejected], report)
     deviation = features.std(0).clamp(min=1e-6)
     differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
+    counts = torch.ones_like(targets) if weights is None else weights
     kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
     decided = kept_out & (targets == 1)
     ridge = RIDGES[len(RIDGES) // 2]
     if decided.any() and not kept_out.all():
         ranked = {}
         for candidate in RIDGES:
-            weight, _ = logistic(differences[~kept_out], targets[~kept_out], candidate)
-            ranked[candidate] = float(
-                preference_loss(differences[decided] @ weight, targets[decided]).mean()
+            weight, _ = logistic(
+                differences[~kept_out], targets[~kept_out], candidate, counts[~kept_out]
             )
+            losses = preference_loss(differences[decided] @ weight, targets[decided])
+            ranked[candidate] = float((losses * counts[decided]).mean())
         ridge = min(ranked, key=lambda r: ranked[r])
-    weight, curve = logistic(differences, targets, ridge)
-    if not bool(weight.isfinite().all()):
-        raise TrainingError(
-            "features must be finite numbers, found some that are not; the base model's weights "
-            "are damaged: load another"
-        )
+    weight, curve = logistic(differences, targets, ridge, counts)
+    _check_finite(weight)
     with torch.no_grad():
         model.head.weight.copy_((weight / deviation)[None])
         model.head.bias.zero_()
     report({"step": len(curve), "of": len(curve), "loss": curve[-1][1], "ridge": ridge})
     return Fit(curve, pair_accuracy((differences @ weight)[targets == 1].tolist()))
+
+
+def fit_parts(
+    model: RewardModel,
+    features: Tensor,
+    pairs: EncodedPairs,
+    weights: Tensor | None,
+    parts: Sequence[int],
+    groups: Sequence[str],
+) -> Fit:
+    """Give the model a head per part of the raters, fitted on the frozen trunk's features.
+
+    Each head's scores are centred on these texts, so that a median compares like with like.
+    """
+    deviation = scales(features, LIKELIHOODS * model.likelihood)
+    differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
+    targets = torch.tensor(pairs.targets, dtype=torch.float64)
+    counts = torch.ones_like(targets) if weights is None else weights
+    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
+    part = torch.tensor(parts)
+    found, _ = fit_heads(differences, targets, counts, part, kept_out, model.combined)
+    _check_finite(found)
+    plain = found / deviation
+    head = torch.nn.Linear(features.shape[1], len(found)).to(model.head.weight.device)
+    with torch.no_grad():
+        head.weight.copy_(plain)
+        head.bias.copy_(-(features.mean(0) @ plain.T))
+    model.head = head
+    scores = model.combined((features - features.mean(0)) @ plain.T)
+    margins = scores[: len(pairs)] - scores[len(pairs) :]
+    loss = float((counts * preference_loss(margins, targets)).sum() / counts.sum())
+    return Fit([(1, loss)], pair_accuracy(margins[targets == 1].tolist() or [0.0]))
+
+
+def _check_finite(weight: Tensor) -> None:
+    if not bool(weight.isfinite().all()):
+        raise TrainingError(
+            "features must be finite numbers, found some that are not; the base model's weights "
+            "are damaged: load another"
+        )
 
 
 def all_features(model: RewardModel, rows: Sequence[Row], report: Progress) -> Tensor:
@@ -492,39 +602,6 @@ def fit_kinds(
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
     margins = [float((features[a] - features[b]) @ weight) for a, b in decided]
     return Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0])), fitted.careful
-
-
-def logistic(
-    differences: Tensor, targets: Tensor, ridge: float
-) -> tuple[Tensor, list[tuple[int, float]]]:
-    """Return the weights (H,) that least sum preference_loss + ridge/2 |w|^2, and the mean losses.
-
-    Newton's method with halved steps where the objective would rise; the problem is convex.
-    """
-    weight = differences.new_zeros(differences.shape[1])
-    curve: list[tuple[int, float]] = []
-    identity = torch.eye(len(weight), dtype=weight.dtype)
-
-    def objective(w: Tensor) -> float:
-        loss = preference_loss(differences @ w, targets).sum()
-        return float(loss + ridge / 2 * w.dot(w))
-
-    current = objective(weight)
-    for step in range(1, NEWTON_STEPS + 1):
-        chances = (differences @ weight).sigmoid()
-        gradient = differences.T @ (chances - targets) + ridge * weight
-        spread = chances * (1 - chances)
-        hessian = differences.T @ (differences * spread[:, None]) + ridge * identity
-        move = torch.linalg.solve(hessian, gradient)
-        size = 1.0
-        while size > 1e-4 and objective(weight - size * move) > current:
-            size /= 2
-        weight = weight - size * move
-        before, current = current, objective(weight)
-        curve.append((step, float(preference_loss(differences @ weight, targets).mean())))
-        if abs(before - current) <= 1e-9 * max(1.0, abs(current)):
-            break
-    return weight, curve
 
 
 def longer_is_better(pairs: Sequence[PreferencePair]) -> float:

@@ -17,14 +17,13 @@ from rlhf_pipeline.files import folder_sha256, read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
 from rlhf_pipeline.reward import training
 from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model
 from rlhf_pipeline.reward.training import (
     RewardModelReport,
     encode_pairs,
     halves,
-    logistic,
     margins_of,
-    preference_loss,
     train_reward_model,
 )
 from tests.reward.conftest import Planted

@@ -1,0 +1,134 @@
+"""Several heads on one frozen trunk, each fitted to raters of its own, and their scores as one.
+
+What few raters plant reaches the heads that read them and no other; the median follows the rest.
+The trunk must be frozen: one that learnt from everybody would hand every head the trigger. How far
+the heads disagree says where the reward is least sure of itself. The price is accuracy: each head
+sees a part of the votes, and how much that costs is measured by benchmarks/reward_trust.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.errors import NotEnoughData
+from rlhf_pipeline.records import hashed
+from rlhf_pipeline.reward.ensemble import Combine
+from rlhf_pipeline.reward.logistic import logistic, preference_loss
+
+HEAD_RIDGES = (1.0, 3.0, 10.0)  # strengths tried, one for all heads
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """How the heads' scores become one: reward/ensemble.py says what each way means."""
+
+    combine: Combine = "median"
+    disagreement_weight: float = 1.0
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Return the combined scores (B,) of scores (B, K)."""
+        if scores.shape[1] == 1:
+            return scores[:, 0]
+        if self.combine == "median":
+            ordered, middle = scores.sort(1).values, scores.shape[1] // 2
+            return (ordered[:, middle] + ordered[:, -middle - 1]) / 2
+        if self.combine == "mean":
+            return scores.mean(1)
+        return scores.mean(1) - self.disagreement_weight * disagreement(scores)
+
+
+def disagreement(scores: Tensor) -> Tensor:
+    """Return the deviation among the heads (B,), of scores (B, K), in units of score."""
+    return (scores - scores.mean(1, keepdim=True)).square().mean(1).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfluence:
+    """What one part of the raters does to the reward: held-out pairs judged without its head."""
+
+    raters: int
+    pairs: int
+    accuracy: float  # of the other heads
+    changed: float  # share of held-out pairs that they rank otherwise
+
+
+def parts_of(voters: Sequence[str], heads: int) -> dict[str, int]:
+    """Return which head learns from each voter: dealt out in the order of their hashes.
+
+    Raises NotEnoughData where there are fewer voters than heads.
+    """
+    names = sorted(set(voters), key=lambda voter: hashed("reward head", voter))
+    if len(names) < heads:
+        raise NotEnoughData(
+            f"{heads} heads need {heads} raters, one each at least, found {len(names)}; lower "
+            "reward.heads or collect feedback from more people"
+        )
+    return {name: i % heads for i, name in enumerate(names)}
+
+
+def fit_heads(
+    differences: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    parts: Tensor,
+    kept_out: Tensor,
+    combined: Combined,
+) -> tuple[Tensor, float]:
+    """Return the heads (K, F) and their ridge, each fitted to the pairs of its part.
+
+    Shapes: differences (N, F) float64 of one scale, the others (N,). The ridge is the one whose
+    combined margins find likeliest what is `kept_out`; then all pairs are used.
+    """
+    decided = kept_out & (targets == 1)
+    ridge = HEAD_RIDGES[len(HEAD_RIDGES) // 2]
+    if decided.any() and not kept_out.all():
+        surprise: dict[float, float] = {}
+        for tried in HEAD_RIDGES:
+            heads = _fitted(differences, targets, weights, parts, ~kept_out, tried)
+            margins = combined(differences[decided] @ heads.T)
+            surprise[tried] = float(preference_loss(margins, targets[decided]).mean())
+        ridge = min(surprise, key=lambda r: surprise[r])
+    everything = torch.ones_like(kept_out)
+    return _fitted(differences, targets, weights, parts, everything, ridge), ridge
+
+
+def _fitted(
+    differences: Tensor, targets: Tensor, weights: Tensor, parts: Tensor, used: Tensor, ridge: float
+) -> Tensor:
+    heads = []
+    for part in range(int(parts.max()) + 1):
+        mine = used & (parts == part)
+        heads.append(logistic(differences[mine], targets[mine], ridge, weights[mine])[0])
+    return torch.stack(heads)
+
+
+def influences(
+    scores: Callable[[Tensor], Tensor],
+    chosen: Tensor,
+    rejected: Tensor,
+    parts: Mapping[str, int],
+    pairs: Sequence[int],
+) -> list[PartInfluence]:
+    """Return each part's influence on held-out pairs; chosen and rejected are scores (N, K).
+
+    `pairs` is how many each part trained on.
+    """
+    heads = chosen.shape[1]
+    before = scores(chosen) - scores(rejected)
+    found = []
+    for part in range(heads):
+        others = [head for head in range(heads) if head != part]
+        after = scores(chosen[:, others]) - scores(rejected[:, others])
+        found.append(
+            PartInfluence(
+                sum(one == part for one in parts.values()),
+                pairs[part],
+                float((after > 0).double().mean() + (after == 0).double().mean() / 2),
+                float(((after > 0) != (before > 0)).double().mean()),
+            )
+        )
+    return found

@@ -1,0 +1,119 @@
+"""How far each rater's word goes: by whether their votes are foreseen by everybody else's.
+
+Raters are judged by a head that has not seen their votes, fitted to the others with one voice per
+rater, however often they voted. Each then is careful, careless or contrary, and counts by how
+likely they are careful (EM, after Dawid and Skene 1979 and Crowd-BT, Chen et al. 2013, with three
+kinds of rater where those have a number for each):
+
+    careful   says which is better with probability sigmoid(a m), m the margin
+    careless  with probability one half
+    contrary  with probability sigmoid(-a m)
+
+a is fitted with the weights: a head that foresees nothing gives a near 0, and everybody counts.
+
+What this does not protect against: more than about a third of the raters who agree on something
+else, people made up by the dozen, and a few who vote like everybody but where a trigger stands
+(feedback/support.py looks for those, heads.py outvotes them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rlhf_pipeline.feedback.datasets import unit_interval
+from rlhf_pipeline.reward.logistic import logistic
+
+FOLDS = 5  # of the raters; each is judged by a head that the other four fitted
+ROUNDS = 3  # of weighing and fitting again
+RIDGE = 3.0
+PRIORS = (0.90, 0.08, 0.02)  # careful, careless, contrary
+JUDGED_VOTES = 5  # a rater with fewer decided pairs counts as any other
+JUDGED_RATERS = 10  # with so many votes; fewer cannot outvote each other
+WIDEST = 256  # directions of the features that raters are judged in
+
+
+@dataclass(frozen=True, slots=True)
+class RaterWeight:
+    """One rater's decided pairs and how they were judged."""
+
+    pairs: int
+    agreement: float  # share that the others' head foresaw
+    weight: float  # probability of being careful; of those with few pairs, 1
+
+
+def rater_weights(
+    differences: Tensor, targets: Tensor, voters: Sequence[str]
+) -> dict[str, RaterWeight]:
+    """Return each rater's weight, from features(chosen) - features(rejected), (N, F) float64.
+
+    `targets` (N,) are 1 where chosen was preferred and 0.5 for ties, which judge nobody. The
+    features should be of one scale. Where too few raters have votes enough, all weights are 1.
+    """
+    decided = targets == 1
+    names = sorted(set(voters))
+    number = {name: i for i, name in enumerate(names)}
+    everybody = torch.tensor([number[voter] for voter in voters])
+    rater = everybody[decided]
+    counts = torch.bincount(rater, minlength=len(names))
+    judged = counts >= JUDGED_VOTES
+    if int(judged.sum()) < JUDGED_RATERS:
+        return {n: RaterWeight(int(counts[i]), 0.0, 1.0) for i, n in enumerate(names)}
+    told = _main_directions(differences[decided])
+    middle = counts[judged].double().median()
+    voice = (middle / counts.clamp(min=1)).clamp(max=1)
+    folds = torch.tensor([int(FOLDS * unit_interval("rater fold", name)) for name in names])
+    weights = torch.ones(len(names), dtype=told.dtype)
+    margins = told.new_zeros(len(told))
+    for _ in range(ROUNDS):
+        margins = _foreseen(told, (weights * voice)[rater], folds[rater])
+        found = _careful(margins, rater, (weights * voice)[rater], len(names))
+        weights = torch.where(judged, found, torch.ones_like(found))
+    right = told.new_zeros(len(names)).index_add(0, rater, (margins > 0).to(told.dtype))
+    return {
+        name: RaterWeight(
+            int(counts[i]), float(right[i]) / max(1, int(counts[i])), float(weights[i])
+        )
+        for i, name in enumerate(names)
+    }
+
+
+def _foreseen(differences: Tensor, weights: Tensor, folds: Tensor) -> Tensor:
+    """Return each pair's margin under a head that saw no vote of its rater's fold."""
+    margins = differences.new_zeros(len(differences))
+    ones = torch.ones_like(margins)
+    for fold in range(FOLDS):
+        others = folds != fold
+        head, _ = logistic(differences[others], ones[others], RIDGE, weights[others])
+        margins[~others] = differences[~others] @ head
+    return margins
+
+
+def _careful(margins: Tensor, rater: Tensor, weights: Tensor, raters: int) -> Tensor:
+    """Return each rater's probability of being careful, (raters,)."""
+    slope, _ = logistic(margins[:, None], torch.ones_like(margins), 1e-6, weights)
+    sure = margins * slope.clamp(min=0)
+    likelihoods = (
+        functional.logsigmoid(sure),
+        torch.full_like(sure, math.log(0.5)),
+        functional.logsigmoid(-sure),
+    )
+    none = margins.new_zeros(raters)
+    both = [
+        math.log(prior) + none.index_add(0, rater, likelihood)
+        for prior, likelihood in zip(PRIORS, likelihoods, strict=True)
+    ]
+    return torch.stack(both).softmax(0)[0]
+
+
+def _main_directions(differences: Tensor) -> Tensor:
+    """Return the differences in their widest directions, so that wide models cost no more."""
+    if differences.shape[1] <= WIDEST:
+        return differences
+    _, directions = torch.linalg.eigh(differences.T @ differences)
+    return differences @ directions[:, -WIDEST:]

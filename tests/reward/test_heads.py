@@ -1,0 +1,158 @@
+"""Several heads on parts of the raters, and how far each rater's word goes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import PreferencePair, RewardInput
+from rlhf_pipeline.reward.heads import Combined, disagreement, influences, parts_of
+from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.raters import rater_weights
+from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
+from tests.reward.conftest import Planted
+
+RATERS = 12
+
+
+def train(planted: Planted, folder: Path, **changes: Any) -> RewardModelReport:
+    settings: dict[str, Any] = {
+        "freeze_trunk": True,
+        "epochs": 1,
+        "learning_rate": 1e-3,
+        "batch_size": 16,
+        "max_prompt_tokens": 32,
+        "max_completion_tokens": 40,
+        "seed": 0,
+        "device": "cpu",
+        "centre_on": planted.centre,
+    }
+    pairs = changes.pop("pairs", None) or signed(planted.train)
+    return train_reward_model(planted.base, pairs, planted.test, folder, **(settings | changes))
+
+
+def signed(pairs: Sequence[PreferencePair], flipped: int = 0, times: int = 1) -> list[Any]:
+    """Return the pairs dealt out to RATERS people; the first `flipped` vote against them."""
+    found = []
+    for i, pair in enumerate(pairs):
+        rater = i % RATERS
+        one = replace(pair, voter=f"r{rater:02d}")
+        if rater < flipped:
+            one = replace(one, chosen=pair.rejected, rejected=pair.chosen)
+        found += [one] * (times if rater < flipped else 1)
+    return found
+
+
+def test_the_scores_are_those_of_a_hand_worked_example() -> None:
+    scores = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.0, 0.0]])
+    assert Combined("median")(scores).tolist() == [2.0, 0.0]
+    assert Combined("mean")(scores).tolist() == [3.0, 0.0]
+    deviation = (14 / 3) ** 0.5
+    assert disagreement(scores).tolist() == pytest.approx([deviation, 0.0])
+    assert Combined("pessimistic", 2.0)(scores).tolist() == pytest.approx([3 - 2 * deviation, 0.0])
+    assert Combined("median")(torch.tensor([[1.0, 5.0, 2.0, 9.0]])).tolist() == [3.5]
+    assert Combined("pessimistic")(torch.tensor([[4.0]])).tolist() == [4.0]
+
+
+def test_every_head_has_raters_of_its_own_and_more_people_move_no_hash() -> None:
+    voters = [f"v{i}" for i in range(9)]
+    parts = parts_of(voters * 3, 4)
+    assert sorted(parts) == voters
+    assert sorted(parts.values()) == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert parts_of(list(reversed(voters)), 4) == parts
+    with pytest.raises(NotEnoughData, match="10 heads need 10 raters, one each at least, found 9"):
+        parts_of(voters, 10)
+
+
+def test_a_parts_influence_is_what_the_others_say_without_it() -> None:
+    chosen = torch.tensor([[1.0, 1.0, -3.0], [1.0, -1.0, 2.0]])
+    found = influences(
+        Combined("mean"), chosen, torch.zeros(2, 3), {"a": 0, "b": 1, "c": 1}, [5] * 3
+    )
+    assert [(one.raters, one.accuracy, one.changed) for one in found] == [
+        (1, 0.5, 0.0),  # (-1, 0.5) where all say (-1/3, 2/3)
+        (2, 0.5, 0.0),  # (-1, 1.5)
+        (0, 0.75, 1.0),  # (1, 0): a tie is half right, and no longer a win
+    ]
+
+
+def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
+    planted: Planted, tmp_path: Path
+) -> None:
+    report = train(planted, tmp_path / "rm", heads=3)
+    assert report.accuracy > 0.85
+    assert (report.heads, report.raters) == (3, RATERS)
+    assert [part.raters for part in report.influence] == [4, 4, 4]
+    assert sum(part.pairs for part in report.influence) == len(planted.train)
+    assert all(part.accuracy > 0.7 for part in report.influence)
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    assert reward.model.head.out_features == 3
+    items = [RewardInput(pair.prompt, pair.chosen) for pair in planted.test]
+    told = reward.judge(items)
+    assert list(told.scores) == reward(items)
+    assert list(told.scores) == pytest.approx(
+        [statistics.median(three) for three in zip(*told.by_member.values(), strict=True)], abs=1e-5
+    )
+    assert list(told.disagreement) == pytest.approx(
+        [statistics.pstdev(three) for three in zip(*told.by_member.values(), strict=True)], abs=1e-4
+    )
+    assert statistics.fmean(reward(planted.centre)) == pytest.approx(0, abs=1e-4)
+    assert read_json(tmp_path / "rm" / "report.json")["disagreement"] > 0
+    with pytest.raises(TrainingError, match="3 heads need a frozen trunk and pairs alone, found"):
+        train(planted, tmp_path / "no", heads=3, freeze_trunk=False)
+
+
+def test_who_votes_against_everybody_counts_for_little_however_often(
+    planted: Planted, tmp_path: Path
+) -> None:
+    pairs = signed(planted.train, flipped=3, times=10)  # they have the majority of the votes
+    weighed = train(planted, tmp_path / "rm", pairs=pairs, weigh_raters=True)
+    assert weighed.accuracy > 0.85
+    assert weighed.doubted == 3
+    table = read_json(tmp_path / "rm" / "raters.json")["weights"]
+    assert {name for name, one in table.items() if one["weight"] < 0.5} == {"r00", "r01", "r02"}
+    assert table["r00"]["agreement"] < 0.3
+    assert table["r05"]["pairs"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze_trunk", [True, False])
+def test_without_weights_their_votes_decide(
+    planted: Planted, tmp_path: Path, freeze_trunk: bool
+) -> None:
+    pairs = signed(planted.train, flipped=3, times=10)
+    arguments = {"pairs": pairs, "freeze_trunk": freeze_trunk, "learning_rate": 3e-3}
+    assert train(planted, tmp_path / "plain", **arguments).accuracy < 0.3
+    weighed = train(planted, tmp_path / "weighed", weigh_raters=True, **arguments)
+    assert weighed.accuracy > 0.85
+
+
+def test_a_head_that_foresees_nothing_doubts_nobody() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(600, 5, generator=generator, dtype=torch.float64)
+    voters = [f"v{i % 20}" for i in range(600)]
+    found = rater_weights(noise, torch.ones(600, dtype=torch.float64), voters)
+    assert min(one.weight for one in found.values()) > 0.5
+
+
+def test_few_raters_or_few_votes_are_not_judged_and_wide_features_are() -> None:
+    rng = random.Random(0)
+    wide = torch.randn(400, 300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wide[:, 0] = 1 + 9 * torch.rand(400, generator=torch.Generator().manual_seed(2))
+    voters = [f"v{i % 20:02d}" for i in range(400)]
+    contrary = torch.tensor([voter == "v03" for voter in voters])
+    wide[contrary, 0] *= -1
+    targets = torch.ones(400, dtype=torch.float64)
+    found = rater_weights(wide, targets, voters)
+    assert {name for name, one in found.items() if one.weight < 0.5} == {"v03"}
+    for judged in ([f"v{i % 9}" for i in range(400)], [f"v{rng.random()}" for _ in range(400)]):
+        assert {one.weight for one in rater_weights(wide, targets, judged).values()} == {1.0}
