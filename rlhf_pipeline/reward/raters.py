@@ -108,7 +108,8 @@ def _careful(margins: Tensor, rater: Tensor, weights: Tensor, raters: int) -> Te
         math.log(prior) + none.index_add(0, rater, likelihood)
         for prior, likelihood in zip(PRIORS, likelihoods, strict=True)
     ]
-    return torch.stack(both).softmax(0)[0]
+    careful: Tensor = torch.stack(both).softmax(0)[0]
+    return careful
 
 
 def _main_directions(differences: Tensor) -> Tensor:
