@@ -352,3 +352,11 @@ def test_a_reward_function_nobody_knows_is_refused_at_load(
 def test_functions_that_dpo_would_not_maximise_are_refused(recipe: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions are for what samples"):
         load_settings(recipe("{ppo: {estimator: dpo}, reward: {functions: {length: 1}}}"))
+
+
+def test_several_heads_read_a_frozen_trunk_and_pairs_alone() -> None:
+    kinds = {"preference": 1, "thumbs": 1}
+    for reward in ({"heads": 3}, {"heads": 3, "freeze_trunk": True, "kinds": kinds}):
+        with pytest.raises(ConfigError, match="several heads need freeze_trunk true and no other"):
+            load_settings("tiny", {"reward": reward})
+    assert load_settings("tiny", {"reward": {"heads": 3, "freeze_trunk": True}}).reward.heads == 3
