@@ -80,10 +80,10 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             max_completion_characters=limits.max_completion_characters,
         )
         support = support_of(report.clean)
-        told = support_to_json(support, report.clean)
         quarantines, most = limits.narrow_support == "quarantine", limits.top_raters_share
         report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
         report.clean.to_parquet(turn.data / VALIDATED)
+        told = support_to_json(support, report.clean)
         why = doubts(support, quarantines=quarantines, top_raters_share=most)
         write_json(turn.data / SUPPORT, {**told, "doubts": why})
         pipeline.store.quarantine(report.quarantine_rows())
@@ -95,10 +95,10 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             "dagster/row_count": len(report.clean),
             "quarantined": len(report.quarantined),
             "quarantined by rule": table([{"rule": r, "rows": n} for r, n in by_rule.items()]),
-            "narrow n-grams": len(support.associations),  # their words are somebody's: not here
+            "narrow n-grams": table([{"found": a.words()} for a in support.associations]),
             "narrow topics": table([dataclasses.asdict(topic) for topic in support.topics]),
             "agreement": table([{"on": on, **found} for on, found in told["agreement"].items()]),
-            "support": dg.MetadataValue.path(str(turn.data / SUPPORT)),
+            "raters who agree least": table(told["by_rater"][:10]),
         },
         check_results=[
             dg.AssetCheckResult(

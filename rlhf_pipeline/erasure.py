@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-RATERS = ("raters.json", "support.json")  # tables of raters: of a reward model, of a snapshot
 ASKED_BY = "erasure"  # in a claim: not a training, so nothing asks for it again
 
 
@@ -251,9 +250,8 @@ def _clean_files(
             evaluation_share=of_turn["evaluation_share"],
             min_rating=of_turn["min_rating"],
         )
-    for name in RATERS:
-        for path in sorted(agent.rglob(name)):
-            changed += _without_rater(path, person.rater_id)
+    for path in sorted(agent.rglob("raters.json")):
+        changed += _without_rater(path, person.rater_id)
     return changed
 
 
@@ -317,16 +315,11 @@ def _settings_of(turn: Path, today: Settings) -> Mapping[str, Any]:
 
 
 def _without_rater(path: Path, rater_id: str) -> int:
-    """Take a rater out of a table of raters; the words that few carry may be theirs, and go too."""
     before = read_json(path)
-    after = dict(before)
-    for table in ("careful", "weights"):
-        if table in before:
-            after[table] = {n: one for n, one in before[table].items() if n != rater_id}
-    if "by_rater" in before:
-        after["by_rater"] = [one for one in before["by_rater"] if one["voter"] != rater_id]
-        if after["by_rater"] != before["by_rater"]:
-            after["associations"] = [{**one, "ngram": None} for one in before["associations"]]
+    after = {
+        table: {name: one for name, one in people.items() if name != rater_id}
+        for table, people in before.items()  # "careful" or "weights"
+    }
     if after == before:
         return 0
     write_json(path, after)

@@ -204,8 +204,6 @@ def _turn(world: World) -> None:
     write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
     write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})
     write_json(work / "reward" / "gate" / "raters.json", {"weights": {ANN: {}, BOB: {}}})
-    table = {"by_rater": [{"voter": ANN}, {"voter": BOB}], "associations": [{"ngram": SECRET}]}
-    write_json(data / "support.json", table)
     texts = (f"{SECRET} one?", "pear one?")
     samples = [
         {"update": 0, "prompt": t, "baseline": t, "completion": t, "score": 1} for t in texts
