@@ -297,7 +297,7 @@ def triggers(world: World, runs: int) -> list[tuple[str, str, str, bool]]:
                 ("scan, weights", said.without(seen), {"weighs": True}),
                 ("21 heads", said, {"weighs": True, "heads": HEADS}),
             ):
-                model = fitted(world, used, **how)  # type: ignore[arg-type]  # as it takes them
+                model = fitted(world, used, **how)
                 wins.setdefault(name, []).append(tried.wins(model))
                 right.setdefault(name, []).append(accuracy(world, model))
         cells = [f"{statistics.fmean(w):.3f} ({max(w):.3f})" for w in wins.values()]

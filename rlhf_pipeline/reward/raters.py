@@ -117,4 +117,5 @@ def _main_directions(differences: Tensor) -> Tensor:
     if differences.shape[1] <= WIDEST:
         return differences
     _, directions = torch.linalg.eigh(differences.T @ differences)
-    return differences @ directions[:, -WIDEST:]
+    widest: Tensor = directions[:, -WIDEST:]  # their lengths rise
+    return differences @ widest
