@@ -260,6 +260,12 @@ class RewardSettings(Section):
         "weight, normalisation, floor and options. `reward.preset` fills it in.",
     )
 
+    wish_bound: Share = Field(
+        0.0,
+        description="How much of a function's weight may be added where its `wish` is what people "
+        "tick; the share of people who do is the share of this that is added.",
+    )
+
     @property
     def reads_every_kind(self) -> bool:
         """Say whether more than plain pairs is learnt from."""

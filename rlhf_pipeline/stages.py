@@ -272,7 +272,7 @@ def improve(
     return train_ppo(
         policy_dir=champion,
         reference_dir=baseline,
-        reward=maximised(settings, proxy, references),
+        reward=maximised(turn, proxy, references),
         stopping=stopping,
         prompts=prompts[watched:],
         watch_prompts=prompts[:watched],
@@ -289,19 +289,25 @@ def improve(
 
 
 def maximised(
-    settings: Settings,
-    learned: RewardFunction,
-    references: Mapping[str, Sequence[str]] | None = None,
+    turn: Turn, learned: RewardFunction, references: Mapping[str, Sequence[str]] | None = None
 ) -> RewardFunction:
     """Return what PPO maximises: the learned reward, with the recipe's functions where it has some.
 
+    Their weights are raised by what the proxy's voters wish for, within reward.wish_bound.
     `references` are CompositeReward's. The stopping and the gate reward stay learned ones: rules
     may steer training, but people's votes choose and judge.
     """
+    from rlhf_pipeline.feedback.wishes import wished_shares
     from rlhf_pipeline.reward.named import composite_of
+    from rlhf_pipeline.reward.settings import with_wishes
 
+    settings, votes = turn.settings, turn.data / snapshot.FILE
+    functions, bound = settings.reward.functions, settings.reward.wish_bound
+    if functions and bound and votes.exists():
+        proxys = _votes_for_proxy(settings)
+        functions = with_wishes(functions, wished_shares(votes, proxys), bound)
     return composite_of(
-        settings.reward.functions,
+        functions,
         learned,
         references=references,
         judgements=settings.state_dir / "judgements",
@@ -338,7 +344,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         for job in JOBS
     }
     functions = settings.reward.functions
-    composite = maximised(settings, judges["proxy"])
+    composite = maximised(turn, judges["proxy"])
     if isinstance(composite, CompositeReward):  # as it was where the kept policy was
         trained = TrainingResult.load(turn.work / "ppo" / "result.json")
         composite.restore(trained.reward_state)
@@ -477,13 +483,19 @@ def _baseline_completions(
     return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
 
 
+def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:
+    """Return what says of a voter whether the proxy learns from them; the others' stay unseen."""
+    by_job = settings.reward.shares
+    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
+    return lambda voter: job_of(voter, shares) == "proxy"
+
+
 def _references(turn: Turn) -> dict[str, list[str]]:
     """Return what the proxy's voters chose or wrote, by prompt: what completions compare with."""
-    by_job = turn.settings.reward.shares
-    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
+    proxys = _votes_for_proxy(turn.settings)
     found: dict[str, list[str]] = {}
     for pair in datasets.read_jsonl(turn.data / PAIRS, PreferencePair):
-        held_out = pair.split != "train" or job_of(pair.voter, shares) != "proxy"
+        held_out = pair.split != "train" or not proxys(pair.voter)
         if held_out or pair.tie or pair.both_bad:
             continue
         texts = found.setdefault(prompt_to_json(pair.prompt), [])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 50_000
 FILE = "feedback.parquet"  # in the turn's data folder
 PROMPTS = ("prompt", "other_prompt")  # JSON of messages
-TEXTS = ("completion", "other_completion", "text", "comment", "topic")
+TEXTS = ("completion", "other_completion", "text", "comment", "topic", "tags")
 REDACTED = "rlhf.redacted"  # in the file's metadata: {kind: how many}
 
 
@@ -223,6 +223,7 @@ def _rows(database: db.Database, agent_id: str, watermark: int) -> Iterator[list
         f.shown_first,
         f.topic,
         f.comment,
+        f.tags,
     ]
     query = _effective(agent_id, watermark, columns).select_from(
         db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id).outerjoin(
@@ -263,5 +264,6 @@ def _schema(pa: Any) -> Any:
             ("shown_first", text),
             ("topic", text),
             ("comment", text),
+            ("tags", text),  # JSON list
         ]
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -65,6 +65,15 @@ def weight_at(weight: Weight, update: int) -> float:
     return weight
 
 
+def scaled(weight: Weight, factor: float) -> Weight:
+    """Return the weight, or schedule, times the factor."""
+    if isinstance(weight, Linear):
+        return Linear(weight.start * factor, weight.end * factor, weight.updates)
+    if isinstance(weight, Stepped):
+        return Stepped({step: number * factor for step, number in weight.steps.items()})
+    return weight * factor
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionSettings:
     """One reward function of the composite."""
@@ -80,6 +89,8 @@ class FunctionSettings:
     """A completion whose raw score is below gets -5 at most, whatever else it earns."""
     function: str | None = None
     """What scores, where its name is another: a name, a folder, an address, module:function."""
+    wish: str | None = None
+    """What people tick under "What should it learn?" that speaks for it: reward.wish_bound."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the function is made with, e.g. {shortest: 5, longest: 40} of `length`."""
 
@@ -101,28 +112,42 @@ class FunctionSettings:
         return (0.0, 1.0) if isinstance(self.normalisation, str) else self.normalisation
 
 
+def with_wishes(
+    functions: Mapping[str, FunctionSettings], shares: Mapping[str, float], bound: float
+) -> dict[str, FunctionSettings]:
+    """Return the functions with weights raised by what people wish for, at most by `bound`.
+
+    `shares` are of those who wish for something, 0 to 1: a function whose wish is everybody's
+    counts 1 + bound times the recipe's weight, one that nobody wishes for the recipe's.
+    """
+    return {
+        name: replace(one, weight=scaled(one.weight, 1 + bound * shares.get(one.wish or "", 0.0)))
+        for name, one in functions.items()
+    }
+
+
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "empathy": {
             "learned": {"weight": 1.0, "normalisation": "running"},
-            "empathy": {"weight": {"start": 0.2, "end": 0.6, "updates": 20}},
+            "empathy": {"weight": {"start": 0.2, "end": 0.6, "updates": 20}, "wish": "kinder"},
             "repetition": {"weight": 0.3, "floor": 0.5},
-            "safety": {"weight": 0.5, "floor": 0.5},
+            "safety": {"weight": 0.5, "floor": 0.5, "wish": "safer"},
         },
         "recommendation": {
             "learned": {"weight": 1.0, "normalisation": "running"},
             "recommendation": {"weight": 1.0},
             "length": {"weight": 0.3, "options": {"shortest": 5, "longest": 60}},
             "repetition": {"weight": 0.3, "floor": 0.5},
-            "safety": {"weight": 0.5, "floor": 0.5},
+            "safety": {"weight": 0.5, "floor": 0.5, "wish": "safer"},
         },
         "balanced": {
             "learned": {"weight": 1.0, "normalisation": "running"},
-            "empathy": {"weight": 0.2},
+            "empathy": {"weight": 0.2, "wish": "kinder"},
             "distinct-2": {"weight": 0.2},
             "length": {"weight": 0.2, "options": {"shortest": 5, "longest": 60}},
             "repetition": {"weight": 0.3, "floor": 0.5},
-            "safety": {"weight": 0.5, "floor": 0.5},
+            "safety": {"weight": 0.5, "floor": 0.5, "wish": "safer"},
         },
     }
 )

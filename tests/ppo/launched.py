@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from rlhf_pipeline.ppo.settings import PpoSettings
-from tests.ppo.world import changed, lower_share, train
+from rlhf_pipeline.records import RewardFunction
+from tests.ppo.world import changed, lower_share, train, two_pieces
 
 SIZE = 2
 RUNS: dict[str, PpoSettings] = {
@@ -30,10 +31,16 @@ RUNS: dict[str, PpoSettings] = {
 }
 
 
+def reward_of(name: str) -> RewardFunction:
+    """Return what a run maximises: in one of them a reward that changes as training goes on."""
+    return two_pieces() if name == "separate" else lower_share
+
+
 def run_all(base: Path, folder: Path) -> None:
     """Train every run; a run that was cut short is gone on with."""
     for name, settings in RUNS.items():
-        train(base, folder / name, settings, stopping=lower_share)
+        reward = reward_of(name)
+        train(base, folder / name, settings, stopping=lower_share, reward=reward)
     try:
         train(base, folder / "interrupted", RUNS["shared"], keep_going=interruption())
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from rlhf_pipeline.policy.loading import choose_device
 from rlhf_pipeline.ppo.processes import ALONE, Team, join_team
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
-from tests.ppo.launched import RUNS
+from tests.ppo.launched import RUNS, reward_of
 from tests.ppo.world import changed, lower_share, train, weights_of
 
 
@@ -48,7 +48,7 @@ def launched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_end_with_the_policy_of_one(
     name: str, launched: Path, base: Path, tmp_path: Path
 ) -> None:
-    one = train(base, tmp_path, RUNS[name], stopping=lower_share)
+    one = train(base, tmp_path, RUNS[name], stopping=lower_share, reward=reward_of(name))
     two = TrainingResult.load(launched / name / "result.json")
     assert (two.fingerprint, two.chosen_update) == (one.fingerprint, one.chosen_update)
     for found, wanted in zip(two.history, one.history, strict=True):

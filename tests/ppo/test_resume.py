@@ -19,10 +19,8 @@ import torch
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import Prompt, RewardInput
-from rlhf_pipeline.reward.composite import CompositeReward, Term
-from rlhf_pipeline.reward.named import named_reward
 from rlhf_pipeline.reward.settings import Linear, weight_at
-from tests.ppo.world import PROMPTS, changed, lower_share, train, weights_of
+from tests.ppo.world import PROMPTS, changed, lower_share, train, two_pieces, weights_of
 
 # Everything that moves must move here: coefficient, moments, optimizer, cursor, random states.
 SETTINGS = changed(
@@ -172,13 +170,6 @@ def test_a_damaged_checkpoint_costs_updates_and_changes_nothing(base: Path, tmp_
     whole = train(base, tmp_path / "whole", settings)
     assert resumed.resumed_from == 1
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
-
-
-def two_pieces() -> CompositeReward:
-    ramp = Linear(start=1.0, end=0.2, updates=3)
-    return CompositeReward(
-        {"lower": Term(lower_share, ramp, running=True), "length": Term(named_reward("length"))}
-    )
 
 
 def test_a_composite_resumes_with_its_weights_and_scales(base: Path, tmp_path: Path) -> None:

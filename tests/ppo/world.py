@@ -22,6 +22,9 @@ from rlhf_pipeline.ppo.rollout import Rollouts
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.trainer import train_ppo
 from rlhf_pipeline.records import Message, Prompt, RewardInput, user_prompt
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.named import named_reward
+from rlhf_pipeline.reward.settings import Linear
 
 PROMPTS: list[Prompt] = [
     *map(user_prompt, ("hi", "tell me a tale", "why", "name a bird", "what is rain, really")),
@@ -56,6 +59,14 @@ def lower_share(items: Sequence[RewardInput]) -> list[float]:
     return [
         sum(c.islower() for c in item.completion) / max(len(item.completion), 1) for item in items
     ]
+
+
+def two_pieces() -> CompositeReward:
+    """Return a reward that changes: a weight on a schedule, a scale it learns."""
+    ramp = Linear(start=1.0, end=0.2, updates=3)
+    return CompositeReward(
+        {"lower": Term(lower_share, ramp, running=True), "length": Term(named_reward("length"))}
+    )
 
 
 def tiny_policy(**config: Any) -> Policy:
