@@ -82,7 +82,7 @@ STALLS: Mapping[str, Point] = {
     "before it closes its claim": Point("rlhf_pipeline.feedback.claims:ClaimBook.finish", "before"),
 }
 TRAINING: Mapping[str, Point] = {  # the four of them that are in the training's own process
-    "SFT half-way": Point("rlhf_pipeline.policy.sft:_Watcher.on_log", "after", 3),
+    "SFT half-way": Point("rlhf_pipeline.policy.sft:_Watcher.on_log", "after", 2),
     "first reward model saved": Point("rlhf_pipeline.reward.training:train_reward_model", "after"),
     "PPO checkpoint saved": Point("rlhf_pipeline.ppo.checkpoint:write_checkpoint", "after", 3),
     "PPO finished, no result yet": Point("rlhf_pipeline.ppo.result:TrainingResult.save", "before"),
