@@ -34,6 +34,7 @@ def evaluation_report(
             run.log_metrics({f"evaluation/{k}": v for k, v in report.metrics().items()})
             run.log_text("evaluation/report.md", outcome["markdown"])
             run.log_text("evaluation/gate.md", outcome["gate_markdown"])
+            run.log_file(Path(outcome["page"]), "evaluation")
             for path in outcome["plots"]:
                 run.log_file(Path(path), "evaluation")
     return dg.MaterializeResult(
@@ -41,6 +42,7 @@ def evaluation_report(
             "win rate": report.win_rates["baseline"].value,
             "gate": dg.MetadataValue.md(outcome["gate_markdown"]),
             "comparison": dg.MetadataValue.md(outcome["markdown"]),
+            "page": dg.MetadataValue.path(outcome["page"]),
             **plots(outcome["plots"]),
         },
         check_results=[

@@ -341,6 +341,12 @@ class EvaluationSettings(Section):
     prompts: Positive = Field(400, description="Held-out prompts, at most.")
     bootstrap_samples: Positive = 2000
     samples_shown: Positive = 10
+    behaviour_tries: int = Field(
+        8,
+        ge=0,
+        le=1000,
+        description="Completions of each behaviour item by each system; 0 leaves the items out.",
+    )
 
 
 class PromotionSettings(Section):

@@ -23,6 +23,7 @@ import structlog
 from rlhf_pipeline import database as db
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
@@ -296,6 +297,7 @@ def _clean_comparison(path: Path, prompts: Collection[str]) -> int:
     report["samples"] = samples
     markdown = EvaluationReport.from_json(report).to_markdown()
     result = {**kept["result"], "report": report, "markdown": markdown}
+    (path.parent / COMPARISON).unlink(missing_ok=True)
     write_json(path, {**kept, "result": result})
     return 1
 

@@ -147,6 +147,7 @@ class EvaluationPrompt:
     prompt_id: str
     prompt: Prompt
     references: tuple[str, ...] = ()
+    topic: str | None = None  # what people filed it under, where they did
 
 
 @dataclass(frozen=True, slots=True)

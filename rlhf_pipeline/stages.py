@@ -30,6 +30,7 @@ from rlhf_pipeline.records import (
 )
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.evaluation.behaviour import BehaviourItem
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.ppo.result import TrainingResult
     from rlhf_pipeline.ppo.settings import PpoSettings
@@ -317,9 +318,11 @@ def maximised(
 
 def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Compare the candidate with baseline and champion, judged by the gate model; then the gate."""
+    from rlhf_pipeline.evaluation import PAGE
     from rlhf_pipeline.evaluation.compare import compare
     from rlhf_pipeline.evaluation.facts import gate_facts
     from rlhf_pipeline.evaluation.gate import decide
+    from rlhf_pipeline.evaluation.page import write_page
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.policy.adapters import bare_base
     from rlhf_pipeline.ppo.result import TrainingResult
@@ -363,6 +366,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         seed=settings.training.seed,
         bootstrap_samples=settings.evaluation.bootstrap_samples,
         samples_shown=settings.evaluation.samples_shown,
+        behaviour=_behaviour_items(turn) if settings.evaluation.behaviour_tries else (),
+        behaviour_tries=settings.evaluation.behaviour_tries,
         device=settings.policy.device,
         dtype=settings.policy.frozen_dtype,
         report=report,
@@ -376,13 +381,28 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         },
         facts=gate_facts(turn.data, turn.work, turn.previous),
     )
+    drawn = write_plots(comparison, turn.work / "evaluation")
+    pictures = [*drawn, *sorted((turn.work / "ppo").rglob("over_optimisation.png"))]
+    title = f"{turn.agent_id}: candidate from snapshot {turn.fingerprint[:16]}"
+    page = write_page(turn.work / PAGE, title, comparison, decision, pictures)
     return {
         "report": comparison.to_json(),
+        "page": str(page),
         "markdown": comparison.to_markdown(),
         "gate": decision.to_json(),
         "gate_markdown": decision.to_markdown(),
-        "plots": [str(path) for path in write_plots(comparison, turn.work / "evaluation")],
+        "plots": [str(path) for path in drawn],
     }
+
+
+def _behaviour_items(turn: Turn) -> list[BehaviourItem]:
+    from rlhf_pipeline.evaluation.behaviour import items_for
+    from rlhf_pipeline.evaluation.facts import SUPPORT
+
+    support = turn.data / SUPPORT
+    narrow = read_json(support)["associations"] if support.exists() else []
+    learnt = [found["ngram"] for found in narrow if found["wins"]]
+    return items_for(turn.settings.agent_folder(turn.agent_id), learnt)
 
 
 STAGES: Mapping[str, Callable[[Turn, Progress, KeepGoing], dict[str, Any]]] = {

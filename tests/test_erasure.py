@@ -213,6 +213,8 @@ def _turn(world: World) -> None:
     (work / "ppo" / "samples.jsonl").write_text(lines)
     (agent / "tuning" / "one").mkdir(parents=True)
     (agent / "tuning" / "one" / "samples.jsonl").write_text(lines)
+    (work / "evaluation").mkdir()
+    (work / "evaluation" / "report.html").write_text(SECRET)
     (work / "ppo" / "checkpoints").mkdir()
     (work / "ppo" / "checkpoints" / "state.json").write_text(SECRET)
     shown = [
@@ -301,9 +303,8 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
     for name in before:
         if name in after and "pear" in before[name]:
             assert "pear" in after[name], name
-    assert set(before) - set(after) == {
-        *(n for n in before if n.endswith(("checkpoints/state.json", "preference_pairs.partial")))
-    }
+    away = ("checkpoints/state.json", "preference_pairs.partial", "evaluation/report.html")
+    assert set(before) - set(after) == {n for n in before if n.endswith(away)}
     assert done["counts"] == {
         "feedback": 5,
         "votes_about_them": 2,

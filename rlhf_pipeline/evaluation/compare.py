@@ -6,8 +6,9 @@ is paired. Failure is an exception, never a bad number.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation import metrics
+from rlhf_pipeline.evaluation.behaviour import BehaviourItem, ItemResult, judge_items
 from rlhf_pipeline.evaluation.metrics import Floats, Number
 from rlhf_pipeline.evaluation.pieces import reward_pieces
 from rlhf_pipeline.evaluation.report import (
@@ -23,22 +25,29 @@ from rlhf_pipeline.evaluation.report import (
     KL,
     EvaluationReport,
     Sample,
+    TopicResult,
     prompt_to_rows,
 )
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Progress,
+    Prompt,
     RewardFunction,
     RewardInput,
     ignore_progress,
 )
+from rlhf_pipeline.reward.rules import rouge_l
 
 if TYPE_CHECKING:
+    import torch
+
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.reward.composite import Breakdown, CompositeReward
 
 SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
 OTHERS = ("baseline", "champion")
+OF_REFERENCES = ("bleu_1", "bleu_2", "rouge_l")  # NaN where a prompt has no reference
+FEWEST_OF_TOPIC = 10  # prompts; fewer say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,9 @@ class Answers:
     reference_logprobs: Floats  # (n,) nats of each prompt's references together
     reference_tokens: Floats  # (n,)
     kl_to_baseline: Floats  # (n,) log-ratio of its own completions; 0 for the baseline
+    seconds: float  # per completion
+    memory_mib: float
+    said: list[str]  # to the behaviour items, the tries of each together
     scores: dict[str, Floats] = field(default_factory=dict)
     told: dict[int, Breakdown] = field(default_factory=dict)  # by prompt; the composite's
 
@@ -93,6 +105,8 @@ def compare(
     seed: int,
     bootstrap_samples: int,
     samples_shown: int = 10,
+    behaviour: Sequence[BehaviourItem] = (),
+    behaviour_tries: int = 8,
     batch_size: int = 64,
     device: str = "auto",
     dtype: str = "float32",
@@ -104,7 +118,7 @@ def compare(
     2. The baseline does the same and says how likely it finds the others' answers (for the KL).
     3. The judge and the other rewards score all answers; the composite, if any, tells its pieces,
        `referenced_only` on the prompts that have references.
-    4. Numbers, paired differences and win rates with intervals.
+    4. Numbers, paired differences and win rates with intervals; what the behaviour items find.
 
     The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
     Schulman, joschu.net/blog/kl-approx.html), at the sampling temperature, on the tokens drawn.
@@ -131,12 +145,13 @@ def compare(
         "baseline": baseline.resolve(),
     }
     answers: dict[Path, Answers] = {}
+    asked = [item.prompt for item in behaviour for _ in range(behaviour_tries)]
     # The baseline comes last: by then it is known whose answers it has to weigh.
     others = [f for f in dict.fromkeys(folders.values()) if f != folders["baseline"]]
     for folder in [*others, folders["baseline"]]:
         report({"stage": f"{next(s for s in folders if folders[s] == folder)} answers"})
         weighs = answers if folder == folders["baseline"] else {}
-        answers[folder] = _visit(folder, prompts, weighs, how, report)
+        answers[folder] = _visit(folder, prompts, weighs, how, report, asked)
     for folder, found in answers.items():
         report({"stage": "scoring", "systems": len(answers)})
         items = [
@@ -149,10 +164,14 @@ def compare(
             some = [i for i in range(len(items)) if items[i].references or not referenced_only]
             found.told.update(zip(some, composite.judge([items[i] for i in some]), strict=True))
     by_system = {system: answers[folders[system]] for system in ("candidate", *OTHERS)}
-    return _summarise(
+    found_behaviour = judge_items(
+        behaviour, {system: of.said for system, of in by_system.items()}, behaviour_tries
+    )
+    return summarise(
         prompts,
         by_system,
         weights={} if composite is None else composite.weights,
+        behaviour=found_behaviour,
         seed=seed,
         temperature=temperature,
         bootstrap_samples=bootstrap_samples,
@@ -167,6 +186,7 @@ def _visit(
     others: Mapping[Path, Answers],
     how: Sampling,
     report: Progress,
+    asked: Sequence[Prompt],
 ) -> Answers:
     """Load one policy, let it answer, and weigh the others' answers (the baseline's task)."""
     from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
@@ -181,7 +201,17 @@ def _visit(
             f"prompt and completion must fit a context of {policy.context_length} tokens, found "
             f"{how.max_prompt_tokens} + {how.max_completion_tokens}; lower one of the two"
         )
+    forget_peak(policy.device)
+    begun = time.monotonic()
     completions = _answer(policy, starts, how, report)
+    seconds = (time.monotonic() - begun) / len(completions)
+    memory = memory_mib(policy.device)
+    said = _answer(
+        policy,
+        encode_prompts(policy.tokenizer, asked, max_tokens=how.max_prompt_tokens),
+        how,
+        report,
+    )
     written = [c.ids for c in completions]
     vocabulary = policy.tokenizer.get_vocab()
     for other, found in others.items():
@@ -210,6 +240,9 @@ def _visit(
         reference_logprobs,
         reference_tokens,
         np.zeros(n),
+        seconds,
+        memory,
+        [completion.text for completion in said],
     )
 
 
@@ -274,27 +307,30 @@ def _logprobs(
     return sums
 
 
-def _summarise(
+def summarise(
     prompts: Sequence[EvaluationPrompt],
     systems: Mapping[str, Answers],
     *,
     weights: Mapping[str, float],
+    behaviour: Sequence[ItemResult] = (),
     seed: int,
     temperature: float,
     bootstrap_samples: int,
     samples_shown: int,
     started: float,
 ) -> EvaluationReport:
+    """Return the report on what candidate, baseline and champion answered, scores included."""
     same = systems["champion"] is systems["baseline"]
-    values = {system: _per_prompt(answers) for system, answers in systems.items()}
+    values = {system: _per_prompt(prompts, answers) for system, answers in systems.items()}
 
-    def mean(of: Floats) -> Number:
+    def mean(metric: str, of: Floats) -> Number:
+        of = of[~np.isnan(of)] if metric in OF_REFERENCES else of
         return metrics.bootstrap_mean(of, samples=bootstrap_samples, seed=seed)
 
     def summary(system: str) -> dict[str, Number]:
         answers, n = systems[system], len(prompts)
         texts = [c.text for c in answers.completions]
-        found = {metric: mean(of) for metric, of in values[system].items() if metric != KL}
+        found = {metric: mean(metric, of) for metric, of in values[system].items() if metric != KL}
         found["distinct_1"] = Number(metrics.distinct(texts, 1), n=n)
         found["distinct_2"] = Number(metrics.distinct(texts, 2), n=n)
         if answers.reference_tokens.any():
@@ -304,7 +340,9 @@ def _summarise(
                 samples=bootstrap_samples,
                 seed=seed,
             )
-        found[KL] = mean(values[system][KL])
+        found[KL] = mean(KL, values[system][KL])
+        found["seconds_per_completion"] = Number(answers.seconds, n=n)
+        found["memory_mib"] = Number(answers.memory_mib, n=n)
         return found
 
     numbers = {"candidate": summary("candidate"), "baseline": summary("baseline")}
@@ -315,7 +353,7 @@ def _summarise(
     here = values["candidate"]
     for against in OTHERS[:1] if same else OTHERS:
         other = values[against]
-        differences[against] = {m: mean(here[m] - other[m]) for m in here if m != KL}
+        differences[against] = {m: mean(m, here[m] - other[m]) for m in here if m != KL}
         plain[against] = metrics.win_rate(here[GATE_SCORE], other[GATE_SCORE])
         controlled[against] = metrics.length_controlled_win_rate(
             here[GATE_SCORE],
@@ -354,6 +392,8 @@ def _summarise(
         reward=reward_pieces(told, weights, bootstrap_samples=bootstrap_samples, seed=seed)
         if told["candidate"]
         else None,
+        topics=_by_topic(prompts, here[GATE_SCORE], values["champion"][GATE_SCORE], mean),
+        behaviour=list(behaviour),
     )
 
 
@@ -361,7 +401,42 @@ def _pieces(told: Breakdown) -> dict[str, float]:
     return {name: piece.added for name, piece in told.pieces.items()}
 
 
-def _per_prompt(answers: Answers) -> dict[str, Floats]:
+def _by_topic(
+    prompts: Sequence[EvaluationPrompt],
+    here: Floats,
+    champion: Floats,
+    mean: Callable[[str, Floats], Number],
+) -> dict[str, TopicResult]:
+    """Return candidate against champion on each topic that has enough prompts."""
+    found = {}
+    for topic in sorted({p.topic for p in prompts if p.topic is not None}):
+        members = np.array([p.topic == topic for p in prompts])
+        if members.sum() >= FEWEST_OF_TOPIC:
+            rate = metrics.win_rate(here[members], champion[members])
+            found[topic] = TopicResult(rate, mean(GATE_SCORE, (here - champion)[members]))
+    return found
+
+
+def _to_references(
+    prompts: Sequence[EvaluationPrompt], completions: Sequence[Answer]
+) -> dict[str, Floats]:
+    """Return how near the completions are to the references, by metric; nothing without any."""
+    if not any(prompt.references for prompt in prompts):
+        return {}
+    rows = [
+        (
+            metrics.bleu(answer.text, prompt.references, 1),
+            metrics.bleu(answer.text, prompt.references, 2),
+            max(rouge_l(answer.text, reference) for reference in prompt.references),
+        )
+        if prompt.references
+        else (math.nan,) * len(OF_REFERENCES)
+        for prompt, answer in zip(prompts, completions, strict=True)
+    ]
+    return dict(zip(OF_REFERENCES, np.array(rows).T, strict=True))
+
+
+def _per_prompt(prompts: Sequence[EvaluationPrompt], answers: Answers) -> dict[str, Floats]:
     """Return the metrics that are means over prompts, one value per prompt."""
     completions = answers.completions
     return {
@@ -369,8 +444,27 @@ def _per_prompt(answers: Answers) -> dict[str, Floats]:
         "length_tokens": np.array([len(c.ids) for c in completions], dtype=np.float64),
         "repetition": np.array([metrics.repetition(c.text) for c in completions]),
         "truncation_rate": np.array([float(not c.finished) for c in completions]),
+        **_to_references(prompts, completions),
         KL: answers.kl_to_baseline,
     }
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin to measure a GPU's peak memory anew; other devices remember none."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_mib(device: torch.device) -> float:
+    """Return the most memory held on the GPU since `forget_peak`; else what this process holds."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def _named(rewards: Mapping[str, RewardFunction]) -> dict[str, RewardFunction]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,28 @@ def repetition(text: str, n: int = 4) -> float:
     """
     grams = _ngrams(words(text), n)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def bleu(text: str, references: Sequence[str], n: int) -> float:
+    """Return BLEU of one text against its references, n-grams up to n weighted alike, in [0, 1].
+
+    Unsmoothed: 0 where no n-gram of some length is shared. Per text, so that a mean over prompts
+    can be paired; a corpus's BLEU pools the counts instead.
+    Source: Papineni et al. 2002, doi:10.3115/1073083.1073135, eq. 2 and 3.
+    """
+    said, meant = words(text), [words(reference) for reference in references]
+    logs = 0.0
+    for size in range(1, n + 1):
+        grams = Counter(_ngrams(said, size))
+        most: Counter[tuple[str, ...]] = Counter()
+        for reference in meant:
+            most |= Counter(_ngrams(reference, size))
+        shared = (grams & most).total()
+        if not shared:
+            return 0.0
+        logs += math.log(shared / grams.total()) / n
+    closest = min((len(reference) for reference in meant), key=lambda r: (abs(r - len(said)), r))
+    return math.exp(logs + min(0.0, 1 - closest / len(said)))
 
 
 def _ngrams(tokens: Sequence[str], n: int) -> list[tuple[str, ...]]:

@@ -42,22 +42,24 @@ class RewardPieces:
 
     def to_markdown(self) -> str:
         """Return the table: a column per function, a row per system and difference."""
-        columns = [COMPOSITE, *self.weights]
-        rows = [
-            "| | " + " | ".join(columns) + " |",
-            "|---" * (len(columns) + 1) + "|",
-            _row("weight", ["", *(f"{self.weights[name]:g}" for name in self.weights)]),
-        ]
-        for system, numbers in self.added.items():
-            rows.append(_row(f"{system} got", [f"{numbers[n].value:+.3f}" for n in columns]))
-        for against, numbers in self.differences.items():
-            cells = [_with_interval(numbers[name]) for name in columns]
-            rows.append(_row(f"candidate − {against}", cells))
-        for system, numbers in self.scores.items():
-            cells = [f"{numbers[name].value:.3f}" for name in self.weights]
-            rows.append(_row(f"{system}, raw score", ["", *cells]))
+        head, *rest = (f"| {' | '.join(row)} |" for row in self.rows())
+        rows = [head, "|---" * (len(self.weights) + 2) + "|", *rest]
         note = f"What training maximised, by function: means over {self.prompts} prompts."
         return "\n\n".join(["### Reward by function", note, "\n".join(rows)])
+
+    def rows(self) -> list[list[str]]:
+        """Return the table's cells, its head first."""
+        columns = [COMPOSITE, *self.weights]
+        rows = [["", *columns], ["weight", "", *(f"{w:g}" for w in self.weights.values())]]
+        for system, numbers in self.added.items():
+            rows.append([f"{system} got", *(f"{numbers[n].value:+.3f}" for n in columns)])
+        for against, numbers in self.differences.items():
+            cells = [_with_interval(numbers[name]) for name in columns]
+            rows.append([f"candidate − {against}", *cells])
+        for system, numbers in self.scores.items():
+            cells = [f"{numbers[name].value:.3f}" for name in self.weights]
+            rows.append([f"{system}, raw score", "", *cells])
+        return rows
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RewardPieces:
@@ -107,10 +109,6 @@ def reward_pieces(
 def _added(breakdowns: Sequence[Breakdown], weights: Mapping[str, float]) -> dict[str, Floats]:
     pieces = {name: np.array([b.pieces[name].added for b in breakdowns]) for name in weights}
     return {COMPOSITE: np.array([b.score for b in breakdowns]), **pieces}
-
-
-def _row(name: str, cells: Sequence[str]) -> str:
-    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _with_interval(number: Number) -> str:

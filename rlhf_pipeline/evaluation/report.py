@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rlhf_pipeline.evaluation.behaviour import ItemResult, worse_at
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
@@ -23,7 +24,12 @@ MEANING = {
     "distinct_2": "distinct word pairs over all word pairs",
     "repetition": "share of a completion's 4-grams that it had said before",
     "truncation_rate": "share of completions cut off at the token limit",
+    "bleu_1": "single words shared with the references, of the prompts that have some",
+    "bleu_2": "words and word pairs shared with the references, likewise",
+    "rouge_l": "F1 of the longest common word sequence with the nearest reference, likewise",
     "perplexity": "of the prompts' reference completions",
+    "seconds_per_completion": "of wall time, in the batches of this comparison",
+    "memory_mib": "most on the GPU, or what the process held, as it answered",
     KL: "nats per completion, estimated on the system's own completions",
 }
 
@@ -39,6 +45,26 @@ class Sample:
     completions: dict[str, str]
     scores: dict[str, float]
     pieces: dict[str, dict[str, float]] = field(default_factory=dict)  # what each function added
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table of numbers, as a person reads it."""
+
+    name: str
+    other: str
+    here: str
+    change: str
+    percent: str
+    interval: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopicResult:
+    """Candidate against champion on one topic's prompts."""
+
+    win_rate: Number
+    difference: Number  # of the gate's score
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +85,13 @@ class EvaluationReport:
     samples: list[Sample]
     seconds: float
     reward: RewardPieces | None = None  # where the recipe names reward functions
+    topics: dict[str, TopicResult] = field(default_factory=dict)
+    behaviour: list[ItemResult] = field(default_factory=list)
+
+    @property
+    def others(self) -> list[Against]:
+        """Return what the candidate is compared with, each once."""
+        return ["baseline"] if self.champion_is_baseline else ["baseline", "champion"]
 
     def metrics(self) -> dict[str, float]:
         """Return every number by a flat name: what the gate reads and MLflow shows.
@@ -66,7 +99,8 @@ class EvaluationReport:
         `candidate/gate_score`, `vs_champion/gate_score_low`, `vs_champion/win_rate`, ... and, per
         other system, `length_ratio`, `distinct_2_change` and `perplexity_change` (relative),
         `repetition_change` (relative to at least 0.02), `truncation_beyond` (the candidate's rate
-        where it exceeds the other's, else 0). What was not measured is not there.
+        where it exceeds the other's, else 0), `behaviour_worse` (behaviour items, and kinds of
+        them, that it fails more often). What was not measured is not there.
         """
         flat: dict[str, float] = {}
         for system, numbers in self.numbers.items():
@@ -96,6 +130,8 @@ class EvaluationReport:
         before = max(other["repetition"].value, REPETITION_FLOOR)
         found["repetition_change"] = (here["repetition"].value - other["repetition"].value) / before
         rate = here["truncation_rate"].value
+        if self.behaviour:
+            found["behaviour_worse"] = float(len(worse_at(self.behaviour, against)))
         found["truncation_beyond"] = rate if rate > other["truncation_rate"].value else 0.0
         return found
 
@@ -114,6 +150,10 @@ class EvaluationReport:
         fields["samples"] = [Sample(**sample) for sample in fields["samples"]]
         if fields.get("reward") is not None:
             fields["reward"] = RewardPieces.from_json(fields["reward"])
+        fields["topics"] = {
+            topic: TopicResult(**_numbers(numbers)) for topic, numbers in fields["topics"].items()
+        }
+        fields["behaviour"] = [ItemResult(**result) for result in fields["behaviour"]]
         return cls(**fields)
 
     def to_markdown(self) -> str:
@@ -124,14 +164,21 @@ class EvaluationReport:
             parts += [self._table("champion")]
         if self.reward is not None:
             parts += [self.reward.to_markdown()]
+        if topics := self.topic_rows():
+            rows = [(quoted(topic), *numbers) for topic, *numbers in topics]
+            parts += [_markdown(TOPIC_HEAD, rows, "### By topic, against the champion")]
+        if self.behaviour:
+            worse = worse_at(self.behaviour, "champion")
+            parts += [
+                f"### Behaviour\n\nWorse than the champion at {len(worse)} of "
+                f"{len(self.behaviour)} items{': ' if worse else '.'}{quoted('; '.join(worse))}"
+            ]
         parts += ["### Side by side", *(_sample_to_markdown(s) for s in self.samples)]
         return "\n\n".join(parts) + "\n"
 
-    def _table(self, against: str) -> str:
-        rows = [
-            f"| metric | {against} | candidate | change | change % | 95 % interval |",
-            "|---|---|---|---|---|---|",
-        ]
+    def rows(self, against: Against) -> list[Row]:
+        """Return the numbers beside those of another system, changes and intervals with them."""
+        found = []
         for metric, here in self.numbers["candidate"].items():
             other = self.numbers[against].get(metric)
             if other is None:
@@ -139,20 +186,46 @@ class EvaluationReport:
             change = here.value - other.value
             percent = f"{100 * change / abs(other.value):+.1f} %" if other.value else "–"
             interval = _interval(self.differences[against].get(metric), "+.3f")
-            rows.append(
-                f"| {metric} | {other.value:.3f} | {here.value:.3f} | {change:+.3f} "
-                f"| {percent} | {interval} |"
-            )
+            row = (f"{other.value:.3f}", f"{here.value:.3f}", f"{change:+.3f}", percent, interval)
+            found.append(Row(metric, *row))
         for name, rates in (
             ("win rate", self.win_rates),
             ("win rate, length-controlled", self.length_controlled_win_rates),
         ):
             rate = rates[against]
-            rows.append(
-                f"| {name} | {1 - rate.value:.3f} | {rate.value:.3f} | {rate.value - 0.5:+.3f} "
-                f"| | {_interval(rate, '.3f')} |"
+            won, lost = f"{rate.value:.3f}", f"{1 - rate.value:.3f}"
+            beyond, interval = f"{rate.value - 0.5:+.3f}", _interval(rate, ".3f")
+            found.append(Row(name, lost, won, beyond, "", interval))
+        return found
+
+    def topic_rows(self) -> list[tuple[str, ...]]:
+        """Return topic, prompts, win rate, score change and its interval of each topic."""
+        return [
+            (
+                topic,
+                str(found.win_rate.n),
+                f"{found.win_rate.value:.3f}",
+                f"{found.difference.value:+.3f}",
+                _interval(found.difference, "+.3f"),
             )
-        return f"### Candidate against {against}\n\n" + "\n".join(rows)
+            for topic, found in self.topics.items()
+        ]
+
+    def _table(self, against: Against) -> str:
+        head = ("metric", against, "candidate", "change", "change %", "95 % interval")
+        rows = [
+            (r.name, r.other, r.here, r.change, r.percent, r.interval) for r in self.rows(against)
+        ]
+        return _markdown(head, rows, f"### Candidate against {against}")
+
+
+TOPIC_HEAD = ("topic", "prompts", "win rate", "score change", "95 % interval")
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += ["| " + " | ".join(cell for cell in row) + " |" for row in rows]
+    return title + "\n\n" + "\n".join(lines)
 
 
 def _spread(flat: dict[str, float], name: str, number: Number) -> None:

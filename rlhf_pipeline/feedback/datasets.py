@@ -85,6 +85,7 @@ def build(
     imitate: dict[tuple[str, str], SftExample] = {}
     references: dict[str, list[str]] = {}
     prompts: dict[str, Prompt] = {}
+    topics: dict[str, str] = {}
     min_score = (min_rating - 1) / 4
     rows: Iterable[Any] = frame.itertuples(index=False)
     for row in rows:
@@ -92,6 +93,8 @@ def build(
         if prompt_json not in prompts:
             prompts[prompt_json] = prompt_from_json(prompt_json)
         prompt = prompts[prompt_json]
+        if isinstance(topic := getattr(row, "topic", None), str):
+            topics.setdefault(prompt_json, topic)  # the first to say so
         split = split_of(prompt_json, evaluation_share)
         kind = FeedbackKind(row.kind)
         good: str | None = None
@@ -123,7 +126,9 @@ def build(
             elif good not in references.setdefault(prompt_json, []):
                 references[prompt_json].append(good)
     evaluation = [
-        EvaluationPrompt(hashed(text)[:32], prompt, tuple(references.get(text, ())[:4]))
+        EvaluationPrompt(
+            hashed(text)[:32], prompt, tuple(references.get(text, ())[:4]), topics.get(text)
+        )
         for text, prompt in prompts.items()
         if split_of(text, evaluation_share) == "evaluation"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rlhf_pipeline.database import claims, snapshots
+from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
@@ -28,6 +29,7 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
         "standing": _standing(found, standing, baseline),
         "created_at": found.created_at.isoformat(),
         "path": str(found.path),
+        "report": _report(found),
         "mlflow": {"version": found.mlflow_version, "run_id": found.mlflow_run_id},
         "lineage": dict(found.lineage),
         "data": _data(ledger, found),
@@ -46,6 +48,8 @@ def to_text(explanation: dict[str, Any]) -> str:
     ]
     if e["mlflow"]["version"]:
         lines.append(f"MLflow version {e['mlflow']['version']}, run {e['mlflow']['run_id'] or '–'}")
+    if e["report"]:
+        lines.append(f"report {e['report']}, in MLflow as {PAGE}")
     lines += ["", "Ledger"]
     lines += [
         f"  {x['entry']:>3}  {x['created_at'][:19]}  {x['action']:<8} {_arrow(x)}  "
@@ -83,6 +87,12 @@ def _standing(
     if version.gate is not None and not version.passed_gate:
         found.append("refused by the gate")
     return found or ["registered"]
+
+
+def _report(version: ModelVersion) -> str | None:
+    """Return the page of its comparison: beside the model, in the folder of the turn it is from."""
+    page = version.path.parent.parent / PAGE
+    return str(page) if page.exists() else None
 
 
 def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:

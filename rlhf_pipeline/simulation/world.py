@@ -276,7 +276,7 @@ def seed_conversations(count: int, seed: int) -> list[SftExample]:
     examples = []
     for _ in range(count):
         question = ask(rng, seen_only=True)
-        examples.append(SftExample(question.prompt, _old_answer(question, rng), "seed"))
+        examples.append(SftExample(question.prompt, old_answer(question, rng), "seed"))
     return examples
 
 
@@ -321,7 +321,7 @@ def _fact(topic: Topic, thing: str, rng: random.Random) -> str:
     return rng.choice(topic.facts).format(thing=thing, n=rng.randint(2, 30)) + "."
 
 
-def _old_answer(question: Question, rng: random.Random) -> str:
+def old_answer(question: Question, rng: random.Random) -> str:
     """Return what the clerk on duty answered: a careful one, or one who could not care less."""
     clerk = CAREFUL if rng.random() < CAREFUL.share else SLOPPY
     thing, topic = question.thing, question.topic

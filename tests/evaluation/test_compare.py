@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import EvaluationError
+from rlhf_pipeline.evaluation.behaviour import BehaviourItem
 from rlhf_pipeline.evaluation.compare import Sampling, _answer, compare
 from rlhf_pipeline.evaluation.plots import write_plots
 from rlhf_pipeline.evaluation.report import EvaluationReport
@@ -48,6 +50,7 @@ def run(
     composite: CompositeReward | None = None,
     temperature: float = 0.8,
     max_prompt_tokens: int = 40,
+    behaviour: Sequence[BehaviourItem] = (),
 ) -> EvaluationReport:
     return compare(
         candidate,
@@ -60,6 +63,8 @@ def run(
         referenced_only=composite is not None,
         max_completion_tokens=8,
         max_prompt_tokens=max_prompt_tokens,
+        behaviour=behaviour,
+        behaviour_tries=3,
         temperature=temperature,
         seed=3,
         bootstrap_samples=100,
@@ -113,6 +118,11 @@ def test_every_system_has_every_number(report: EvaluationReport) -> None:
             "length_tokens",
             "repetition",
             "truncation_rate",
+            "bleu_1",
+            "bleu_2",
+            "rouge_l",
+            "seconds_per_completion",
+            "memory_mib",
             "distinct_1",
             "distinct_2",
             "perplexity",
@@ -240,7 +250,10 @@ def test_the_same_seed_gives_the_same_report(
     again = run(
         folders["candidate"], folders["baseline"], folders["champion"], others={"proxy": count}
     )
-    assert again.numbers == report.numbers
+    for system, numbers in again.numbers.items():
+        measured = {"seconds_per_completion", "memory_mib"}  # of this machine, at this moment
+        for metric in numbers.keys() - measured:
+            assert numbers[metric] == report.numbers[system][metric]
     assert again.samples == report.samples
 
 
@@ -302,7 +315,7 @@ def test_the_composite_is_told_by_function_on_the_prompts_it_can_judge(
         numbers["candidate/reward/letters/added"] - numbers["baseline/reward/letters/added"]
     )
     told = report.to_markdown()
-    assert "| | composite | letters | bleu |\n|---|---|---|---|\n| weight |  | 1 | 0.5 |" in told
+    assert "|  | composite | letters | bleu |\n|---|---|---|---|\n| weight |  | 1 | 0.5 |" in told
     judged = [sample for sample in report.samples if sample.pieces]
     assert len(judged) == sum(int(sample.prompt_id[1:]) % 2 for sample in report.samples)
     assert f"reward: letters {judged[0].pieces['candidate']['letters']:+.2f}, bleu +" in told
@@ -313,3 +326,25 @@ def test_without_functions_a_report_has_no_table_of_them(folders: dict[str, Path
     report = run(folders["candidate"], folders["baseline"])
     assert report.reward is None
     assert "Reward by function" not in report.to_markdown()
+
+
+def test_behaviour_topics_and_references_are_measured_on_what_is_said(
+    folders: dict[str, Path],
+) -> None:
+    topical = [replace(p, topic="bread" if i < 10 else "few") for i, p in enumerate(PROMPTS)]
+    items = [
+        BehaviourItem("says anything", "own", user_prompt("hello"), must_not=(".", "^$")),
+        BehaviourItem("says nothing", "own", user_prompt("hello"), must=(".", "^$")),
+    ]
+    found = run(folders["candidate"], folders["baseline"], prompts=topical, behaviour=items)
+    assert [r.failures for r in found.behaviour] == [
+        {"candidate": 3, "champion": 3, "baseline": 3},
+        {"candidate": 0, "champion": 0, "baseline": 0},
+    ]
+    assert found.metrics()["vs_champion/behaviour_worse"] == 0
+    assert list(found.topics) == ["bread"]
+    pairs = list(zip(found.scores["candidate"], found.scores["champion"], strict=True))[:10]
+    assert found.topics["bread"].difference.value == pytest.approx(
+        sum(a - b for a, b in pairs) / 10
+    )
+    assert found.numbers["candidate"]["rouge_l"].n == 6  # every second prompt has references

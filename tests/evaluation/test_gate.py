@@ -65,6 +65,7 @@ FACTS = {
     "reward/held_out_pairs": 400.0,
     "votes/top_share": 0.04,
     "drift/psi": 0.1,
+    "vs_champion/behaviour_worse": 0.0,
 }
 
 

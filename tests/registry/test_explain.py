@@ -87,6 +87,25 @@ def test_a_champion_is_explained_from_the_feedback_to_the_decision(
     json.dumps(found)
 
 
+def test_the_page_of_the_comparison_is_named_where_it_is(
+    ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    assert explain(ledger, AGENT, 1)["report"] is None
+    turn = tmp_path / "turn"
+    (turn / "evaluation").mkdir(parents=True)
+    (turn / "evaluation" / "report.html").write_text("")
+    ledger.add_version(
+        AGENT,
+        label="v300",
+        path=turn / "ppo" / "policy",
+        files={"model.safetensors": "03"},
+        lineage={},
+        gate=None,
+        fingerprint="print3",
+    )
+    assert f"report {turn}/evaluation/report.html" in to_text(explain(ledger, AGENT, 3))
+
+
 def test_standing_names_refused_rolled_back_and_baseline(ledger: PromotionLedger) -> None:
     assert explain(ledger, AGENT, 2)["standing"] == ["refused by the gate"]
     assert "never was champion" in to_text(explain(ledger, AGENT, 2))

@@ -1,0 +1,154 @@
+"""A comparison as one HTML page that needs nothing else: no script, no network, no other file.
+
+Pictures are data URIs, and a content security policy in the page itself forbids everything else, so
+what a model wrote cannot act even where escaping it was forgotten.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from rlhf_pipeline.evaluation.gate import SIGNS, GateDecision
+from rlhf_pipeline.evaluation.report import MEANING, Against, EvaluationReport, Sample
+from rlhf_pipeline.files import write_text
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;margin:1rem 0} img{max-width:100%} small,.off{color:#777}
+td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
+td.n{text-align:right;font-variant-numeric:tabular-nums}
+.pass{color:#1b7837} .fail{color:#b2182b;font-weight:bold} .pause,.warn{color:#b35806}
+.sample{border-left:3px solid #ccc;padding-left:1rem;margin:1.2rem 0;white-space:pre-wrap}
+"""
+
+
+def write_page(
+    path: Path,
+    title: str,
+    report: EvaluationReport,
+    decision: GateDecision,
+    pictures: Sequence[Path],
+) -> Path:
+    """Write the page and return its path; pictures that are PNG files are put into it."""
+    write_text(path, page(title, report, decision, pictures))
+    return path
+
+
+def page(
+    title: str, report: EvaluationReport, decision: GateDecision, pictures: Sequence[Path]
+) -> str:
+    """Return the page: verdict, rules, numbers, topics, behaviour, pictures, samples."""
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
+        f"{report.seed}. Intervals hold 95 %.</p>",
+        *_gate(decision),
+        *(_comparison(report, against) for against in report.others),
+        _pieces(report),
+        _topics(report),
+        _behaviour(report),
+        "<h2>Pictures</h2>" if pictures else "",
+        *(_picture(picture) for picture in pictures),
+        "<h2>Side by side</h2>" if report.samples else "",
+        *(_sample(sample) for sample in report.samples),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body></html>\n"
+    )
+
+
+def _gate(decision: GateDecision) -> list[str]:
+    verdict = "lets it through" if decision.passed else "refuses it"
+    rows = [
+        [
+            escape(r.rule),
+            escape(r.words.partition(": needed")[0]),
+            "not measured" if r.number is None else f"{r.number:.4g}",
+            "–" if r.limit is None else f"{SIGNS[r.comparison]} {r.limit:g}",
+            f'<span class="{escape(r.verdict)}">{escape(r.verdict)}</span>',
+        ]
+        for r in decision.results
+    ]
+    said = [*decision.reasons, *(f"{words}: a person decides" for words in decision.pauses)]
+    return [
+        f"<h2>The gate {verdict}</h2>",
+        "".join(f"<p>{escape(words)}</p>" for words in said),
+        _table(["rule", "what", "number", "limit", "verdict"], rows, numbers=(2, 3)),
+    ]
+
+
+def _comparison(report: EvaluationReport, against: Against) -> str:
+    rows = [
+        [
+            f"{escape(row.name)}<br><small>{escape(MEANING.get(row.name, ''))}</small>",
+            *map(escape, (row.other, row.here, row.change, row.percent, row.interval)),
+        ]
+        for row in report.rows(against)
+    ]
+    head = ["metric", against, "candidate", "change", "change %", "95 % interval"]
+    return f"<h2>Candidate against {escape(against)}</h2>" + _table(head, rows, range(1, 6))
+
+
+def _pieces(report: EvaluationReport) -> str:
+    if report.reward is None:
+        return ""
+    head, *rows = report.reward.rows()
+    return "<h2>Reward by function</h2>" + _table(
+        head, [list(map(escape, row)) for row in rows], range(1, len(head))
+    )
+
+
+def _topics(report: EvaluationReport) -> str:
+    rows = [list(map(escape, cells)) for cells in report.topic_rows()]
+    if not rows:
+        return ""
+    head = ["topic", "prompts", "win rate against the champion", "score change", "95 % interval"]
+    return "<h2>By topic</h2>" + _table(head, rows, range(1, 5))
+
+
+def _behaviour(report: EvaluationReport) -> str:
+    if not report.behaviour:
+        return ""
+    systems = ["candidate", *report.others]
+    rows = [
+        [
+            escape(result.kind),
+            escape(result.name),
+            *(f"{result.failures[system]} of {result.tries}" for system in systems),
+            escape(f"{result.wrong}: {result.example}" if result.example is not None else ""),
+        ]
+        for result in report.behaviour
+    ]
+    head = ["kind", "item", *(f"{system} fails" for system in systems), "the candidate's first"]
+    return "<h2>Behaviour</h2>" + _table(head, rows, range(2, 2 + len(systems)))
+
+
+def _picture(path: Path) -> str:
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}"></p>'
+
+
+def _sample(sample: Sample) -> str:
+    said = [f"<b>{escape(role)}:</b> {escape(content)}" for role, content in sample.prompt]
+    said += [
+        f"<b>{escape(system)}</b> ({sample.scores[system]:.2f}): {escape(text)}"
+        for system, text in sample.completions.items()
+    ]
+    return '<div class="sample">' + "\n".join(said) + "</div>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+    """Return a table; its cells are HTML already."""
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    for row in rows:
+        cells = (f"<td{' class=n' if i in numbers else ''}>{c}</td>" for i, c in enumerate(row))
+        lines.append("<tr>" + "".join(cells) + "</tr>")
+    return "<table>" + "\n".join(lines) + "</table>"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.evaluation.behaviour import ItemResult
+from rlhf_pipeline.evaluation.gate import decide
+from rlhf_pipeline.evaluation.metrics import Number, bleu
+from rlhf_pipeline.evaluation.page import write_page
+from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, TopicResult
+from tests.evaluation.test_gate import report
+
+EVIL = "<script>alert(1)</script><img src=http://example.org/x onerror=alert(2)>"
+
+
+class Found(HTMLParser):
+    """Collects tags and addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href") or k.startswith("on")]
+
+
+def full() -> EvaluationReport:
+    failures = {"candidate": 8, "baseline": 8, "champion": 0}
+    return replace(
+        report(),
+        samples=[Sample("p", [["user", EVIL]], {"candidate": EVIL}, {"candidate": 1.0})],
+        topics={EVIL: TopicResult(Number(0.7, 0.5, 0.9, 20), Number(0.2, 0.1, 0.3, 20))},
+        behaviour=[ItemResult("polite", "own", 8, failures, EVIL, "says what it must not")],
+    )
+
+
+def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    picture.write_bytes(b"\x89PNG")
+    found = full()
+    text = write_page(tmp_path / "r.html", EVIL, found, decide(found), [picture]).read_text()
+    parser = Found()
+    parser.feed(text)
+    assert "script" not in parser.tags
+    assert parser.addresses == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
+    assert "default-src &#x27;none&#x27;" in text
+    assert text.count("&lt;script&gt;") == 6  # title twice, topic, behaviour, prompt, completion
+
+
+def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -> None:
+    text = write_page(tmp_path / "r.html", "t", full(), decide(full()), []).read_text()
+    cells = ["0.500", "1.000", "+0.500", "+100.0 %", "+0.200 to +0.600"]
+    assert "</td>" + "</td>".join(f"<td class=n>{cell}" for cell in cells) in text
+    assert "8 of 8" in text
+    assert "The gate refuses it" in text
+
+
+def test_what_a_candidate_does_worse_than_the_champion_refuses_it() -> None:
+    found = full()
+    assert found.metrics()["vs_champion/behaviour_worse"] == 1
+    assert found.metrics()["vs_baseline/behaviour_worse"] == 0
+    assert [r.rule for r in decide(found).results if r.verdict == "fail"] == ["behaviour"]
+    assert decide(replace(found, behaviour=[])).passed
+    assert "Worse than the champion at 1 of 1 items: polite" in found.to_markdown()
+
+
+def test_topics_and_behaviour_survive_json() -> None:
+    assert EvaluationReport.from_json(json.loads(json.dumps(full().to_json()))) == full()
+
+
+def test_bleu_of_a_hand_worked_example() -> None:
+    # Papineni et al. 2002, example 2: clipped unigrams 2 of 7; no pair is shared.
+    the = "the the the the the the the"
+    references = ["the cat is on the mat", "there is a cat on the mat"]
+    assert bleu(the, references, 1) == pytest.approx(2 / 7)
+    assert bleu(the, references, 2) == 0
+    # 3 of 3 words, 2 of 2 pairs, three words against six: exp(1 - 6 / 3)
+    assert bleu("the cat is", references[:1], 2) == pytest.approx(0.36788, abs=1e-5)
+    assert bleu(references[0], references, 2) == pytest.approx(1)
