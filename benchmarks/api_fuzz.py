@@ -46,7 +46,6 @@ CHECKS = (
     checks.content_type_conformance,
     checks.response_schema_conformance,
     checks.response_headers_conformance,
-    checks.negative_data_rejection,
 )
 AGENT, INTERACTION = "tea", "i-1"
 
@@ -163,7 +162,10 @@ def _send(
         answer = case.call(session=client, base_url="http://localhost", headers=headers)
         found.statuses[operation.label, answer.status_code] += 1
         try:
-            case.validate_response(answer, checks=list(CHECKS))
+            judged = list(CHECKS)
+            if answer.status_code != 413:  # a refusal too, which Schemathesis counts as none
+                judged.append(checks.negative_data_rejection)
+            case.validate_response(answer, checks=judged)
             entered = key is None and operation.path not in OPEN and answer.status_code != 401
             if entered:
                 raise AssertionError(f"nobody was answered {answer.status_code}")
