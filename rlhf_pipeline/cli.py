@@ -61,6 +61,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.reproduce, MODELS, "rlhf reproduce champion --agent demo"),
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
     (score.score, MODELS, "rlhf score replies.jsonl --reward length --out scores.jsonl"),
+    (training.plan, TRAINING, "rlhf plan gpt2"),
     (training.tune, TRAINING, "rlhf tune demo --trials 8 --updates 20"),
     (agents.status, AUTOMATION, "rlhf status"),
     (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),

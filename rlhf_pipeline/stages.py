@@ -195,7 +195,11 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
-    """Improve the champion on the proxy, or on its pairs; the stopping model chooses the update."""
+    """Improve the champion on the proxy, or on its pairs; the stopping model chooses the update.
+
+    PPO that cannot fit into memory is refused before anything is loaded (ppo/plan.py).
+    """
+    from rlhf_pipeline.ppo.plan import check_fits, read_config
     from rlhf_pipeline.ppo.trackers import reporting
 
     asked, folder = turn.settings.training.report_to, turn.work / "ppo"
@@ -206,8 +210,29 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
             report(facts)
             track(facts)
 
+        if turn.settings.ppo.estimator != "dpo":
+            champion = _need(turn.champion, "a champion", "sft_policy")
+            check_fits(read_config(champion), turn.settings.ppo)
         result = improve(turn, folder, turn.settings.ppo, tell, keep_going)
     return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
+
+
+def policy_config(settings: Settings) -> Any:
+    """Return the configuration of the model that the settings' policy starts from.
+
+    The tiny policy's vocabulary counts at its largest. Raises ModelError where a hub id's
+    configuration is not on this machine.
+    """
+    from rlhf_pipeline.policy.tiny import build_tiny_on, tiny_config
+    from rlhf_pipeline.ppo.plan import read_config
+
+    if settings.policy.base != "tiny":
+        return read_config(settings.policy.base)
+    tiny = settings.policy.tiny
+    sizes = {n: getattr(tiny, n) for n in ("layers", "width", "heads", "context")}
+    if tiny.encoding is not None:
+        return build_tiny_on(tiny.encoding, **sizes, seed=0).model.config
+    return tiny_config(tiny.vocabulary, **sizes)
 
 
 def improve(

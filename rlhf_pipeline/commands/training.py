@@ -1,4 +1,4 @@
-"""`rlhf tune`: better training settings, searched for."""
+"""`rlhf plan` and `rlhf tune`: what training will take, and better settings for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,65 @@ import typer
 from rlhf_pipeline.commands.common import AgentArgument, console, progress, workspace
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.ppo.plan import Plan, Seconds
     from rlhf_pipeline.tuning import Search
+
+
+def plan(
+    name: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A name or file. Default: --recipe's.")
+    ] = None,
+    timed: Annotated[
+        bool, typer.Option("--time/--no-time", help="Run a probe of some seconds for the time.")
+    ] = True,
+) -> None:
+    """Say what a recipe's PPO will hold and take before it is launched, and refuse what cannot fit.
+
+    Parameters, memory by part and phase, tokens, and the time by a short run with random weights;
+    every completion counts at full length. A hub model needs only its configuration here. Exits
+    with 1, and the settings that would fit, where memory does not suffice.
+    """
+    from rlhf_pipeline.errors import ConfigError
+    from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe
+    from rlhf_pipeline.stages import policy_config
+
+    here = workspace()
+    settings = here.settings if name is None else here.load(name)
+    if settings.ppo.estimator == "dpo":
+        raise ConfigError(
+            "a plan is for training that samples: needed ppo.estimator gae or rloo, found dpo; "
+            "change it, or start dpo as it is"
+        )
+    config = policy_config(settings)
+    made = make_plan(config, settings.ppo)
+    _print_plan(made, memory_found(settings.ppo.device))
+    check_fits(config, settings.ppo, made=made)
+    if timed:
+        _print_seconds(probe(config, settings.ppo), settings.ppo.updates)
+
+
+def _print_plan(plan: Plan, found: int) -> None:
+    from rich.table import Table
+
+    typer.echo(
+        f"{plan.parameters:,} parameters, {plan.trained:,} trained; {plan.tokens_per_update:,} "
+        f"tokens an update, {plan.tokens:,} in {plan.settings.updates} updates"
+    )
+    table = Table("memory", "MiB")
+    for name, size in plan.parts.items():
+        table.add_row(name, f"{size / 2**20:,.1f}")
+    for name, size in plan.phases.items():
+        table.add_row(f"held while it {name}s", f"{size / 2**20:,.1f}")
+    console().print(table)
+    typer.echo(f"peak {plan.peak / 2**20:,.1f} MiB on the {plan.device}, {found / 2**20:,.0f} free")
+
+
+def _print_seconds(seconds: Seconds, updates: int) -> None:
+    typer.echo(
+        f"about {seconds.update:.1f} s an update (sampling {seconds.sample:.1f}, measuring "
+        f"{seconds.measure:.1f}, training {seconds.train:.1f}): "
+        f"{seconds.update * updates / 60:.0f} minutes for {updates}, looks not counted"
+    )
 
 
 def tune(

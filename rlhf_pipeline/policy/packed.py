@@ -79,6 +79,27 @@ def packed_hidden(trunk: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, 
     return hidden[0], where
 
 
+def rectangle_hidden(trunk: nn.Module, ids: Tensor) -> Tensor:
+    """Return the last hidden states (B * S, H) of sequences of one length, ids (B, S), row by row.
+
+    Nothing is looked at but shapes, so a plan can run it on tensors without numbers.
+    """
+    B, S = ids.shape
+    places = torch.arange(S, device=ids.device).repeat(B)
+    if not can_pack(trunk):
+        padded: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
+        return padded.flatten(0, 1)
+    packing = Packing([S] * B, torch.arange(B * S, device=ids.device))
+    with _attending(trunk, PACKED):
+        hidden: Tensor = trunk(
+            input_ids=ids.flatten()[None],
+            position_ids=places[None],
+            use_cache=False,
+            packing=packing,
+        ).last_hidden_state
+    return hidden[0]
+
+
 def attending_as_now(trunk: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the trunk attends as it does at this moment, packed or not.
 

@@ -363,29 +363,38 @@ def hidden_logprobs(
     where = completion_mask.flatten().nonzero()[:, 0]
     states = hidden.flatten(0, 1).index_select(0, where)
     tokens = completion_ids.flatten()[where]
-    head = output_head(model)
-    piece = max(1, LOGITS_AT_ONCE // int(head.weight.shape[0]))
     within = None if support is None else support[completion_mask]
-    if len(tokens) <= piece:
-        packed = _token_logprobs(model, states, tokens, temperature, within)
-    else:
-        cuts = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
-        packed = torch.cat(
-            [
-                checkpoint(
-                    _token_logprobs,
-                    model,
-                    states[cut],
-                    tokens[cut],
-                    temperature,
-                    None if within is None else within[cut],
-                    use_reentrant=False,
-                )
-                for cut in cuts
-            ]
-        )
+    packed = state_logprobs(model, states, tokens, temperature, within)
     logprobs = packed.new_zeros(completion_ids.shape)
     return logprobs.masked_scatter(completion_mask, packed)
+
+
+def state_logprobs(
+    model: PreTrainedModel,
+    states: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    within: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens' (N,) log-probabilities after hidden states (N, H), in bounded memory."""
+    piece = max(1, LOGITS_AT_ONCE // int(output_head(model).weight.shape[0]))
+    if len(tokens) <= piece:
+        return _token_logprobs(model, states, tokens, temperature, within)
+    cuts = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
+    return torch.cat(
+        [
+            checkpoint(
+                _token_logprobs,
+                model,
+                states[cut],
+                tokens[cut],
+                temperature,
+                None if within is None else within[cut],
+                use_reentrant=False,
+            )
+            for cut in cuts
+        ]
+    )
 
 
 def _token_logprobs(

@@ -81,8 +81,27 @@ def _on(
     context: int,
     seed: int,
 ) -> Policy:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = tiny_config(
+        len(tokenizer),
+        layers=layers,
+        width=width,
+        heads=heads,
+        context=context,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return Policy(model.eval(), tokenizer)
+
+
+def tiny_config(
+    vocabulary: int, *, layers: int, width: int, heads: int, context: int, **tokens: int
+) -> LlamaConfig:
+    """Return the configuration of the tiny policy; `tokens` are ids such as eos_token_id."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=-(-width * 8 // 3 // 32) * 32,  # SwiGLU's 8/3, arXiv:2002.05202
         num_hidden_layers=layers,
@@ -91,14 +110,9 @@ def _on(
         max_position_embeddings=context,
         tie_word_embeddings=True,
         attention_dropout=0.0,
-        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
+        **tokens,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return Policy(model.eval(), tokenizer)
 
 
 def train_tokenizer(

@@ -1,0 +1,133 @@
+"""The plan's peak beside the measured one: `train_ppo` in fresh processes, on a CPU.
+
+    python -m benchmarks.ppo_plan [SHAPE ...]
+
+Each shape trains two updates in a process of its own, every completion of full length. Measured is
+the peak of its resident memory above what it held once everything was imported; the bar is 15 %.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ppo_cases import Case, forget_peak, memory_bytes, write_model
+from rlhf_pipeline.ppo.settings import PpoSettings
+
+MIB = 2**20
+BAR = 0.15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the settings that differ from the defaults."""
+
+    case: Case
+    settings: PpoSettings
+
+
+def shape(
+    layers: int,
+    width: int,
+    vocabulary: int,
+    prompt_tokens: int,
+    completion_tokens: int,
+    **options: Any,
+) -> Shape:
+    """Return a shape whose rollouts are all as long as they can be."""
+    settings = PpoSettings(
+        updates=2,
+        max_prompt_tokens=prompt_tokens,
+        max_completion_tokens=completion_tokens,
+        long_prompts="keep_latest",
+        device="cpu",
+        **options,
+    )
+    rollouts = settings.rollouts_per_update
+    case = Case(
+        layers, width, width // 64, vocabulary, rollouts, prompt_tokens, completion_tokens, 0.0
+    )
+    return Shape(case, settings)
+
+
+SHAPES = {
+    "tiny recipe": shape(3, 128, 1024, 64, 48, rollouts_per_update=128, epochs=2, critic="shared"),
+    "4 x 256": shape(4, 256, 4096, 16, 48, rollouts_per_update=64, epochs=1),
+    "GPT-2 vocabulary": shape(
+        2, 768, 50257, 64, 64, rollouts_per_update=8, epochs=1, minibatches=2, critic="shared"
+    ),
+    "GPT-2 vocabulary, LoRA": shape(
+        4, 768, 50257, 64, 64, rollouts_per_update=16, epochs=1, minibatches=1, lora_rank=16
+    ),
+}
+
+
+def measure(name: str, folder: Path) -> int:
+    """Return the peak of a run's resident memory in bytes, above imports; for a fresh process."""
+    import torch
+
+    torch.set_num_threads(1)
+    if SHAPES[name].settings.lora_rank:
+        import peft  # noqa: F401  # imported before the level is taken
+
+    import rlhf_pipeline.ppo.plots  # noqa: F401  # as above
+    from rlhf_pipeline.ppo.optimising import descend
+    from rlhf_pipeline.ppo.trainer import train_ppo
+    from rlhf_pipeline.records import user_prompt
+
+    made = SHAPES[name]
+    words = made.settings.max_prompt_tokens
+    prompts = [user_prompt(" ".join(f"w{2 + n + i}" for i in range(words))) for n in range(8)]
+    descend((torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum())  # loads kernels
+    forget_peak()
+    before, _ = memory_bytes()
+    train_ppo(
+        policy_dir=folder,
+        reference_dir=folder,
+        reward=lambda items: [float(len(item.completion) % 7) for item in items],
+        stopping=None,
+        prompts=prompts,
+        watch_prompts=prompts[:2],
+        output_dir=folder.parent / "out",
+        settings=made.settings,
+    )
+    return memory_bytes()[1] - before
+
+
+def compare(name: str) -> tuple[int, int]:
+    """Return the planned and the measured peak of one shape, in bytes."""
+    from rlhf_pipeline.ppo.plan import make_plan, read_config
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        write_model(SHAPES[name].case, folder)
+        planned = make_plan(read_config(folder), SHAPES[name].settings, reward_models=0).peak
+        run = [sys.executable, "-m", "benchmarks.ppo_plan", "--measure", name, str(folder)]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return planned, int(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print the table; status 1 where an estimate misses by more than the bar."""
+    if sys.argv[1:2] == ["--measure"]:
+        print(measure(sys.argv[2], Path(sys.argv[3])))
+        return
+    met = True
+    print("| shape | planned MiB | measured MiB | planned / measured |\n|---|---|---|---|")
+    for name in sys.argv[1:] or SHAPES:
+        planned, measured = compare(name)
+        ratio = planned / measured
+        met = met and abs(ratio - 1) <= BAR
+        print(f"| {name} | {planned / MIB:.0f} | {measured / MIB:.0f} | {ratio:.2f} |", flush=True)
+    sys.exit(0 if met else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,461 @@
+"""What a PPO run will hold and how long it will take, before it is launched.
+
+Weights are counted on a model of the same configuration without memory; activations, logits and
+gradients by running one microbatch, forwards and backwards, through it on fake tensors, which
+have shapes and lifetimes but no numbers: whatever the architecture, what is counted is what
+autograd keeps. Completions count as if all had full length, the most there can be.
+
+Not counted: the interpreter with its libraries (some 0.5 GiB), the CUDA context, what the
+allocator cannot give back, and a remote reward's memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_pipeline.errors import ModelError, TrainingError
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.policy.cache import ROOM, empty_cache
+from rlhf_pipeline.policy.loading import ADAPTER, choose_device, switch_off_dropout
+from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
+from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
+from rlhf_pipeline.ppo.learner import allow_recomputing, autocast
+from rlhf_pipeline.ppo.optimising import descend
+from rlhf_pipeline.ppo.settings import PpoSettings
+
+GIB = 2**30
+FULL = 4  # bytes of a number in float32, which all that is trained is kept in
+SHARE_USED = 0.9  # of the memory found that a plan may fill; others live there too
+PROBE_TOKENS = 1024  # in the probe's microbatch
+RESIDENT = ("policy", "critic", "reference", "reward models", "optimiser", "rollouts")
+RECIPE_NAMES = {  # where recipes set what PPO shares with other stages
+    "lora_rank": "policy.lora.enabled true with rank",
+    "precision": "policy.dtype",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run's sizes. Memory in bytes; `phases` are sums of `parts` that stand together."""
+
+    settings: PpoSettings
+    device: str
+    parameters: int  # of the policy, adapters left out
+    trained: int  # policy and critic
+    parts: dict[str, int]
+    phases: dict[str, int]
+    tokens_per_update: int  # sampled and trained on at full length, prompts counted once
+    tokens: int  # of the run
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at once."""
+        return max(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What a probe says one update takes, by phase, at full length."""
+
+    sample: float
+    measure: float  # reference, values and rewards
+    train: float
+
+    @property
+    def update(self) -> float:
+        """The whole update."""
+        return self.sample + self.measure + self.train
+
+
+def read_config(source: str | Path) -> Any:
+    """Return a model's configuration, from its folder or, for a hub id, from what is kept here.
+
+    An adapter's folder stands for its base. Raises ModelError where neither holds one.
+    """
+    if (Path(source) / ADAPTER).is_file():
+        source = read_json(Path(source) / ADAPTER)["base_model_name_or_path"]
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"a plan needs the configuration of {source}, found none on this machine; download "
+            f"its config.json first (`hf download {source} config.json`), or name a local folder"
+        ) from error
+
+
+def make_plan(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Plan:
+    """Return the plan of a run that trains a model of this configuration.
+
+    `reward_models` (the proxy and the stopping one) have the policy's size; with LoRA they, the
+    critic and the reference are the policy's base with adapters. Nothing is loaded.
+    """
+    adapts = settings.lora_rank > 0
+    frozen = 2 if adapts and settings.precision == "bfloat16" else FULL
+    longest = settings.max_prompt_tokens + settings.max_completion_tokens
+    separate = settings.has_critic and settings.critic == "separate"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _random_model(config, settings)
+        own = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+        trunk = sum(p.numel() for n, p in trunk_of(model).named_parameters() if "lora_" not in n)
+        moved = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        training = _peak_of_training(model, settings)
+        rows = _rows_at_once(settings, settings.rollouts_per_update)
+        with torch.no_grad(), _Held(model) as held:
+            _forward(model, rows, settings)
+        measuring = held.peak
+        sampling = _peak_of_sampling(model, settings)
+    head = model.config.hidden_size + 1 if settings.has_critic else 0
+    critic = (moved if adapts else trunk) * separate + head
+    copies = 0 if adapts else 1
+    rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens
+    rollouts = settings.rollouts_per_update * settings.max_turns
+    parts = {
+        "policy": frozen * own + (FULL * moved if adapts else 0),
+        "critic": FULL * critic,
+        "reference": copies * FULL * own,
+        "reward models": copies * reward_models * FULL * trunk,
+        "optimiser": 2 * FULL * (moved + critic),
+        "rollouts": rollouts * rollout * (1 + settings.replay_updates),
+        "gradients": FULL * (moved + critic),
+        "activations, logits": max(0, training - FULL * (moved + critic)),
+        "keys and values": _cache_bytes(model.config, settings),
+        "logits of sampling": sampling,
+    }
+    resident = sum(parts[name] for name in RESIDENT)
+    phases = {
+        "sample": resident + sampling + parts["keys and values"],
+        "measure": resident + measuring,
+        "train": resident + training,
+    }
+    tokens = rollouts * longest
+    return Plan(
+        settings,
+        choose_device(settings.device).type,
+        own,
+        moved + critic,
+        parts,
+        phases,
+        tokens,
+        tokens * settings.updates,
+    )
+
+
+def memory_found(device: str) -> int:
+    """Return the bytes a run may take on this device: a GPU's free ones, or available RAM."""
+    target = choose_device(device)
+    if target.type == "cuda":
+        return int(torch.cuda.mem_get_info(target)[0])
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and (most := limit.read_text().strip()).isdigit():
+        found = min(found, int(most) - int(used.read_text()))
+    return found
+
+
+def what_fits(
+    config: Any, settings: PpoSettings, room: int, *, reward_models: int = 2
+) -> dict[str, Any] | None:
+    """Return the settings to change, mildest first, so that the peak is at most `room` bytes.
+
+    Empty where nothing need change; None where nothing here makes it fit.
+    """
+    changes: dict[str, Any] = {}
+    for change in [{}, *_milder(settings)]:
+        changes |= change
+        tried = replace(settings, **changes)
+        if make_plan(config, tried, reward_models=reward_models).peak <= room:
+            return changes
+    return None
+
+
+def check_fits(
+    config: Any,
+    settings: PpoSettings,
+    *,
+    made: Plan | None = None,
+    room: int | None = None,
+    reward_models: int = 2,
+) -> Plan:
+    """Return the plan; raises TrainingError, with the settings that would fit, if it does not.
+
+    `made` is the plan where there is one already; `room`, bytes, is otherwise what is found free.
+    """
+    plan = made or make_plan(config, settings, reward_models=reward_models)
+    found = memory_found(settings.device) if room is None else room
+    if plan.peak <= SHARE_USED * found:
+        return plan
+    changes = what_fits(config, settings, int(SHARE_USED * found), reward_models=reward_models)
+    advice = "no setting makes this model fit here: take a smaller base or a larger machine"
+    if changes:
+        advice = "these would fit: " + ", ".join(
+            f"{RECIPE_NAMES.get(name, f'ppo.{name}')} {str(value).lower()}"
+            for name, value in changes.items()
+        )
+    phase = max(plan.phases, key=lambda name: plan.phases[name])
+    raise TrainingError(
+        f"training needs about {plan.peak / GIB:.2f} GiB on the {plan.device} (most in the "
+        f"{phase} phase), found {found / GIB:.2f} GiB of which {SHARE_USED:.0%} may be filled; "
+        f"{advice}"
+    )
+
+
+def probe(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Seconds:
+    """Return what an update takes, from a micro-run with random weights: some seconds of work.
+
+    Decoding is timed over a few tokens, training over one small microbatch, and both are scaled to
+    a whole update at full length. Sums of two timings each, so it is an estimate within tens of
+    percent, on a machine as busy as it will be.
+    """
+    device = choose_device(settings.device)
+    with torch.device(device):
+        model = _random_model(config, settings)
+    P, T = settings.max_prompt_tokens, settings.max_completion_tokens
+    rows = max(1, min(settings.rollouts_per_update, settings.completions_at_once, 64))
+    V = output_head(model).weight.shape[0]
+    ids = torch.randint(0, V, (rows, P), device=device)
+
+    def decode_some(tokens: int) -> None:
+        uniforms = torch.rand(rows, tokens, device=device)
+        with autocast(device, settings):
+            decode(
+                model,
+                ids,
+                torch.ones_like(ids, dtype=torch.bool),
+                uniforms,
+                temperature=settings.temperature,
+                eos_id=-1,  # nothing ends
+                pad_id=0,
+            )
+
+    short, long = min(4, T), min(12, T)
+    decode_some(short)  # the first run of anything is slow
+    few, more = _seconds(device, lambda: decode_some(short)), 0.0
+    per_token = few / short
+    if long > short:
+        more = _seconds(device, lambda: decode_some(long))
+        per_token = max(more - few, 0.0) / (long - short)
+    batches = settings.rollouts_per_update / rows
+    sample = batches * (few + per_token * (T - short))
+
+    of_microbatch = max(1, min(PROBE_TOKENS // (P + T), settings.rollouts_per_update))
+    scale = settings.rollouts_per_update / of_microbatch
+
+    def train_some() -> None:
+        descend(_forward(model, of_microbatch, settings))
+
+    def measure_some() -> None:
+        with torch.no_grad():
+            _forward(model, of_microbatch, settings)
+
+    train_some()
+    trained = _seconds(device, train_some)
+    measured = _seconds(device, measure_some)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    optimizer.step()
+    step = _seconds(device, optimizer.step)
+    critic = settings.has_critic and settings.critic == "separate"
+    passes = 1 + settings.has_critic + reward_models
+    return Seconds(
+        sample * settings.max_turns,
+        measured * scale * passes * settings.max_turns,
+        (1 + critic) * (trained * scale * settings.epochs + step * settings.steps_per_update),
+    )
+
+
+class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts the bytes of the tensors made inside the block: how many there were at the most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.peak = self._now = 0
+        self._known: dict[int, int] = {}  # storage -> bytes; 0 for the model's own
+        for weight in model.parameters():
+            self._known[weight.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor.untyped_storage())
+        return result
+
+    def _meet(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._known.pop(key)
+
+
+def _random_model(config: Any, settings: PpoSettings) -> Any:
+    """Return an untrained policy of this configuration, with adapters where the settings want."""
+    config = copy.deepcopy(config)
+    halved = settings.lora_rank > 0 and settings.precision == "bfloat16"
+    dtype = torch.bfloat16 if halved else torch.float32
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.eval()
+    fuse_activations(model)
+    switch_off_dropout(model)
+    if settings.lora_rank:
+        model.requires_grad_(False)
+        for module in list(trunk_of(model).modules()):
+            if isinstance(module, (nn.Linear, Conv1D)):
+                _adapt(module, settings.lora_rank)
+    if settings.gradient_checkpointing:
+        allow_recomputing(trunk_of(model))
+        trunk_of(model).train()
+    return model
+
+
+def _adapt(layer: nn.Module, rank: int) -> None:
+    """Give a linear layer an adapter that holds what PEFT's would.
+
+    PEFT's own moves weights between devices as it makes them, which fake tensors refuse.
+    """
+    weight: Any = layer.weight
+    width_in, width_out = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
+    down = nn.Parameter(torch.zeros(width_in, rank, dtype=torch.float32))
+    up = nn.Parameter(torch.zeros(rank, width_out, dtype=torch.float32))
+    layer.register_parameter("lora_down", down)
+    layer.register_parameter("lora_up", up)
+
+    def add(_layer: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> Tensor:
+        return result + (given[0].float() @ down @ up) * 2.0
+
+    layer.register_forward_hook(add)
+
+
+def _rows_at_once(settings: PpoSettings, most: int) -> int:
+    """Return how many full-length rollouts a forward pass takes, of `most` there are."""
+    longest = settings.max_prompt_tokens + settings.max_completion_tokens
+    return max(1, min(most, settings.tokens_per_microbatch // longest))
+
+
+def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = False) -> Tensor:
+    """Return the sum of a pass's log-probabilities, or of its hidden states where values."""
+    P, T = settings.max_prompt_tokens, settings.max_completion_tokens
+    device = next(model.parameters()).device
+    with autocast(device, settings):
+        ids = torch.zeros(rows, P + T - 1, dtype=torch.long, device=device)
+        packed = rectangle_hidden(trunk_of(model), ids)
+        where = torch.arange(rows * (P + T - 1), device=device)
+        hidden = packed.new_zeros(packed.shape).index_copy(0, where, packed)
+        hidden = hidden.view(rows, P + T - 1, -1)[:, P - 1 :].flatten(0, 1)
+        if values:
+            return hidden.float().sum()
+        tokens = torch.zeros(rows * T, dtype=torch.long, device=device)
+        states = hidden.index_select(0, torch.arange(rows * T, device=device))
+        return state_logprobs(model, states, tokens, settings.temperature).sum()
+
+
+def _peak_of_training(model: Any, settings: PpoSettings) -> int:
+    """Return the most bytes that gradients and one microbatch's passes hold together.
+
+    The first microbatch of a step makes the gradients while its activations go; the later ones
+    find them there.
+    """
+    members = -(-settings.rollouts_per_update // settings.minibatches)
+    rows = _rows_at_once(settings, members)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    gradients = FULL * sum(p.numel() for p in weights)
+    separate = settings.has_critic and settings.critic == "separate"
+    first, later = 0, 0
+    for values in (False, True)[: 1 + separate]:
+        for weight in weights:
+            weight.grad = None
+        with _Held(model) as held:
+            descend(_forward(model, rows, settings, values=values))
+        first = max(first, held.peak + values * gradients)
+        with _Held(model) as held:
+            descend(_forward(model, rows, settings, values=values))
+        later = max(later, held.peak + (1 + separate) * gradients)
+    return first if rows == members else max(first, later)
+
+
+def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
+    """Return the bytes of running the prompts, or of a draw, beyond full keys and values."""
+    B = min(settings.rollouts_per_update, settings.completions_at_once)
+    P = settings.max_prompt_tokens
+    V = int(output_head(model).weight.shape[0])
+    trunk = trunk_of(model)
+    with torch.no_grad(), _Held(model) as prompts, autocast(torch.device("cpu"), settings):
+        mask = torch.ones(B, 1, P, P, dtype=torch.bool)
+        cache = empty_cache(model.config)
+        trunk(
+            input_ids=torch.zeros(B, P, dtype=torch.long),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        del mask, cache
+    with torch.no_grad(), _Held(model) as drawing:
+        draw(torch.zeros(B, V), torch.zeros(B), settings.temperature)
+    peak: int = max(prompts.peak - _cache_bytes(model.config, settings), drawing.peak, 0)
+    return peak
+
+
+def _cache_bytes(config: Any, settings: PpoSettings) -> int:
+    """Return the bytes of keys and values of the completions decoded together, at full length."""
+    P, T = settings.max_prompt_tokens, settings.max_completion_tokens
+    room = P + ROOM
+    while room < P + T - 1:
+        room += ROOM + 1
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = 2 if settings.precision == "bfloat16" else FULL
+    B = min(settings.rollouts_per_update, settings.completions_at_once)
+    elements: int = text.num_hidden_layers * B * heads * width * room
+    return 2 * size * elements
+
+
+def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
+    """Yield changes that lower the peak, those that change no result first."""
+    longest = settings.max_prompt_tokens + settings.max_completion_tokens
+    # Beyond what there is to run, these change nothing.
+    tokens = min(settings.tokens_per_microbatch, settings.rollouts_per_update * longest)
+    at_once = min(settings.completions_at_once, settings.rollouts_per_update)
+    while tokens > longest or at_once > 1:
+        tokens, at_once = max(longest, tokens // 4), max(1, at_once // 4)
+        yield {"tokens_per_microbatch": tokens, "completions_at_once": at_once}
+    if not settings.gradient_checkpointing and settings.critic == "shared":
+        yield {"gradient_checkpointing": True}
+    if settings.has_critic and settings.critic == "separate":
+        yield {"critic": "shared"}
+        yield {"gradient_checkpointing": True}
+    if not settings.lora_rank:
+        yield {"lora_rank": 16}
+    if settings.precision == "float32":
+        yield {"precision": "bfloat16"}
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Return how long a call takes, a GPU's work included."""
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

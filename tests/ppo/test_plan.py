@@ -1,0 +1,101 @@
+"""What a plan counts, what it refuses, and that it comes true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+from typer.testing import CliRunner
+
+from benchmarks.ppo_plan import BAR, compare
+from rlhf_pipeline.cli import app
+from rlhf_pipeline.errors import ModelError, TrainingError
+from rlhf_pipeline.policy.tiny import tiny_config
+from rlhf_pipeline.ppo.plan import check_fits, make_plan, read_config
+from tests.ppo.world import changed, learner_at
+
+LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
+
+
+def test_a_plan_counts_what_the_learner_holds(base: Path) -> None:
+    settings = changed(critic="separate")
+    learner = learner_at(base, settings)
+    plan = make_plan(read_config(base), settings, reward_models=0)
+    own = sum(p.numel() for p in learner.policy.model.parameters())
+    trained = sum(p.numel() for p in learner.trainable().values())
+    assert (plan.parameters, plan.trained) == (own, trained)
+    assert plan.parts["gradients"] == 4 * trained
+    assert plan.parts["optimiser"] == 8 * trained
+
+
+def test_a_plan_counts_the_adapters_that_are_trained(base: Path) -> None:
+    settings = changed(lora_rank=4)
+    trained = sum(p.numel() for p in learner_at(base, settings).trainable().values())
+    assert make_plan(read_config(base), settings).trained == trained
+
+
+def test_activations_follow_the_microbatch_and_recomputing_lowers_them() -> None:
+    config = GPT2Config(
+        vocab_size=300, n_positions=128, n_embd=32, n_layer=4, n_head=2, eos_token_id=1
+    )
+    large = changed(tokens_per_microbatch=100_000, rollouts_per_update=64, minibatches=1)
+    halved = replace(large, tokens_per_microbatch=36 * 32)
+    recomputed = replace(large, gradient_checkpointing=True)
+    held = [make_plan(config, s).parts["activations, logits"] for s in (large, halved, recomputed)]
+    assert 1.7 < held[0] / held[1] < 2.1
+    assert held[2] < held[0] / 2
+
+
+def test_what_cannot_fit_is_refused_with_settings_that_do() -> None:
+    settings = changed(tokens_per_microbatch=100_000, rollouts_per_update=96, minibatches=1)
+    plan = make_plan(LLAMA, settings)
+    assert check_fits(LLAMA, settings, made=plan, room=2 * plan.peak) is plan
+    needed = r"fit: ppo\.tokens_per_microbatch 864, ppo\.completions_at_once 24$"
+    with pytest.raises(TrainingError, match=needed):
+        check_fits(LLAMA, settings, made=plan, room=plan.peak)  # only nine tenths may be filled
+    fitting = replace(settings, tokens_per_microbatch=864, completions_at_once=24)
+    assert make_plan(LLAMA, fitting).peak <= 0.9 * plan.peak
+
+
+@pytest.mark.slow
+def test_where_no_setting_helps_a_smaller_base_is_asked_for() -> None:
+    with pytest.raises(TrainingError, match="take a smaller base"):
+        check_fits(LLAMA, changed(), room=1000)
+
+
+def test_a_large_model_is_counted_without_its_weights() -> None:
+    config = LlamaConfig(num_hidden_layers=2)  # as wide as one of 7B
+    plan = make_plan(config, changed(critic="shared"), reward_models=0)
+    assert plan.peak > 16 * plan.parameters  # weights, gradients, Adam
+
+
+def test_an_unknown_model_has_no_plan() -> None:
+    with pytest.raises(ModelError, match="found none on this machine; download"):
+        read_config("nobody/has-this-model")
+
+
+def test_the_command_prints_a_plan(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["--state", str(tmp_path), "plan", "tiny", "--no-time"])
+    assert told.exit_code == 0, told.output
+    for part in ("734,080 parameters", "optimiser", "peak"):
+        assert part in told.output
+
+
+@pytest.mark.slow
+def test_the_command_tells_the_time_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = CliRunner().invoke(app, ["--state", str(tmp_path), "plan", "tiny"])
+    assert "minutes for 40" in told.output
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda device: 2**27)
+    refused = CliRunner().invoke(app, ["--state", str(tmp_path), "plan", "tiny", "--no-time"])
+    assert refused.exit_code == 1
+    assert "these would fit: ppo.tokens_per_microbatch" in refused.output
+
+
+@pytest.mark.slow
+def test_the_planned_peak_comes_true() -> None:
+    planned, measured = compare("4 x 256")
+    assert abs(planned / measured - 1) <= BAR
