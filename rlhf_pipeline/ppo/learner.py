@@ -185,7 +185,7 @@ def build_learner(
     digest = None if base is None else base.digest
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
     if policy.device.type == "cpu":
-        keep_large_blocks_apart([p for group in optimizer.param_groups for p in group["params"]])
+        keep_large_blocks_apart(list(policy.model.parameters()))
     return Learner(policy, saved_model, reference, critic, optimizer, settings, digest)
 
 

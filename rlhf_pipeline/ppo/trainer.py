@@ -35,7 +35,7 @@ from rlhf_pipeline.ppo.collecting import (
 from rlhf_pipeline.ppo.kl import next_kl_coef
 from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
-from rlhf_pipeline.ppo.memory import peak_memory
+from rlhf_pipeline.ppo.memory import give_back_freed, peak_memory
 from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.optimising import NotFinite, train_on
 from rlhf_pipeline.ppo.plots import draw_plots
@@ -193,6 +193,7 @@ def train_ppo(
         scores = shape_scores(episodes.judged_scores, now.scores, settings)
         facts |= episode_facts(episodes, len(members), settings) | curriculum.end(learner)
         now.reward = curriculum.state()
+        give_back_freed()
 
         # 3.2 Measure, then rewards and advantages.
         with now.timed("measure"):
@@ -200,6 +201,7 @@ def train_ppo(
                 learner, episodes.sampled, scores, now.kl_coef, episodes=episodes, replay=replay
             )
         facts |= measured
+        give_back_freed()
         team.check_alike("rollouts", [rollouts.tokens.prompt_ids, rollouts.advantages])
 
         # 3.3 Optimizer steps.
@@ -214,6 +216,8 @@ def train_ppo(
                 raise TrainingError(f"training cannot go on: {alarm}") from error
             stopped_because = alarm.found
             break
+
+        give_back_freed()
 
         # 3.4 The coefficient, the metrics, the alarms.
         now.update += 1

@@ -152,6 +152,30 @@ def test_large_blocks_are_kept_apart_for_large_models_only(monkeypatch: pytest.M
     assert not memory.keep_large_blocks_apart([large])
 
 
+def test_freed_memory_goes_back_between_phases(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    library = SimpleNamespace(malloc_trim=asked.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr("sys.platform", "linux")
+    train(base, tmp_path / "out", changed(updates=1))
+    assert asked == [0, 0, 0]  # after sampling, measuring, training
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())  # another C library
+    memory.give_back_freed()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+def test_the_peak_of_resident_memory_counts_from_where_it_was_forgotten() -> None:
+    memory.forget_peak()
+    before, _ = memory.resident_memory()
+    block = torch.ones(2**23)  # 32 MiB
+    del block
+    assert memory.resident_memory()[1] - before > 24 * 2**20
+    memory.forget_peak()
+    assert memory.resident_memory()[1] - before < 24 * 2**20
+
+
 def test_tensorboard_hears_every_update(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
