@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ppo_cases import Case, forget_peak, memory_bytes, write_model
+from benchmarks.ppo_cases import Case, write_model
+from rlhf_pipeline.ppo.memory import forget_peak, resident_memory
 from rlhf_pipeline.ppo.settings import PpoSettings
 
 MIB = 2**20
@@ -74,17 +75,14 @@ def measure(name: str, folder: Path) -> int:
     if SHAPES[name].settings.lora_rank:
         import peft  # noqa: F401  # imported before the level is taken
 
-    import rlhf_pipeline.ppo.plots  # noqa: F401  # as above
-    from rlhf_pipeline.ppo.optimising import descend
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.records import user_prompt
 
     made = SHAPES[name]
     words = made.settings.max_prompt_tokens
     prompts = [user_prompt(" ".join(f"w{2 + n + i}" for i in range(words))) for n in range(8)]
-    descend((torch.ones(64, 64, requires_grad=True) @ torch.ones(64, 64)).sum())  # loads kernels
     forget_peak()
-    before, _ = memory_bytes()
+    before, _ = resident_memory()
     train_ppo(
         policy_dir=folder,
         reference_dir=folder,
@@ -95,29 +93,41 @@ def measure(name: str, folder: Path) -> int:
         output_dir=folder.parent / "out",
         settings=made.settings,
     )
-    return memory_bytes()[1] - before
+    return resident_memory()[1] - before
+
+
+def plan(name: str, folder: Path) -> int:
+    """Return the planned peak in bytes; for a fresh process, where no library is loaded yet."""
+    import torch
+
+    from rlhf_pipeline.ppo.plan import make_plan, read_config, rehearse
+
+    torch.set_num_threads(1)
+    config = read_config(folder)
+    return rehearse(config, make_plan(config, SHAPES[name].settings, reward_models=0)).peak
 
 
 def compare(name: str) -> tuple[int, int]:
     """Return the planned and the measured peak of one shape, in bytes."""
-    from rlhf_pipeline.ppo.plan import make_plan, read_config
-
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
         write_model(SHAPES[name].case, folder)
-        planned = make_plan(read_config(folder), SHAPES[name].settings, reward_models=0).peak
-        run = [sys.executable, "-m", "benchmarks.ppo_plan", "--measure", name, str(folder)]
-        done = subprocess.run(run, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        return planned, int(done.stdout.splitlines()[-1])
+        found = []
+        for what in ("--plan", "--measure"):
+            run = [sys.executable, "-m", "benchmarks.ppo_plan", what, name, str(folder)]
+            done = subprocess.run(run, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            found.append(int(done.stdout.splitlines()[-1]))
+        return found[0], found[1]
 
 
 def main() -> None:
     """Print the table; status 1 where an estimate misses by more than the bar."""
-    if sys.argv[1:2] == ["--measure"]:
-        print(measure(sys.argv[2], Path(sys.argv[3])))
+    if sys.argv[1:2] in (["--plan"], ["--measure"]):
+        do = plan if sys.argv[1] == "--plan" else measure
+        print(do(sys.argv[2], Path(sys.argv[3])))
         return
     met = True
     print("| shape | planned MiB | measured MiB | planned / measured |\n|---|---|---|---|")

@@ -226,8 +226,9 @@ def policy_config(settings: Settings) -> Any:
     from rlhf_pipeline.policy.tiny import build_tiny_on, tiny_config
     from rlhf_pipeline.ppo.plan import read_config
 
-    if settings.policy.base != "tiny":
-        return read_config(settings.policy.base)
+    source = base_source(settings)
+    if source is not None:
+        return read_config(source)
     tiny = settings.policy.tiny
     sizes = {n: getattr(tiny, n) for n in ("layers", "width", "heads", "context")}
     if tiny.encoding is not None:

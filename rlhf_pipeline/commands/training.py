@@ -18,17 +18,21 @@ def plan(
         str | None, typer.Argument(metavar="RECIPE", help="A name or file. Default: --recipe's.")
     ] = None,
     timed: Annotated[
-        bool, typer.Option("--time/--no-time", help="Run a probe of some seconds for the time.")
+        bool,
+        typer.Option(
+            "--time/--no-time", help="Run it in small: for the time, and memory beside tensors."
+        ),
     ] = True,
 ) -> None:
     """Say what a recipe's PPO will hold and take before it is launched, and refuse what cannot fit.
 
-    Parameters, memory by part and phase, tokens, and the time by a short run with random weights;
-    every completion counts at full length. A hub model needs only its configuration here. Exits
+    Parameters, memory by part and phase, tokens, and the time by a short run with random weights,
+    which also finds what a small model's run on a CPU holds beside its tensors; every completion
+    counts at full length. A hub model needs only its configuration here. Exits
     with 1, and the settings that would fit, where memory does not suffice.
     """
     from rlhf_pipeline.errors import ConfigError
-    from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe
+    from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe, rehearse
     from rlhf_pipeline.stages import policy_config
 
     here = workspace()
@@ -40,8 +44,11 @@ def plan(
         )
     config = policy_config(settings)
     made = make_plan(config, settings.ppo)
-    _print_plan(made, memory_found(settings.ppo.device))
-    check_fits(config, settings.ppo, made=made)
+    found = memory_found(settings.ppo.device)
+    if timed and made.fits(found):
+        made = rehearse(config, made)
+    _print_plan(made, found)
+    check_fits(config, settings.ppo, made=made, room=found)
     if timed:
         _print_seconds(probe(config, settings.ppo), settings.ppo.updates)
 

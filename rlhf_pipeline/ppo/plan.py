@@ -5,14 +5,20 @@ gradients by running one microbatch, forwards and backwards, through it on fake 
 have shapes and lifetimes but no numbers: whatever the architecture, what is counted is what
 autograd keeps. Completions count as if all had full length, the most there can be.
 
-Not counted: the interpreter with its libraries (some 0.5 GiB), the CUDA context, what the
-allocator cannot give back, and a remote reward's memory.
+On a CPU a small model's run holds more than its tensors: libraries load as they are first used,
+and the C library keeps freed blocks for itself. No counting foresees that, so `rehearse` runs one
+batch and one microbatch for real and puts what they held in the plan. A large model's blocks are
+given back as they are freed (memory.py), so there counting suffices.
+
+Not counted: the interpreter with its imports (some 0.5 GiB), the CUDA context, plots drawn at the
+end, and a remote reward's memory.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,11 +36,13 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.errors import ModelError, TrainingError
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.policy.adapters import unique_bytes
 from rlhf_pipeline.policy.cache import ROOM, empty_cache
 from rlhf_pipeline.policy.loading import ADAPTER, choose_device, switch_off_dropout
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
 from rlhf_pipeline.ppo.learner import allow_recomputing, autocast
+from rlhf_pipeline.ppo.memory import LARGE_MODEL, forget_peak, give_back_freed, resident_memory
 from rlhf_pipeline.ppo.optimising import descend
 from rlhf_pipeline.ppo.settings import PpoSettings
 
@@ -42,6 +50,7 @@ GIB = 2**30
 FULL = 4  # bytes of a number in float32, which all that is trained is kept in
 SHARE_USED = 0.9  # of the memory found that a plan may fill; others live there too
 PROBE_TOKENS = 1024  # in the probe's microbatch
+REHEARSALS = 3  # passes after which freed blocks lie about as they do in a run
 RESIDENT = ("policy", "critic", "reference", "reward models", "optimiser", "rollouts")
 RECIPE_NAMES = {  # where recipes set what PPO shares with other stages
     "lora_rank": "policy.lora.enabled true with rank",
@@ -66,6 +75,10 @@ class Plan:
     def peak(self) -> int:
         """The most bytes held at once."""
         return max(self.phases.values())
+
+    def fits(self, found: int) -> bool:
+        """Return whether the run may fill so much of `found` bytes."""
+        return self.peak <= SHARE_USED * found
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +214,7 @@ def check_fits(
     """
     plan = made or make_plan(config, settings, reward_models=reward_models)
     found = memory_found(settings.device) if room is None else room
-    if plan.peak <= SHARE_USED * found:
+    if plan.fits(found):
         return plan
     changes = what_fits(config, settings, int(SHARE_USED * found), reward_models=reward_models)
     advice = "no setting makes this model fit here: take a smaller base or a larger machine"
@@ -218,6 +231,60 @@ def check_fits(
     )
 
 
+def rehearse(config: Any, plan: Plan) -> Plan:
+    """Return the plan with what this process held when it ran each phase once, for real.
+
+    For small models on a Linux CPU: some seconds of work with random weights, at the run's own
+    sizes. Any other plan comes back as it is.
+    """
+    settings = plan.settings
+    readable = Path("/proc/self/clear_refs").exists()
+    if plan.device != "cpu" or not readable or plan.parts["policy"] >= LARGE_MODEL:
+        return plan
+    before = _settled_memory()
+    model = _random_model(config, settings)
+    separate = settings.has_critic and settings.critic == "separate"
+    critic = _random_model(config, settings) if separate else None
+    networks = [net for net in (model, critic) if net is not None]
+    weights = [p for net in networks for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    everything = settings.rollouts_per_update
+    of_minibatch = _rows_at_once(settings, -(-everything // settings.minibatches))
+
+    def sample() -> None:
+        _decode(model, settings, settings.max_completion_tokens)
+
+    def measure() -> None:
+        with torch.no_grad():
+            for _ in range(REHEARSALS):
+                _forward(model, _rows_at_once(settings, everything), settings)
+
+    def train() -> None:
+        for _ in range(REHEARSALS):
+            for net in networks:
+                descend(_forward(net, of_minibatch, settings, values=net is critic))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()  # libraries load, Adam's moments are made
+    held: dict[str, int] = {}
+    for name, run in (("sample", sample), ("measure", measure), ("train", train)):
+        begun = _settled_memory()
+        forget_peak()
+        run()
+        held[name] = resident_memory()[1] - begun
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    tensors = unique_bytes([p for net in networks for p in net.parameters()] + moments)
+    parts = dict(plan.parts) | {"libraries": max(0, _settled_memory() - before - tensors)}
+    resident = sum(parts[name] for name in (*RESIDENT, "libraries"))
+    return replace(plan, parts=parts, phases={n: resident + size for n, size in held.items()})
+
+
+def _settled_memory() -> int:
+    give_back_freed()
+    return resident_memory()[0]
+
+
 def probe(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Seconds:
     """Return what an update takes, from a micro-run with random weights: some seconds of work.
 
@@ -230,21 +297,9 @@ def probe(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Seco
         model = _random_model(config, settings)
     P, T = settings.max_prompt_tokens, settings.max_completion_tokens
     rows = max(1, min(settings.rollouts_per_update, settings.completions_at_once, 64))
-    V = output_head(model).weight.shape[0]
-    ids = torch.randint(0, V, (rows, P), device=device)
 
     def decode_some(tokens: int) -> None:
-        uniforms = torch.rand(rows, tokens, device=device)
-        with autocast(device, settings):
-            decode(
-                model,
-                ids,
-                torch.ones_like(ids, dtype=torch.bool),
-                uniforms,
-                temperature=settings.temperature,
-                eos_id=-1,  # nothing ends
-                pad_id=0,
-            )
+        _decode(model, settings, tokens, most=rows)
 
     short, long = min(4, T), min(12, T)
     decode_some(short)  # the first run of anything is slow
@@ -370,6 +425,24 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
         tokens = torch.zeros(rows * T, dtype=torch.long, device=device)
         states = hidden.index_select(0, torch.arange(rows * T, device=device))
         return state_logprobs(model, states, tokens, settings.temperature).sum()
+
+
+def _decode(model: Any, settings: PpoSettings, tokens: int, *, most: int | None = None) -> None:
+    """Sample so many tokens after full prompts, for all that decode together or `most` of them."""
+    device = next(model.parameters()).device
+    rows = min(settings.rollouts_per_update, settings.completions_at_once, most or sys.maxsize)
+    shape = (rows, settings.max_prompt_tokens)
+    ids = torch.randint(0, output_head(model).weight.shape[0], shape, device=device)
+    with autocast(device, settings):
+        decode(
+            model,
+            ids,
+            torch.ones_like(ids, dtype=torch.bool),
+            torch.rand(rows, tokens, device=device),
+            temperature=settings.temperature,
+            eos_id=-1,  # nothing ends
+            pad_id=0,
+        )
 
 
 def _peak_of_training(model: Any, settings: PpoSettings) -> int:

@@ -13,7 +13,7 @@ from benchmarks.ppo_plan import BAR, compare
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.errors import ModelError, TrainingError
 from rlhf_pipeline.policy.tiny import tiny_config
-from rlhf_pipeline.ppo.plan import check_fits, make_plan, read_config
+from rlhf_pipeline.ppo.plan import check_fits, make_plan, read_config, rehearse
 from tests.ppo.world import changed, learner_at
 
 LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
@@ -30,12 +30,14 @@ def test_a_plan_counts_what_the_learner_holds(base: Path) -> None:
     assert plan.parts["optimiser"] == 8 * trained
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_adapters_that_are_trained(base: Path) -> None:
     settings = changed(lora_rank=4)
     trained = sum(p.numel() for p in learner_at(base, settings).trainable().values())
     assert make_plan(read_config(base), settings).trained == trained
 
 
+@pytest.mark.slow
 def test_activations_follow_the_microbatch_and_recomputing_lowers_them() -> None:
     config = GPT2Config(
         vocab_size=300, n_positions=128, n_embd=32, n_layer=4, n_head=2, eos_token_id=1
@@ -48,6 +50,7 @@ def test_activations_follow_the_microbatch_and_recomputing_lowers_them() -> None
     assert held[2] < held[0] / 2
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_settings_that_do() -> None:
     settings = changed(tokens_per_microbatch=100_000, rollouts_per_update=96, minibatches=1)
     plan = make_plan(LLAMA, settings)
@@ -65,10 +68,21 @@ def test_where_no_setting_helps_a_smaller_base_is_asked_for() -> None:
         check_fits(LLAMA, changed(), room=1000)
 
 
+@pytest.mark.slow
 def test_a_large_model_is_counted_without_its_weights() -> None:
     config = LlamaConfig(num_hidden_layers=2)  # as wide as one of 7B
-    plan = make_plan(config, changed(critic="shared"), reward_models=0)
+    plan = make_plan(config, changed(critic="shared", device="cpu"), reward_models=0)
     assert plan.peak > 16 * plan.parameters  # weights, gradients, Adam
+    assert rehearse(config, plan) is plan  # nothing of this size is run
+
+
+@pytest.mark.slow
+def test_a_rehearsal_finds_more_than_tensors() -> None:
+    counted = make_plan(LLAMA, changed(critic="separate", device="cpu"))
+    rehearsed = rehearse(LLAMA, counted)
+    assert {n: s for n, s in rehearsed.parts.items() if n != "libraries"} == counted.parts
+    assert rehearsed.phases.keys() == counted.phases.keys()
+    assert rehearsed.peak > counted.peak
 
 
 def test_an_unknown_model_has_no_plan() -> None:
@@ -76,6 +90,7 @@ def test_an_unknown_model_has_no_plan() -> None:
         read_config("nobody/has-this-model")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_plan(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["--state", str(tmp_path), "plan", "tiny", "--no-time"])
     assert told.exit_code == 0, told.output
