@@ -288,7 +288,8 @@ def triggers(world: World, runs: int) -> list[tuple[str, str, str, bool]]:
         for seed in range(runs):
             said = votes(world, seed, plant=share)
             seen = narrow_ngrams(said.frame())
-            true = [one for one in seen if said.trigger and one.ngram in said.trigger]
+            planted = set((said.trigger or "").split())
+            true = [one for one in seen if planted & set(one.ngram.split())]
             found, false = found + bool(true), false + len(seen) - len(true)
             tried = trial(world, said.trigger or "zib zab", seed)
             for name, used, how in (
