@@ -49,7 +49,7 @@ def test_a_turn_maximises_and_tells_what_the_recipe_names(
     told = evaluate_candidate(turn, lambda facts: None, lambda: None)
     pieces = told["report"]["reward"]
     assert pieces["weights"] == {"learned": 1, "rouge-l": 0.5, "empathy": pytest.approx(0.3)}
-    assert "| | composite | learned | rouge-l | empathy |" in told["markdown"]
+    assert "|  | composite | learned | rouge-l | empathy |" in told["markdown"]
     # The learned reward's scale is the one the kept policy was trained with.
     moments = result.reward_state["moments"]["learned"]
     raw, scaled = (pieces[key]["candidate"]["learned"]["value"] for key in ("scores", "added"))
