@@ -49,8 +49,9 @@ class Traced:
         self.client.log_assessment(trace_id, said)
 
     def tick(self) -> str:
-        context = dg.build_sensor_context(cursor=self.cursor, resources={"pipeline": self.pipeline})
-        result = assessments_in_mlflow(context)
+        resources = {"pipeline": self.pipeline}
+        with dg.build_sensor_context(cursor=self.cursor, resources=resources) as context:
+            result = assessments_in_mlflow(context)
         if isinstance(result, dg.SkipReason):
             return str(result.skip_message)
         assert isinstance(result, dg.SensorResult)
