@@ -8,7 +8,8 @@ on any other address nobody without one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config import Settings, load_settings
@@ -62,7 +63,15 @@ def create_app(
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
     inbox = Inbox(store, RaterLimit(settings.feedback.votes_per_minute))
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
-    app = FastAPI(title="rlhf-pipeline", docs_url=None, redoc_url=None)  # theirs load from a CDN
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Let the models go when the service ends."""
+        yield
+        app.state.gateway.close()
+
+    # Without FastAPI's own pages of documentation: those load from a CDN.
+    app = FastAPI(title="rlhf-pipeline", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.get("/health", response_model=Status, responses=refusals(503), tags=["operations"])
     def health() -> dict[str, str]:
