@@ -33,7 +33,9 @@ class Agent:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.store = FeedbackStore(database)
-        self.at = now() + timedelta(seconds=61)  # the votes sent so far are old enough
+        self.at = now() + timedelta(
+            seconds=90
+        )  # votes sent until half a minute from now are old enough
         self.book = ClaimBook(database, clock=lambda: self.at)
         self.votes = 0
 
