@@ -255,6 +255,29 @@ class ChangingReward(Protocol):
         ...
 
 
+@runtime_checkable
+class PiecedReward(Protocol):
+    """A reward made of named pieces, each with a score of its own: a composite, or criteria."""
+
+    def __call__(self, items: Sequence[RewardInput], /) -> Sequence[float]:
+        """Return one finite score per item, in order."""
+        ...
+
+    @property
+    def piece_names(self) -> tuple[str, ...]:
+        """Return the pieces' names."""
+        ...
+
+    def scores_and_pieces(
+        self, items: Sequence[RewardInput]
+    ) -> tuple[list[float], list[dict[str, float]]]:
+        """Return the scores as a call would, and of each item its pieces' raw scores by name.
+
+        A piece that could not judge an item is left out of that item's.
+        """
+        ...
+
+
 class SimulatedUser(Protocol):
     """Whoever the assistant talks with where no person is: a script, a rule, another model.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,9 @@ from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.named import composite_of, named_reward
 from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.ppo.breakdown import CriticBreakdown, TrainedCritic
 
 BLOCK = 64  # completions scored together, and lost at most when the process dies
 
@@ -50,8 +54,17 @@ def score(
     learned: Annotated[
         Path | None, typer.Option(help="A reward model's folder: the preset's `learned`.")
     ] = None,
+    critic: Annotated[
+        Path | None,
+        typer.Option(
+            help="A PPO run's folder: its critic's value and criteria beside every score."
+        ),
+    ] = None,
 ) -> None:
-    """Score a file of completions: a line out per line in, with what each reward gave it."""
+    """Score a file of completions: a line out per line in, with what each reward gave it.
+
+    With --critic also what a trained critic expected, before and at the end of the completion.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     items = read_items(file)
@@ -63,6 +76,7 @@ def score(
             composite,
             items,
             out,
+            critic=None if critic is None else _critic(critic),
             report=lambda facts: bar.update(task, completed=int(facts["scores"])),
         )
     again = f", {before} of them were there before" if before else ""
@@ -151,21 +165,37 @@ def _no_item(line: str, path: Path, number: int) -> ConfigError:
     )
 
 
+def _critic(run: Path) -> TrainedCritic:
+    from rlhf_pipeline.ppo.breakdown import load_critic
+
+    return load_critic(run)
+
+
 def score_all(
-    reward: CompositeReward, items: Sequence[RewardInput], out: Path, *, report: Progress
+    reward: CompositeReward,
+    items: Sequence[RewardInput],
+    out: Path,
+    *,
+    report: Progress,
+    critic: TrainedCritic | None = None,
 ) -> int:
     """Append a line per item that has none in `out` yet; return how many were there before.
 
     Raises ConfigError where `out` holds another reward's scores or those of other completions.
     """
-    there = _scored(out, items, reward.version)
+    version = reward.version if critic is None else hashed(reward.version, critic.version)
+    there = _scored(out, items, version)
     report({"scores": there})
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
         for start in range(there, len(items), BLOCK):
             block = items[start : start + BLOCK]
-            for i, (item, told) in enumerate(zip(block, reward.judge(block), strict=True), start):
-                line = _line(i, item, told, reward.version)
+            judged = reward.judge(block)
+            expected = [{}] * len(block) if critic is None else map(_expected, critic(block))
+            for i, (item, told, more) in enumerate(
+                zip(block, judged, expected, strict=True), start
+            ):
+                line = {**_line(i, item, told, version), **more}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -187,6 +217,10 @@ def _line(i: int, item: RewardInput, told: Breakdown, version: str) -> Mapping[s
         "reward_version": version,
         "item": _identity(item),
     }
+
+
+def _expected(said: CriticBreakdown) -> Mapping[str, Any]:
+    return {"critic": asdict(said)}
 
 
 def _identity(item: RewardInput) -> str:

@@ -65,14 +65,17 @@ class SeparateCritic(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tensor:
         """Return values (B, T)."""
-        hidden = completion_hidden(
+        return head_values(self.head, self.states(tokens))
+
+    def states(self, tokens: Tokens) -> Tensor:
+        """Return the hidden states (B, T, width) that the values are read from."""
+        return completion_hidden(
             self,
             tokens.prompt_ids,
             tokens.prompt_mask,
             tokens.completion_ids,
             tokens.completion_mask,
         )
-        return head_values(self.head, hidden)
 
 
 class AdapterCritic(nn.Module):
@@ -95,15 +98,18 @@ class AdapterCritic(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tensor:
         """Return values (B, T)."""
+        return head_values(self.head, self.states(tokens))
+
+    def states(self, tokens: Tokens) -> Tensor:
+        """Return the hidden states (B, T, width) that the values are read from."""
         with only(self._model[0], self.SET):
-            hidden = completion_hidden(
+            return completion_hidden(
                 self._model[0],
                 tokens.prompt_ids,
                 tokens.prompt_mask,
                 tokens.completion_ids,
                 tokens.completion_mask,
             )
-        return head_values(self.head, hidden)
 
 
 def load_reward_adapters(directory: Path, base: SharedBase) -> nn.Linear | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlhf_pipeline.policy.sampling import (
     state_width,
     trunk_of,
 )
+from rlhf_pipeline.ppo.criteria import CriteriaHeads
 from rlhf_pipeline.ppo.critic import (
     AdapterCritic,
     SeparateCritic,
@@ -53,6 +54,7 @@ class Learner:
     settings: PpoSettings
     base_digest: str | None = None  # with LoRA: of the frozen base, kept with the saved adapters
     team: Team = ALONE  # the processes that train it together
+    criteria: CriteriaHeads | None = None  # on the critic's states, where the reward has pieces
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
@@ -87,6 +89,23 @@ class Learner:
             with self._recomputing(self.critic.base_model):
                 values: Tensor = self.critic(tokens)
             return values
+
+    def critic_states(self, tokens: Tokens) -> Tensor:
+        """Return the hidden states (B, T, width) that the critic's values are read from."""
+        if isinstance(self.critic, (SeparateCritic, AdapterCritic)):
+            return self.critic.states(tokens)
+        return self._hidden(tokens)
+
+    def read_values(self, states: Tensor) -> Tensor:
+        """Return the values (B, T) of states that `critic_states` returned."""
+        if self.critic is None:
+            return torch.zeros_like(states[..., 0], dtype=torch.float32)
+        return head_values(self.critic.head, states)
+
+    def new_criteria(self, names: Sequence[str]) -> CriteriaHeads | None:
+        """Return untaught heads for these pieces of a reward; None where there are none."""
+        width = 0 if self.critic is None else self.critic.head.in_features
+        return CriteriaHeads(names, width) if names and width else None
 
     @contextmanager
     def as_reference(self) -> Iterator[Policy]:

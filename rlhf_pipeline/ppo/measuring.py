@@ -16,6 +16,7 @@ from rlhf_pipeline.ppo.advantages import (
     scale_to_unit_variance,
     whiten,
 )
+from rlhf_pipeline.ppo.criteria import CriteriaHeads, criteria_facts
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.replay import Collected, Replay
@@ -28,6 +29,7 @@ from rlhf_pipeline.ppo.rollout import (
     ends_with_stop_token,
     importance_weights,
     measure,
+    microbatches,
     rewards_per_token,
 )
 
@@ -45,6 +47,40 @@ def measure_together(
         members = torch.arange(len(tokens), device=tokens.completion_ids.device)
     mine = measure(function, tokens, token_budget=budget, members=team.part(members))
     return team.add(mine)
+
+
+def values_and_criteria(
+    learner: Learner, heads: CriteriaHeads, tokens: Tokens, pieces: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the values (B, T) that `measure_together` would, and what the criteria heads foretold.
+
+    The heads then learn from the same states. `pieces` (n, K) are those of the first n rollouts;
+    the others are replayed, and teach the heads nothing a second time.
+    """
+    team, mask = learner.team, tokens.completion_mask
+    unknown = pieces.new_full((len(tokens) - len(pieces), pieces.shape[1]), math.nan)
+    pieces = torch.cat([pieces, unknown]).to(mask.device, torch.float32)
+    # The last column is the value, the others what is foretold.
+    found = torch.zeros(*mask.shape, len(heads.names) + 1, device=mask.device)
+    size = len(heads.gram)
+    sums = torch.zeros(size, size + len(heads.names), dtype=torch.float64)
+    members = team.part(torch.arange(len(tokens), device=mask.device))
+    budget = learner.settings.tokens_per_microbatch
+    for rows in microbatches(tokens, members, token_budget=budget):
+        some = tokens.rows(rows)
+        with torch.no_grad(), learner.autocast():
+            states = learner.critic_states(some)
+            values = learner.read_values(states)
+        said = torch.cat([heads(states), values.float()[..., None]], 2)
+        counts = some.completion_mask
+        found[rows, : said.shape[1]] = said.masked_fill(~counts[..., None], 0.0)
+        known = counts & pieces[rows].isfinite().all(1)[:, None]
+        targets = pieces[rows][:, None].expand(*counts.shape, -1)
+        sums += heads.sums(states[known], targets[known])
+    found = team.add(found)
+    told = criteria_facts(heads, found[..., :-1], pieces, mask)
+    heads.learn(team.add(sums).cpu())
+    return found[..., -1].contiguous(), told
 
 
 def collect(
@@ -80,12 +116,14 @@ def make_rollouts(
     *,
     episodes: Episodes | None = None,
     replay: Replay | None = None,
+    pieces: Tensor | None = None,
 ) -> tuple[Rollouts, dict[str, float]]:
     """Return rollouts with rewards and advantages, and the facts of the rollout phase.
 
     The log-probabilities of sampling are the old log-probabilities: no pass recomputes them, but
     with importance_cap. Those of earlier updates in `replay`, which takes the fresh ones in, are
     held against the policy and the critic as they are now. Facts are of the fresh ones alone.
+    `pieces` (B, K), NaN where unknown, are what the learner's criteria heads learn to foretell.
     """
     settings = learner.settings
     replay = replay or Replay(0)
@@ -97,8 +135,14 @@ def make_rollouts(
         batch.tokens.completion_mask,
         batch.reference_logprobs,
     )
-    values = measure_together(learner, learner.values, tokens)
+    heads = learner.criteria
+    told: dict[str, float] = {}
+    if heads is None or pieces is None:
+        values = measure_together(learner, learner.values, tokens)
+    else:
+        values, told = values_and_criteria(learner, heads, tokens, pieces)
     logprobs, weights, facts = old_logprobs(learner, batch, ages)
+    facts |= told
 
     kl = estimate_kl(
         torch.where(ages[:, None] > 0, logprobs, batch.logprobs),

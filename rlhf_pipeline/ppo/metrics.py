@@ -87,6 +87,12 @@ METRICS: Mapping[str, Metric] = {
     "critic/explained_variance": Metric(
         "share", "<= 1; 0 explains nothing", "over the update's tokens", "values against returns"
     ),
+    "critic/*/explained_variance": Metric(
+        "share",
+        "<= 1; 0 explains nothing",
+        "over the update's tokens",
+        "a function's raw score, foretold by the critic's head for it",
+    ),
     "dpo/margin": Metric(
         "nats * dpo_beta", "any", "over the update's pairs", "implicit reward, chosen - rejected"
     ),

@@ -109,12 +109,14 @@ def write_state(
             "optimizer": checkpoint.optimizer_tensors(learner.optimizer, trainable),
             "random": random_tensors,
             "replay": replay.tensors(),
+            **({} if learner.criteria is None else {"criteria": learner.criteria.tensors()}),
         },
         state={
             "fingerprint": fingerprint,
             "progressed": now.as_json(),
             "learning_rates": [group["lr"] for group in learner.optimizer.param_groups],
             "random": random_facts,
+            **({} if learner.criteria is None else {"criteria": learner.criteria.names}),
         },
     )
 
@@ -142,4 +144,6 @@ def restore_state(
         group["lr"] = rate
     checkpoint.restore_random_states(saved.tensors["random"], saved.state["random"], generators)
     replay.restore(saved.tensors["replay"], learner.policy.device)
+    if learner.criteria is not None and "criteria" in saved.tensors:
+        learner.criteria.restore(saved.tensors["criteria"])
     return Progressed.from_json(saved.state["progressed"])

@@ -32,6 +32,7 @@ from rlhf_pipeline.ppo.collecting import (
     probe_rewards,
     shape_scores,
 )
+from rlhf_pipeline.ppo.criteria import noting
 from rlhf_pipeline.ppo.kl import next_kl_coef
 from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
@@ -95,7 +96,8 @@ def train_ppo(
     3. Until there is a reason to stop:
        3.1 sample completions, or whole conversations, and score them; a reward that changes
            has this update's weights, and learns its scales from the scores;
-       3.2 measure reference log-probabilities and values; make rewards and advantages;
+       3.2 measure reference log-probabilities and values; make rewards and advantages; where the
+           reward has pieces, the critic's criteria heads learn to foretell them;
        3.3 take epochs x minibatches optimizer steps; on the first, the ratio must be 1;
        3.4 move the KL coefficient, keep the metrics, look for alarms;
        3.5 every few updates look at the watch prompts; write checkpoints.
@@ -128,7 +130,9 @@ def train_ppo(
     check_conversation(settings, user, final_reward)
     rewards = {"proxy": reward, "stopping": stopping, "final": final_reward}
     probe_rewards(learner, encoded, prompts, rewards)
-    task = Task(prompts, encoded, reward, user, final_reward, engine)
+    noted = noting(reward, has_critic=settings.has_critic)
+    learner.criteria = learner.new_criteria([] if noted is None else noted.reward.piece_names)
+    task = Task(prompts, encoded, noted or reward, user, final_reward, engine)
     watch = replace(task, prompts=watch_prompts, encoded=watch_encoded)
     replay, curriculum = Replay(settings.replay_updates), Curriculum(reward)
     generators = {
@@ -190,6 +194,9 @@ def train_ppo(
         now.prompts_used += settings.prompts_per_update
         curriculum.begin(now.update)
         episodes = play_episodes(learner, task, members, generators["sampling"], now.timed)
+        pieces = None
+        if noted is not None:
+            pieces = noted.take(episodes.prompts, episodes.sampled.texts, team)
         scores = shape_scores(episodes.judged_scores, now.scores, settings)
         facts |= episode_facts(episodes, len(members), settings) | curriculum.end(learner)
         now.reward = curriculum.state()
@@ -198,7 +205,13 @@ def train_ppo(
         # 3.2 Measure, then rewards and advantages.
         with now.timed("measure"):
             rollouts, measured = make_rollouts(
-                learner, episodes.sampled, scores, now.kl_coef, episodes=episodes, replay=replay
+                learner,
+                episodes.sampled,
+                scores,
+                now.kl_coef,
+                episodes=episodes,
+                replay=replay,
+                pieces=pieces,
             )
         facts |= measured
         give_back_freed()

@@ -71,7 +71,7 @@ class Breakdown:
 
 
 class CompositeReward:
-    """The terms' weighted sum, itself a reward function, and a records.ChangingReward."""
+    """The terms' weighted sum: a records.RewardFunction, ChangingReward and PiecedReward."""
 
     def __init__(
         self,
@@ -136,6 +136,22 @@ class CompositeReward:
             self._sum({name: pieces[i] for name, pieces in by_term.items()})
             for i in range(len(items))
         ]
+
+    @property
+    def piece_names(self) -> tuple[str, ...]:
+        """Return the terms' names."""
+        return tuple(self.terms)
+
+    def scores_and_pieces(
+        self, items: Sequence[RewardInput]
+    ) -> tuple[list[float], list[dict[str, float]]]:
+        """Return the scores, and of each item every term's raw score that was not skipped."""
+        told = self.judge(items)
+        pieces = [
+            {name: piece.score for name, piece in one.pieces.items() if not piece.skipped}
+            for one in told
+        ]
+        return [one.score for one in told], pieces
 
     @property
     def weights(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -31,6 +32,8 @@ SETTINGS = changed(
     kl_horizon=100,
     score_normalisation="running",
 )
+
+CRITERIA = "checkpoints/update-000004/criteria.safetensors"
 
 KILLED = """
 import os, signal, sys
@@ -189,6 +192,8 @@ def test_a_composite_resumes_with_its_weights_and_scales(base: Path, tmp_path: P
     whole = train(base, tmp_path / "whole", settings, reward=used)
     assert resumed.resumed_from == 3
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+    heads = [load_file(tmp_path / run / CRITERIA) for run in ("cut", "whole")]
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
     weights = [row["reward/lower/weight"] for row in whole.history]
     assert weights == [weight_at(Linear(start=1.0, end=0.2, updates=3), n) for n in range(4)]
     added = [row["reward/lower/added_mean"] for row in whole.history]
