@@ -1,0 +1,493 @@
+"""`train_specialists`: several policies, each with prompts and a reward of its own, and one critic.
+
+The critic is one trunk with a value head per agent. A round is one update of every agent in turn,
+so each finds the trunk as the one before it left it; a single optimizer holds the trunk's moments.
+Every agent stays near its own reference, with its own KL coefficient, and keeps the update its own
+stopping reward likes best. One agent alone is trained exactly as `train_ppo` would (a test asserts
+it). What agents share is what states are worth to read, never a policy.
+
+A run owns output_dir: checkpoints/ of all of it, and for each agent a folder with its policy and
+result.json. Killed and called again it goes on, and on a CPU ends with the very same weights.
+Not here: several processes, adapters, conversations, replay, a critic on the policies' own trunks.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_pipeline.errors import CheckpointDamaged, ConfigError, ModelError, TrainingError
+from rlhf_pipeline.files import remove_half_written
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
+from rlhf_pipeline.policy.sampling import state_width, trunk_of
+from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.ppo.changing import Curriculum
+from rlhf_pipeline.ppo.collecting import (
+    Task,
+    encode_checked,
+    episode_facts,
+    next_prompts,
+    play_episodes,
+    probe_rewards,
+    shape_scores,
+)
+from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head, load_reward_trunk
+from rlhf_pipeline.ppo.kl import next_kl_coef
+from rlhf_pipeline.ppo.learner import Learner, check_policy, load_reference, new_optimizer
+from rlhf_pipeline.ppo.measuring import make_rollouts
+from rlhf_pipeline.ppo.memory import give_back_freed
+from rlhf_pipeline.ppo.metrics import checked
+from rlhf_pipeline.ppo.optimising import NotFinite, train_on
+from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
+from rlhf_pipeline.ppo.watching import (
+    choose_update,
+    evaluate,
+    raise_alarms,
+    reason_to_stop,
+    updates_by_preference,
+    watch_facts,
+)
+from rlhf_pipeline.records import Progress, Prompt, RewardFunction, hashed, ignore_progress
+
+TRUNK = "critic/base_model."  # how a learner's names of the critic's trunk begin
+
+
+@dataclass(frozen=True)
+class Specialist:
+    """One agent of several: where it starts, what it is asked, what it is to become."""
+
+    policy_dir: str | Path
+    reference_dir: str | Path  # what its KL is measured to
+    reward: RewardFunction
+    prompts: Sequence[Prompt]
+    watch_prompts: Sequence[Prompt]
+    stopping: RewardFunction | None = None  # chooses the update that is kept; None: the last
+    kl_coef: float | None = None  # None: the settings'
+
+
+@dataclass
+class _Agent:
+    """A specialist in training."""
+
+    name: str
+    of: Specialist
+    learner: Learner
+    task: Task
+    watch: Task
+    curriculum: Curriculum
+    generators: dict[str, torch.Generator]
+    now: Progressed
+
+
+def train_specialists(
+    *,
+    specialists: Mapping[str, Specialist],
+    output_dir: Path,
+    settings: PpoSettings,
+    value_init: Path | None = None,
+    shares_critic: bool = True,
+    resume: bool = True,
+    report: Progress = ignore_progress,
+    keep_going: Callable[[], None] = lambda: None,
+) -> dict[str, TrainingResult]:
+    """Train every specialist and return what came of each, by name; settings.updates rounds.
+
+    The trunk starts from the reward model at value_init, or from the first agent's policy.
+    With shares_critic False each agent has a trunk of its own, for comparison. `report` and
+    `keep_going` are train_ppo's; a report says which `agent` it is of.
+
+    1. Load every model, check prompts and rewards.
+    2. Go on from the last checkpoint, or look at the watch prompts and write checkpoint 0.
+    3. Until all rounds are made: one PPO update of each agent in turn, then, every few rounds,
+       looks at the watch prompts and a checkpoint. An agent past max_kl, or out of patience,
+       waits; the others go on.
+    4. Save each agent's chosen policy and its result.
+
+    Raises ConfigError for settings that specialists cannot have, TrainingError and ModelError as
+    train_ppo does.
+    """
+    _check(specialists, settings)
+    torch.manual_seed(settings.seed)
+    fingerprint = _fingerprint(specialists, settings, value_init, shares_critic)
+    checkpoints = output_dir / "checkpoints"
+    if resume and (finished := _finished(specialists, output_dir, fingerprint)):
+        return finished
+
+    # 1. Models and checks.
+    agents = _agents(specialists, settings, value_init, shares_critic)
+    named = _named(agents, shares_critic)
+    optimizer = agents[0].learner.optimizer
+
+    def look(agent: _Agent) -> None:
+        now = agent.now
+        with now.timed("watch"):
+            baselines = [s["baseline"] for first in now.evaluations[:1] for s in first.samples]
+            now.evaluations.append(
+                evaluate(
+                    agent.learner, agent.watch, agent.of.stopping, now.update, baselines=baselines
+                )
+            )
+
+    def write(round_: int) -> None:
+        keep_going()
+        random_tensors, random_facts = checkpoint.random_states(
+            {f"{a.name}/{n}": g for a in agents for n, g in a.generators.items()}
+        )
+        checkpoint.write_checkpoint(
+            checkpoints,
+            round_,
+            tensors={
+                "weights": named,
+                "optimizer": checkpoint.optimizer_tensors(optimizer, named),
+                "random": random_tensors,
+            },
+            state={
+                "fingerprint": fingerprint,
+                "progressed": {agent.name: agent.now.as_json() for agent in agents},
+                "random": random_facts,
+            },
+        )
+        best = [choose_update(a.now.evaluations, max_kl=settings.max_kl) for a in agents]
+        checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=best)
+
+    # 2. Where to begin.
+    remove_half_written(output_dir)
+    if not resume:
+        checkpoint.remove_all(checkpoints)
+    latest = checkpoint.latest_checkpoint(checkpoints)
+    if latest is not None:
+        _restore(latest, agents, named, optimizer, fingerprint)
+    else:
+        for agent in agents:
+            agent.curriculum.start(agent.learner, agent.task)
+            agent.now.reward = agent.curriculum.state()
+            look(agent)
+        write(0)
+
+    # 3. The rounds.
+    made = 0 if latest is None else latest.update
+    while made < settings.updates:
+        made += 1
+        going = [a for a in agents if reason_to_stop(a.now, a.learner.settings) is None]
+        if not going:
+            break
+        for agent in going:
+            keep_going()
+            facts = _update(agent)
+            looks = made == settings.updates or made % settings.evaluate_every == 0
+            if looks:
+                look(agent)
+                facts |= watch_facts(agent.now.evaluations[-1])
+            agent.now.history.append(checked(facts))
+            report({"agent": agent.name, "update": made, "updates": settings.updates, **facts})
+
+            def tell(facts: Mapping[str, float | int | str], name: str = agent.name) -> None:
+                report({"agent": name, **facts})
+
+            raise_alarms(agent.now, agent.learner.settings, tell)
+        stops = any(reason_to_stop(a.now, a.learner.settings) is not None for a in going)
+        if looks or stops or made % settings.checkpoint_every == 0:
+            write(made)
+
+    # 4. What comes out.
+    keep_going()
+    return {
+        agent.name: _keep(agent, checkpoints, named, output_dir, fingerprint, latest, value_init)
+        for agent in agents
+    }
+
+
+def critic_bytes(learners: Sequence[Learner]) -> int:
+    """Return the bytes of the learners' critics, what they share counted once: weights alone.
+
+    With gradients and Adam's two moments training holds four times that.
+    """
+    weights = {id(p): p for a in learners if a.critic is not None for p in a.critic.parameters()}
+    return sum(p.numel() * p.element_size() for p in weights.values())
+
+
+def build_learners(
+    specialists: Mapping[str, Specialist],
+    settings: PpoSettings,
+    *,
+    value_init: Path | None = None,
+    shares_critic: bool = True,
+) -> dict[str, Learner]:
+    """Return a learner per agent; they share an optimizer and, if asked, the critic's trunk.
+
+    Raises ModelError where vocabularies differ: one trunk reads what all of them write.
+    """
+    policies = {
+        name: load_policy(one.policy_dir, device=settings.device)
+        for name, one in specialists.items()
+    }
+    first = next(iter(policies.values()))
+    for name, policy in policies.items():
+        check_policy(policy, settings)
+        if policy.tokenizer.get_vocab() != first.tokenizer.get_vocab():
+            raise ModelError(
+                "agents that share a critic must share one vocabulary, found another in the policy "
+                f"of {name}; start them from one baseline, or train them apart"
+            )
+    start = None if value_init is None else load_reward_trunk(value_init, first)
+    heads: dict[str, nn.Linear] = {}
+    for i, name in enumerate(policies):
+        generator = torch.Generator().manual_seed(settings.seed + i)
+        width = state_width(first.model.config) if start is None else start[1].in_features
+        heads[name] = fresh_head(width, generator) if start is None else copy.deepcopy(start[1])
+    trunk = copy.deepcopy(trunk_of(first.model)) if start is None else start[0]
+    switch_off_dropout(trunk)
+    trunk = trunk.eval().requires_grad_(True).to(first.device)
+    trunks = {name: trunk if shares_critic else copy.deepcopy(trunk) for name in policies}
+    critics = {
+        name: SeparateCritic(trunks[name], heads[name]).to(first.device) for name in policies
+    }
+    every: dict[str, nn.Parameter] = {}
+    for part in ("policy", "critic"):
+        for name in policies:
+            module: nn.Module = policies[name].model if part == "policy" else critics[name]
+            for n, weight in module.named_parameters():
+                every[f"{part}/{name}/{n}"] = weight
+    distinct = {id(weight): name for name, weight in reversed(every.items())}
+    trainable = {n: w for n, w in every.items() if distinct[id(w)] == n and w.requires_grad}
+    optimizer = new_optimizer(trainable, settings)
+    return {
+        name: Learner(
+            policies[name],
+            policies[name].model,
+            load_reference(policies[name], one.reference_dir, settings),
+            critics[name],
+            optimizer,
+            _settings_of(i, one, settings),
+        )
+        for i, (name, one) in enumerate(specialists.items())
+    }
+
+
+def _settings_of(i: int, one: Specialist, settings: PpoSettings) -> PpoSettings:
+    """Return the settings of the i-th agent: its own draws, and its own KL coefficient."""
+    kl_coef = settings.kl_coef if one.kl_coef is None else one.kl_coef
+    return replace(settings, seed=settings.seed + i, kl_coef=kl_coef)
+
+
+def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None:
+    if not specialists:
+        raise ConfigError("specialists need at least one agent, found none; name some")
+    wanted = {"estimator": "gae", "critic": "separate", "lora_rank": 0, "max_turns": 1}
+    for name, needed in {**wanted, "replay_updates": 0}.items():
+        found = getattr(settings, name)
+        if found != needed:
+            raise ConfigError(
+                f"specialists around one critic need ppo.{name} {needed}, found {found}; change it"
+            )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "specialists are trained by one process, found WORLD_SIZE "
+            f"{os.environ['WORLD_SIZE']}; launch one"
+        )
+
+
+def _fingerprint(
+    specialists: Mapping[str, Specialist],
+    settings: PpoSettings,
+    value_init: Path | None,
+    shares_critic: bool,
+) -> str:
+    parts = [str(shares_critic)]
+    for i, (name, one) in enumerate(specialists.items()):
+        models = [one.policy_dir, one.reference_dir, *([] if value_init is None else [value_init])]
+        prompts = [*one.prompts, (), *one.watch_prompts]
+        own = _settings_of(i, one, settings)
+        parts += [name, run_fingerprint(models, [one.reward, one.stopping], prompts, own)]
+    return hashed("specialists", *parts)
+
+
+def _finished(
+    specialists: Mapping[str, Specialist], output_dir: Path, fingerprint: str
+) -> dict[str, TrainingResult] | None:
+    """Return the results of a run that has ended; None where it has not, or was another."""
+    results: dict[str, TrainingResult] = {}
+    for name in specialists:
+        path = output_dir / name / "result.json"
+        if not path.exists():
+            return None
+        results[name] = TrainingResult.load(path)
+        if results[name].fingerprint != fingerprint or not (path.parent / "policy").is_dir():
+            return None
+    return results
+
+
+def _agents(
+    specialists: Mapping[str, Specialist],
+    settings: PpoSettings,
+    value_init: Path | None,
+    shares_critic: bool,
+) -> list[_Agent]:
+    learners = build_learners(
+        specialists, settings, value_init=value_init, shares_critic=shares_critic
+    )
+    agents = []
+    for name, learner in learners.items():
+        one, own = specialists[name], learner.settings
+        encoded = encode_checked(learner.policy, one.prompts, own, f"{name}'s prompts")
+        watched = encode_checked(learner.policy, one.watch_prompts, own, f"{name}'s watch_prompts")
+        probe_rewards(
+            learner, encoded, one.prompts, {f"{name}'s": one.reward, "stopping": one.stopping}
+        )
+        task = Task(one.prompts, encoded, one.reward)
+        generators = {
+            "sampling": torch.Generator().manual_seed(own.seed),
+            "shuffling": torch.Generator().manual_seed(own.seed + 1),
+        }
+        agents.append(
+            _Agent(
+                name,
+                one,
+                learner,
+                task,
+                replace(task, prompts=one.watch_prompts, encoded=watched),
+                Curriculum(one.reward),
+                generators,
+                Progressed(kl_coef=own.kl_coef),
+            )
+        )
+    return agents
+
+
+def _named(agents: Sequence[_Agent], shares_critic: bool) -> dict[str, nn.Parameter]:
+    """Return every weight that is trained, once, by a name that says whose it is."""
+    named: dict[str, nn.Parameter] = {}
+    for agent in agents:
+        for name, weight in agent.learner.trainable().items():
+            shared = shares_critic and name.startswith(TRUNK)
+            named[name if shared else f"{agent.name}/{name}"] = weight
+    return named
+
+
+def _restore(
+    saved: checkpoint.Checkpoint,
+    agents: Sequence[_Agent],
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    fingerprint: str,
+) -> None:
+    if saved.state["fingerprint"] != fingerprint:
+        raise TrainingError(
+            f"the checkpoints beside {saved.path} must be of this run, found those of another "
+            "(other agents, models, prompts or settings); take another output_dir, or resume=False "
+            "to begin again"
+        )
+    checkpoint.restore_parameters(named, saved.tensors["weights"])
+    checkpoint.restore_optimizer(optimizer, named, saved.tensors["optimizer"])
+    generators = {f"{a.name}/{n}": g for a in agents for n, g in a.generators.items()}
+    checkpoint.restore_random_states(saved.tensors["random"], saved.state["random"], generators)
+    for agent in agents:
+        agent.now = Progressed.from_json(saved.state["progressed"][agent.name])
+        agent.curriculum.restore(agent.now.reward)
+
+
+def _update(agent: _Agent) -> dict[str, Any]:
+    """Make one PPO update of one agent, as trainer.py's 3.1 to 3.4 do; return its facts."""
+    learner, now, settings = agent.learner, agent.now, agent.learner.settings
+    before = dict(now.seconds)
+    share = 1 - now.update / settings.updates if settings.anneal else 1.0
+    facts: dict[str, Any] = {
+        "train/learning_rate": learner.set_learning_rate(share),
+        "train/kl_coef": now.kl_coef,
+    }
+    members = next_prompts(now.prompts_used, settings, len(agent.task.prompts))
+    now.prompts_used += settings.prompts_per_update
+    agent.curriculum.begin(now.update)
+    episodes = play_episodes(learner, agent.task, members, agent.generators["sampling"], now.timed)
+    scores = shape_scores(episodes.judged_scores, now.scores, settings)
+    facts |= episode_facts(episodes, len(members), settings) | agent.curriculum.end(learner)
+    now.reward = agent.curriculum.state()
+    with now.timed("measure"):
+        rollouts, measured = make_rollouts(
+            learner, episodes.sampled, scores, now.kl_coef, episodes=episodes
+        )
+    facts |= measured
+    give_back_freed()
+    try:
+        with now.timed("train"):
+            facts = train_on(learner, rollouts, agent.generators["shuffling"]) | facts
+    except NotFinite as error:
+        raise TrainingError(
+            f"the agents' training cannot go on: {agent.name} has {error} that is not finite after "
+            f"{now.update} updates; lower the learning rates, or leave that agent out"
+        ) from error
+    give_back_freed()
+    now.update += 1
+    now.optimizer_steps += settings.steps_per_update
+    if settings.kl_controller == "adaptive":
+        now.kl_coef = next_kl_coef(
+            now.kl_coef,
+            facts["rollout/kl_per_completion"],
+            target=settings.kl_target,
+            horizon=settings.kl_horizon,
+            episodes=settings.rollouts_per_update,
+        )
+    facts["train/optimizer_steps"] = now.optimizer_steps
+    for phase in ("sample", "score", "measure", "train"):
+        facts[f"time/{phase}"] = now.seconds[phase] - before.get(phase, 0.0)
+    return facts
+
+
+def _keep(
+    agent: _Agent,
+    checkpoints: Path,
+    named: Mapping[str, nn.Parameter],
+    output_dir: Path,
+    fingerprint: str,
+    latest: checkpoint.Checkpoint | None,
+    value_init: Path | None,
+) -> TrainingResult:
+    """Save the agent's policy as it was at the update to keep, and its result."""
+    now, settings, folder = agent.now, agent.learner.settings, output_dir / agent.name
+    kept = set(checkpoint.checkpoint_updates(checkpoints))
+    order = updates_by_preference(now.evaluations, max_kl=settings.max_kl)
+    chosen = next((update for update in order if update in kept), None)
+    if chosen is None:
+        raise CheckpointDamaged(
+            f"a checkpoint of an evaluated round is needed in {checkpoints}, found none; train "
+            "again with resume=False"
+        )
+    saved = checkpoint.checkpoint_at(checkpoints, chosen)
+    prefix = f"{agent.name}/policy/"
+    policy = {name: weight for name, weight in named.items() if name.startswith(prefix)}
+    checkpoint.restore_parameters(policy, {name: saved.tensors["weights"][name] for name in policy})
+    model = agent.learner.policy.model
+    save_policy(Policy(model, agent.learner.policy.tokenizer), folder / "policy")
+    look = next(e for e in now.evaluations if e.update == chosen)
+    result = TrainingResult(
+        model_path=str(folder / "policy"),
+        reward_model_path=None if value_init is None else str(value_init),
+        feedback_count=None,
+        chosen_update=chosen,
+        stopped_because=reason_to_stop(now, settings) or "the other agents' rounds are over",
+        final_reward_mean=look.score_mean,
+        final_reward_std=look.score_std,
+        training_steps=now.optimizer_steps,
+        reward_history=tuple(m["rollout/score_mean"] for m in now.history),
+        kl_history=tuple(m["rollout/kl_per_completion"] for m in now.history),
+        loss_history=tuple(m["train/loss"] for m in now.history),
+        history=tuple(now.history),
+        evaluations=tuple(now.evaluations),
+        alarms=tuple(now.alarms),
+        seconds=dict(now.seconds),
+        resumed_from=None if latest is None else latest.update,
+        fingerprint=fingerprint,
+        settings=asdict(settings),
+        reward_state=saved.state["progressed"][agent.name].get("reward", {}),
+    )
+    result.save(folder / "result.json")
+    return result

@@ -1,0 +1,191 @@
+"""Several policies around one critic: each trained as if alone, on a trunk that all move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
+from rlhf_pipeline.policy.loading import Policy, save_policy
+from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.ppo.optimising import train_on
+from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.specialists import (
+    Specialist,
+    build_learners,
+    critic_bytes,
+    train_specialists,
+)
+from rlhf_pipeline.records import RewardInput
+from tests.ppo.test_resume import Interrupted, assert_same_run, without_clocks
+from tests.ppo.world import (
+    PROMPTS,
+    changed,
+    lower_share,
+    rollouts_of,
+    train,
+    two_pieces,
+    weights_of,
+)
+
+SETTINGS = changed(
+    critic="separate",
+    updates=2,
+    evaluate_every=2,
+    kl_controller="adaptive",
+    kl_horizon=100,
+    score_normalisation="running",
+    tokens_per_microbatch=1000,
+)
+
+
+def short(items: Sequence[RewardInput], /) -> list[float]:
+    """Score completions by how little they say."""
+    return [-len(item.completion) / 10 for item in items]
+
+
+def specialist(base: Path, **options: Any) -> Specialist:
+    given = {"reward": lower_share, "prompts": PROMPTS, "watch_prompts": PROMPTS[:4], **options}
+    return Specialist(base, base, **given)
+
+
+def two(base: Path) -> dict[str, Specialist]:
+    """Return an agent whose reward changes as training goes on, and a terse one."""
+    return {
+        "tale": specialist(base, reward=two_pieces(), stopping=lower_share),
+        "terse": specialist(base, reward=short, prompts=PROMPTS[2:], kl_coef=0.2),
+    }
+
+
+def test_one_agent_is_trained_as_train_ppo_does(base: Path, tmp_path: Path) -> None:
+    alone = train(base, tmp_path / "ppo", SETTINGS, stopping=lower_share)
+    found = train_specialists(
+        specialists={"only": specialist(base, stopping=lower_share)},
+        output_dir=tmp_path / "team",
+        settings=SETTINGS,
+    )["only"]
+    ours, theirs = without_clocks(found), without_clocks(alone)
+    for name in ("history", "evaluations", "chosen_update", "training_steps"):
+        assert ours[name] == theirs[name]
+    weights = weights_of(tmp_path / "ppo/policy")
+    for name, weight in weights_of(tmp_path / "team/only/policy").items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, checkpoint_every=1)
+
+    def run(folder: str, **options: Any) -> dict[str, TrainingResult]:
+        return train_specialists(
+            specialists=two(base), output_dir=tmp_path / folder, settings=settings, **options
+        )
+
+    def stop() -> None:
+        if (tmp_path / "cut/checkpoints/update-000001").exists():
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run("cut", keep_going=stop)
+    cut, whole = run("cut"), run("whole")
+    assert cut["tale"].resumed_from == 1
+    for name in ("tale", "terse"):
+        assert_same_run(
+            (whole[name], tmp_path / "whole" / name), (cut[name], tmp_path / "cut" / name)
+        )
+    for part in ("weights", "optimizer", "random"):
+        file = f"checkpoints/update-000002/{part}.safetensors"
+        ours, theirs = (load_file(tmp_path / folder / file) for folder in ("cut", "whole"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    weights = load_file(tmp_path / "whole/checkpoints/update-000002/weights.safetensors")
+    assert {n.split("base_model")[0] for n in weights if "base_model" in n} == {"critic/"}
+    kept = weights_of(tmp_path / "whole/tale/policy"), weights_of(tmp_path / "whole/terse/policy")
+    assert any(not torch.equal(weight, kept[1][name]) for name, weight in kept[0].items())
+    assert run("whole") == whole  # a run that has ended gives its results again
+    with pytest.raises(TrainingError, match="found those of another"):
+        train_specialists(
+            specialists={"tale": specialist(base)},
+            output_dir=tmp_path / "whole",
+            settings=settings,
+        )
+
+
+def test_an_update_moves_its_own_agent_and_the_shared_trunk_alone(base: Path) -> None:
+    learners = build_learners(two(base), SETTINGS)
+    before = {n: _copies(learner.trainable()) for n, learner in learners.items()}
+    learner = learners["tale"]
+    train_on(learner, rollouts_of(learner), torch.Generator().manual_seed(0))
+    moved = {
+        agent: {
+            name.partition("/base_model")[0]
+            for name, weight in learners[agent].trainable().items()
+            if not torch.equal(weight, before[agent][name])
+        }
+        for agent in learners
+    }
+    assert {n for n in moved["tale"] if not n.startswith("policy/")} == {
+        "critic", "critic/head.weight", "critic/head.bias"
+    }  # fmt: skip
+    assert any(n.startswith("policy/") for n in moved["tale"])
+    assert moved["terse"] == {"critic"}  # the trunk
+
+
+def test_one_trunk_takes_the_memory_of_one(base: Path) -> None:
+    shared, apart = (
+        critic_bytes(list(build_learners(two(base), SETTINGS, shares_critic=x).values()))
+        for x in (True, False)
+    )
+    head = 4 * 33
+    assert apart - shared == shared - 2 * head
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"critic": "shared"}, "ppo.critic separate, found shared"),
+        ({"estimator": "rloo", "completions_per_prompt": 2}, "ppo.estimator gae, found rloo"),
+        ({"lora_rank": 2}, "ppo.lora_rank 0, found 2"),
+        ({"replay_updates": 1}, "ppo.replay_updates 0, found 1"),
+    ],
+)
+def test_what_agents_around_one_critic_cannot_have_is_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    settings: PpoSettings = replace(SETTINGS, **changes)
+    with pytest.raises(ConfigError, match=message):
+        train_specialists(specialists=two(base), output_dir=tmp_path, settings=settings)
+
+
+def test_agents_are_checked_before_they_train(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build_tiny(["x"], vocabulary=270, layers=1, width=32, heads=2, context=64, seed=0)
+    save_policy(Policy(other.model, other.tokenizer), tmp_path / "other")
+    with pytest.raises(ModelError, match=r"share one vocabulary, found another in .* odd"):
+        build_learners({**two(base), "odd": specialist(tmp_path / "other")}, SETTINGS)
+    with pytest.raises(ConfigError, match="at least one agent"):
+        train_specialists(specialists={}, output_dir=tmp_path, settings=SETTINGS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="found WORLD_SIZE 2"):
+        train_specialists(specialists=two(base), output_dir=tmp_path, settings=SETTINGS)
+
+
+def test_a_loss_that_is_not_finite_names_its_agent(base: Path, tmp_path: Path) -> None:
+    agents = {"good": specialist(base), "loud": specialist(base, reward=lambda i: [1e30] * len(i))}
+    with pytest.raises(TrainingError, match="loud has the loss or its gradient"):
+        train_specialists(
+            specialists=agents,
+            output_dir=tmp_path,
+            settings=replace(SETTINGS, score_normalisation="none"),
+        )
+
+
+def _copies(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
