@@ -31,6 +31,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import output_block
+from rlhf_pipeline.serving.limits import RaterLimit
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -64,11 +65,13 @@ class Desk:
         store: FeedbackStore,
         registry: ModelRegistry,
         gateway: Gateway | None = None,
+        limit: RaterLimit | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
         self.registry = registry
         self.gateway = gateway or Gateway(settings, store, registry)
+        self.limit = limit or RaterLimit(settings.feedback.votes_per_minute)
         self._tracing = ThreadPoolExecutor(1, "traces")  # nobody waits for MLflow to answer
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
@@ -168,7 +171,8 @@ class Desk:
         """Store one vote and return its id once it is synced.
 
         `value` are the fields the kind needs. `wants` is what the person said matters to them; it
-        stays with the vote as tags. Raises FeedbackRefused where the vote breaks a rule.
+        stays with the vote as tags. Raises FeedbackRefused where the vote breaks a rule,
+        TooManyVotes where the person votes faster than the settings allow.
         """
         if not self.settings.feedback.enabled:
             raise FeedbackError("feedback.enabled is off in this recipe; nothing was stored")
@@ -184,6 +188,7 @@ class Desk:
             **value,
         )
         check_event(event)
+        self.limit.admit([event])
         return self.store.append([event])[0].feedback_id
 
 

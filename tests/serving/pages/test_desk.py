@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, HashMismatch, RegistryError
-from rlhf_pipeline.records import FeedbackKind, hash_rater, user_prompt
+from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, user_prompt
+from rlhf_pipeline.serving.limits import Buckets, RaterLimit
+from rlhf_pipeline.serving.pages import chat_page, review_page
 from rlhf_pipeline.serving.pages import desk as desk_module
 from rlhf_pipeline.serving.pages.desk import Answer, Desk
 from tests.serving.pages.world import made_desk
@@ -69,6 +71,28 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
     desk.settings = desk.settings.model_copy(update={"feedback": feedback})
     with pytest.raises(FeedbackError, match="nothing was stored"):
         desk.vote(this, FeedbackKind.thumbs, person="ann", number=1.0)
+
+
+def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> None:
+    now = [0.0]
+    desk.limit = RaterLimit(3, Buckets(lambda: now[0]))
+    _, answer = ask(desk)
+    sent = Feedback("shop", FeedbackKind.comment, "k", rater_id=hash_rater("shop", "ann"))
+    desk.limit.admit([sent])  # as the API's inbox does, which has the same limit
+    chat = chat_page._vote(desk)
+    thumb = (answer, "ann", ["shorter"], FeedbackKind.thumbs)
+    said = [chat(*thumb, number=n) for n in (0.0, 1.0, 0.0)]
+    assert said[:2] == [chat_page.THANKS] * 2
+    assert said[2] == "Thank you, but that was too fast to count. Please vote again in 20 s."
+    assert chat(answer, "bob", [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
+    assert desk.store.counts("shop") == {"thumbs": 2}
+    judge, waiting = review_page._judge(desk), [answer.interaction] * 5
+    for _ in range(4):
+        waiting, _, _, notice, *_ = judge(waiting, "shop", "Eve", FeedbackKind.thumbs, number=1.0)
+    assert notice == "Thank you, but that was too fast to count. Please vote again in 20 s."
+    assert len(waiting) == 2  # the one that did not count is still to judge
+    now[0] = 20.0
+    assert chat(*thumb, number=0.0) == chat_page.THANKS
 
 
 def test_the_collection_rate_is_how_often_people_are_asked(
