@@ -292,6 +292,8 @@ def test_the_service_is_open_until_a_key_is_made_but_only_on_loopback(tmp_path: 
     opened = World(create_app(settings, pages=False), Keys(tmp_path), "", "", "")
     assert opened.ask("GET", "/v1/models").status_code == 200
     assert opened.ask("GET", "/v1/models", host="evil.example").status_code == 400
+    forged = opened.ask("POST", "/v1/feedback", None, ABOUT, x_feedback_token="forged")
+    assert forged.status_code == 401
     closed = World(
         create_app(settings, pages=False, open_without_keys=False), Keys(tmp_path), "", "", ""
     )
