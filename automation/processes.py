@@ -78,16 +78,11 @@ def start_mlflow(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
 
 
 def start_service(
-    state_dir: Path,
-    port: int,
-    environment: Mapping[str, str] | None = None,
-    *,
-    pages: bool = True,
+    state_dir: Path, port: int, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start the service on loopback: pages, feedback, policies; without `pages` the API alone."""
+    """Start the service on loopback: pages, feedback, policies."""
     command = [sys.executable, "-m", "rlhf_pipeline.cli", "--state", str(state_dir.absolute())]
-    command += ["serve", "--port", str(port), "--pages" if pages else "--no-pages"]
-    return start("service", command, state_dir, environment)
+    return start("service", [*command, "serve", "--port", str(port)], state_dir, environment)
 
 
 def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:

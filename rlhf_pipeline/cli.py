@@ -21,7 +21,6 @@ from rlhf_pipeline.commands import (
     score,
     serve,
     settings,
-    simulate,
     state,
     tokenizer,
     training,
@@ -51,7 +50,7 @@ SETTINGS = "Settings and recipes"
 
 COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (feedback.ingest, FEEDBACK, "rlhf ingest votes.jsonl exports/ --agent tea"),
-    (simulate.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
+    (feedback.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
     (chat.chat, MODELS, 'rlhf chat --agent demo --once "how much is the lamp?"'),
     (serve.serve, MODELS, "rlhf serve --port 8080"),
     (tokenizer.tokenizer, MODELS, "rlhf tokenizer tiktoken:cl100k_base"),
@@ -64,6 +63,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (score.score, MODELS, "rlhf score replies.jsonl --reward length --out scores.jsonl"),
     (training.plan, TRAINING, "rlhf plan gpt2"),
     (training.tune, TRAINING, "rlhf tune demo --trials 8 --updates 20"),
+    (training.specialise, TRAINING, "rlhf specialise --recipe specialists --out ./agents"),
     (agents.status, AUTOMATION, "rlhf status"),
     (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),
     (agents.resume, AUTOMATION, "rlhf resume demo"),

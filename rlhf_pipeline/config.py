@@ -34,7 +34,7 @@ from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from rlhf_pipeline.safety import UNSAFE
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-BY_SIZE = ("tiny", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
+BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -459,11 +459,6 @@ class PagesSettings(Section):
     active_learning: bool = Field(
         True, description="Sample two answers more, and ask, or show a pair, where they differ."
     )
-    reward_disagreement: bool = Field(
-        True,
-        description="Do so too where the heads of the champion's reward model differ, if it has "
-        "several; that model is then held in memory beside the champion.",
-    )
     log_traces: bool = Field(
         False,
         description="Log each answer as an MLflow trace, and take what people say of it there.",
@@ -561,6 +556,41 @@ class AlertSettings(Section):
     disk_gib: Annotated[float, Field(ge=0)] = Field(1.0, description="Free where the state lies.")
 
 
+class SpecialistSettings(Section):
+    """One of several agents that `rlhf specialise` trains around one critic."""
+
+    functions: Annotated[
+        Mapping[Annotated[str, Field(pattern=r"^[\w.:-]+$")], FunctionSettings],
+        BeforeValidator(spelt_out),
+        Field(min_length=1),
+    ] = Field(description="What this agent maximises, as in reward.functions, without `learned`.")
+    prompts: str = Field(
+        "simulated",
+        description="A JSONL file of prompts, with references where a function compares; or "
+        "simulated, or simulated:TOPIC,TOPIC, of the simulated world.",
+    )
+    count: Positive = Field(512, description="How many, of simulated ones.")
+    kl_coef: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Weight of staying near its reference. None: ppo.kl_coef."
+    )
+
+    @model_validator(mode="after")
+    def _functions_are_known(self) -> SpecialistSettings:
+        from rlhf_pipeline.reward.named import check_function  # may run a module of one's own
+
+        for name, one in self.functions.items():
+            try:
+                check_function(name, one)
+            except ModelError as error:
+                raise ValueError(f"functions.{name}: {error}") from error
+            if (one.function or name) == LEARNED:
+                raise ValueError(
+                    "a specialist has no reward model of its own, found the function `learned`; "
+                    "name a reward model's folder instead"
+                )
+        return self
+
+
 class Settings(Section):
     """The whole tree."""
 
@@ -586,6 +616,9 @@ class Settings(Section):
     serving: ServingSettings = ServingSettings()
     notifications: NotificationSettings = NotificationSettings()
     alerts: AlertSettings = AlertSettings()
+    specialists: Mapping[Annotated[str, Field(pattern=r"^[\w-]+$")], SpecialistSettings] = Field(
+        default_factory=dict, description="Agents of `rlhf specialise`, by name."
+    )
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> Settings:

@@ -1,7 +1,8 @@
-"""`rlhf plan` and `rlhf tune`: what training will take, and better settings for it."""
+"""`rlhf plan`, `tune` and `specialise`: what training takes, better settings, several agents."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -115,6 +116,36 @@ def tune(
         folder = settings.agent_folder(agent) / "tuning"
         found = search(turn, folder, trials=trials, updates=updates, report=show)
     _print(found)
+
+
+def specialise(
+    out: Annotated[
+        Path | None, typer.Option(help="Where to train. Default: specialists in the state folder.")
+    ] = None,
+) -> None:
+    """Train the recipe's specialists: an agent each for what they are asked, around one critic.
+
+    All start from the recipe's SFT; each has prompts, reward functions and a KL weight of its own.
+    Ctrl-C and run again: it goes on. Ends with what each earned on prompts it never saw, before
+    and after; the policies are plain model folders, OUT/NAME/policy.
+    """
+    from rlhf_pipeline.specialising import as_markdown
+    from rlhf_pipeline.specialising import specialise as train
+
+    settings = workspace().settings
+    folder = out or settings.state_dir / "specialists"
+    with progress() as bars:
+        task = bars.add_task("specialising", total=settings.ppo.updates)
+
+        def show(facts: object) -> None:
+            if isinstance(facts, dict) and "update" in facts and "agent" in facts:
+                bars.update(
+                    task, completed=facts["update"], description=f"training {facts['agent']}"
+                )
+
+        rows = train(settings, folder, report=show)
+    typer.echo(as_markdown(rows), nl=False)
+    typer.echo(f"policies and this table: {folder}", err=True)
 
 
 def _print(found: Search) -> None:

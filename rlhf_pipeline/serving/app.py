@@ -61,8 +61,7 @@ def create_app(
     database = open_database(settings.resolved_database_url)
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
-    limit = RaterLimit(settings.feedback.votes_per_minute)  # one for the API and the pages
-    inbox = Inbox(store, limit)
+    inbox = Inbox(store, RaterLimit(settings.feedback.votes_per_minute))
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
 
     @asynccontextmanager
@@ -97,7 +96,7 @@ def create_app(
         from rlhf_pipeline.serving.pages.desk import Desk
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
-        mount_pages(app, Desk(settings, store, registry, gateway, limit))
+        mount_pages(app, Desk(settings, store, registry, gateway))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
         tracked = settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown

@@ -1,0 +1,114 @@
+"""Several agents from one recipe: what they are asked, and what `rlhf specialise` leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
+from rlhf_pipeline.errors import ConfigError, NotEnoughData
+from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.specialising import prompts_of, reward_of, specialise
+
+SMALL: dict[str, Any] = {
+    "policy": {"tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 400}},
+    "sft": {"seed_conversations": "simulated:80", "epochs": 1},
+    "ppo": {"updates": 2, "rollouts_per_update": 16, "epochs": 1, "evaluate_every": 1},
+    "training": {"watch_prompts": 8},
+    "specialists": {name: {"count": 32} for name in ("reply", "emotion", "recommendation")},
+}
+
+
+def test_the_recipes_agents_have_prompts_and_rewards_of_their_own() -> None:
+    settings = load_settings("specialists")
+    asked = {name: prompts_of(name, one, settings) for name, one in settings.specialists.items()}
+    for one in asked.values():
+        apart = [set(part) for part in (one.train, one.watch, one.held_out)]
+        assert min(map(len, apart)) >= 64
+        assert len(set.union(*apart)) == sum(map(len, apart))  # none in two parts
+    worry = RewardInput(asked["emotion"].train[0], "of course. have a lovely day!")
+    emotion = reward_of(settings.specialists["emotion"], asked["emotion"], settings)
+    (told,) = emotion.judge([worry])
+    assert told.pieces["kindness"].score == 1.0
+    assert list(told.pieces) == ["kindness", "rouge-l", "safety"]
+    wanted = RewardInput(user_prompt("how much is the lamp?"), "the lamp costs 3 coins.")
+    sales = reward_of(settings.specialists["recommendation"], asked["recommendation"], settings)
+    told = sales.breakdown(wanted.prompt, wanted.completion, ("the lamp costs 3 coins.",))
+    assert told.pieces["names-items"].score == pytest.approx(0.2)
+    assert told.pieces["rouge-l"].score == 1.0
+
+
+def test_prompts_of_ones_own_come_with_references(tmp_path: Path) -> None:
+    path, settings = tmp_path / "asked.jsonl", load_settings("tiny")
+    lines = [{"prompt": f"question {i}", "references": [f"answer {i}"]} for i in range(8)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    one = SpecialistSettings(prompts=str(path), functions={"rouge-l": 1})
+    asked = prompts_of("mine", one, settings)
+    assert [len(part) for part in (asked.train, asked.watch, asked.held_out)] == [4, 2, 2]
+    assert reward_of(one, asked, settings).breakdown(asked.train[0], "answer").score > 0
+    path.write_text("\n".join([*map(json.dumps, lines[1:]), json.dumps({"prompt": "bare"})]))
+    with pytest.raises(NotEnoughData, match="found 1 without"):
+        reward_of(one, prompts_of("mine", one, settings), settings)
+    path.write_text(json.dumps(lines[0]))
+    with pytest.raises(NotEnoughData, match="mine needs 8 prompts, found 1"):
+        prompts_of("mine", one, settings)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"asked.jsonl:1 needs"):
+        prompts_of("mine", one, settings)
+
+
+@pytest.mark.parametrize(
+    ("specialist", "message"),
+    [
+        ({"functions": {}}, "at least 1 item"),
+        ({"functions": {"learned": 1}}, "has no reward model of its own"),
+        ({"functions": {"lenght": 1}}, "needed a reward's name"),
+        ({"functions": {"length": 1}, "prompt": "x"}, "unknown setting 'specialists.a.prompt'"),
+    ],
+)
+def test_a_specialist_that_cannot_be_is_refused(specialist: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings("tiny", {"specialists": {"a": specialist}})
+
+
+def test_prompts_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    settings = load_settings("tiny")
+    for prompts, message in (("simulated:prise", "found prise"), ("no.jsonl", "found none")):
+        one = SpecialistSettings(prompts=prompts, functions={"length": 1})
+        with pytest.raises(ConfigError, match=message):
+            prompts_of("a", one, settings)
+    with pytest.raises(ConfigError, match="needed some in recipe tiny, found none"):
+        specialise(settings, tmp_path)
+
+
+@pytest.mark.slow
+def test_rlhf_specialise_trains_the_recipes_agents_and_goes_on(tmp_path: Path) -> None:
+    import yaml
+
+    from rlhf_pipeline.cli import app
+
+    recipe, out = tmp_path / "small.yaml", tmp_path / "agents"
+    tree = yaml.safe_load((RECIPES / "specialists.yaml").read_text())
+    for section, smaller in SMALL.items():
+        for key, value in smaller.items():
+            known = tree.setdefault(section, {}).get(key)
+            tree[section][key] = {**known, **value} if isinstance(known, dict) else value
+    recipe.write_text(yaml.safe_dump(tree))
+    words = ["specialise", "--recipe", str(recipe), "--out", str(out)]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0, told.output
+    rows = {
+        line.split("|")[1].strip() for line in told.output.splitlines() if "hidden tone" in line
+    }
+    assert rows == {"reply", "emotion", "recommendation"}
+    assert (out / "table.md").read_text() in told.output
+    for name in rows:
+        assert (out / name / "policy/model.safetensors").exists()
+    weights = out / "emotion/policy/model.safetensors"
+    trained = weights.read_bytes()
+    assert CliRunner().invoke(app, words).output == told.output  # nothing is trained twice
+    assert weights.read_bytes() == trained
