@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.ppo.result import TrainingResult
     from rlhf_pipeline.ppo.settings import PpoSettings
+    from rlhf_pipeline.reward.composite import CompositeReward
+    from rlhf_pipeline.reward.model import LearnedReward
 
 KeepGoing = Callable[[], None]
 """Raises ClaimLost when this run must stop; called before anything is written."""
@@ -255,7 +257,7 @@ def improve(
     champion = _need(turn.champion, "a champion", "sft_policy")
     settings = turn.settings
     prompts = training_prompts(turn)
-    references = _references(turn) if needs_references(settings.reward.functions) else None
+    references = references_of(turn) if needs_references(settings.reward.functions) else None
     if references is not None:
         prompts = [prompt for prompt in prompts if prompt_to_json(prompt) in references]
         if len(prompts) < 2:
@@ -350,10 +352,6 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.page import write_page
     from rlhf_pipeline.evaluation.plots import write_plots
-    from rlhf_pipeline.policy.adapters import bare_base
-    from rlhf_pipeline.ppo.result import TrainingResult
-    from rlhf_pipeline.reward.composite import CompositeReward
-    from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.reward.named import needs_references
 
     settings = turn.settings
@@ -366,17 +364,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
             "feedback on more prompts"
         )
     keep_going()
-    device, dtype = settings.policy.device, settings.policy.frozen_dtype
-    base = bare_base(baseline, device=device, dtype=dtype) if settings.reward.lora_rank else None
-    judges = {
-        job: load_reward_model(turn.work / "reward" / job, device=device, dtype=dtype, base=base)
-        for job in JOBS
-    }
-    functions = settings.reward.functions
-    composite = maximised(turn, judges["proxy"])
-    if isinstance(composite, CompositeReward):  # as it was where the kept policy was
-        trained = TrainingResult.load(turn.work / "ppo" / "result.json")
-        composite.restore(trained.reward_state)
+    judges = judges_of(turn)
+    composite = kept_composite(turn, judges["proxy"])
     comparison = compare(
         turn.work / "ppo" / "policy",
         baseline,
@@ -384,8 +373,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         prompts[: settings.evaluation.prompts],
         judges["gate"],
         {job: judge for job, judge in judges.items() if job != "gate"},
-        composite=composite if isinstance(composite, CompositeReward) else None,
-        referenced_only=needs_references(functions),
+        composite=composite,
+        referenced_only=needs_references(settings.reward.functions),
         max_completion_tokens=settings.policy.max_completion_tokens,
         max_prompt_tokens=settings.policy.max_prompt_tokens,
         temperature=settings.policy.temperature,
@@ -419,6 +408,32 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         "gate_markdown": decision.to_markdown(),
         "plots": [str(path) for path in drawn],
     }
+
+
+def judges_of(turn: Turn) -> dict[Job, LearnedReward]:
+    """Return the turn's three reward models, loaded; with adapters they share one base."""
+    from rlhf_pipeline.policy.adapters import bare_base
+    from rlhf_pipeline.reward.model import load_reward_model
+
+    settings, baseline = turn.settings, _need(turn.baseline, "a baseline", "sft_policy")
+    device, dtype = settings.policy.device, settings.policy.frozen_dtype
+    base = bare_base(baseline, device=device, dtype=dtype) if settings.reward.lora_rank else None
+    return {
+        job: load_reward_model(turn.work / "reward" / job, device=device, dtype=dtype, base=base)
+        for job in JOBS
+    }
+
+
+def kept_composite(turn: Turn, learned: RewardFunction) -> CompositeReward | None:
+    """Return what PPO maximised as it was where the kept policy was; None for `learned` alone."""
+    from rlhf_pipeline.ppo.result import TrainingResult
+    from rlhf_pipeline.reward.composite import CompositeReward
+
+    composite = maximised(turn, learned)
+    if not isinstance(composite, CompositeReward):
+        return None
+    composite.restore(TrainingResult.load(turn.work / "ppo" / "result.json").reward_state)
+    return composite
 
 
 def _behaviour_items(turn: Turn) -> list[BehaviourItem]:
@@ -536,7 +551,7 @@ def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:
     return lambda voter: job_of(voter, shares) == "proxy"
 
 
-def _references(turn: Turn) -> dict[str, list[str]]:
+def references_of(turn: Turn) -> dict[str, list[str]]:
     """Return what the proxy's voters chose or wrote, by prompt: what completions compare with."""
     proxys = _votes_for_proxy(turn.settings)
     found: dict[str, list[str]] = {}

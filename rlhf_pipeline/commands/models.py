@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -107,15 +107,69 @@ def rollback(
     _reconcile(here, agent)
 
 
-def explain(version: VersionArgument, agent: Agent, as_json: AsJson = False) -> None:
-    """Print where a version came from: feedback, recipe, code, gate, every ledger entry."""
-    from rlhf_pipeline.registry.explain import explain as explained
-    from rlhf_pipeline.registry.explain import to_text
+def explain(
+    version: Annotated[
+        str,
+        typer.Argument(
+            metavar="VERSION|interaction",
+            help="A number, or champion, challenger, previous, baseline; or the word interaction.",
+        ),
+    ],
+    interaction: Annotated[
+        str | None, typer.Argument(metavar="ID", help="After the word interaction: its id.")
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            "--agent",
+            "-a",
+            envvar="RLHF_AGENT",
+            help="The agent: one line of models. An interaction knows its own.",
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--version",
+            "-v",
+            metavar="VERSION",
+            help="Whose preference for an interaction. Default: the version that answered.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print where a version came from, or why it prefers what was said in one interaction.
 
+    A version: feedback, recipe, code, gate, every ledger entry. An interaction, by its id
+    (`rlhf explain interaction ID`): what each reward function and head gives the completion and the
+    baseline's, how much likelier each token became, and the nearest votes that were learned from.
+    """
+    if (version == "interaction") != (interaction is not None):
+        raise typer.BadParameter("needed VERSION, or the word interaction and its ID")
     here = workspace()
-    told = explained(here.ledger, agent, here.version(agent, version).version)
-    text = json.dumps(told, ensure_ascii=False, indent=2) if as_json else to_text(told).rstrip()
-    typer.echo(text)
+    if interaction is not None:
+        told, text = _reasons(here, interaction, agent, by)
+    elif agent is None or by is not None:
+        raise typer.BadParameter("a version needs --agent, and takes no --version")
+    else:
+        from rlhf_pipeline.registry.explain import explain as explained
+        from rlhf_pipeline.registry.explain import to_text
+
+        told = explained(here.ledger, agent, here.version(agent, version).version)
+        text = to_text(told)
+    typer.echo(json.dumps(told, ensure_ascii=False, indent=2) if as_json else text.rstrip())
+
+
+def _reasons(
+    here: Workspace, interaction: str, agent: str | None, by: str | None
+) -> tuple[dict[str, Any], str]:
+    """Return why a version prefers an interaction's completion, as JSON values and as text."""
+    from rlhf_pipeline.registry.reasons import need_interaction, reasons
+    from rlhf_pipeline.registry.reasons_told import to_json, to_text
+
+    asked = need_interaction(here.registry, interaction, agent)
+    found = reasons(here.registry, here.settings_of(asked.agent_id), interaction, version=by)
+    return to_json(found), to_text(found)
 
 
 def export(

@@ -86,7 +86,10 @@ def recorded_turn(
     for name, sha256 in lineage.get("data", {}).items():
         path = data / name
         if not path.is_file():
-            raise RegistryError(f"reproducing needs {path}, found none; restore it from a backup")
+            raise RegistryError(
+                f"version {version.version} of {version.agent_id} was trained from {path}, found "
+                "none there; restore it from a backup"
+            )
         if file_sha256(path) == sha256 or (erased and not exact):
             continue
         if erased:

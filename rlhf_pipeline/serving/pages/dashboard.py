@@ -7,14 +7,11 @@ content security policy lets nothing else in. It shows no words that anybody wro
 from __future__ import annotations
 
 import base64
-import html
 import io
 import resource
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -24,6 +21,15 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from rlhf_pipeline.alerts import Alert, alerts_of
 from rlhf_pipeline.overview import DAYS, NEWEST_ANSWERS, Overview, Standing, overview
 from rlhf_pipeline.records import now
+from rlhf_pipeline.serving.pages.parts import (
+    STYLE,
+    Html,
+    answer,
+    inert,
+    new_nonce,
+    table,
+    when,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,17 +41,6 @@ PATH = "/dashboard"
 FRESH_SECONDS = 20.0  # a page asked for again within them is the same one
 AGAIN_SECONDS = 60  # after which a browser asks again
 COLOURS = ("#1b7837", "#2166ac", "#b2182b", "#762a83", "#b35806", "#666666", "#35978f")
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
-       color: #1c1c1c; background: #fff }
-nav a { margin-right: 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem;
-       border-bottom: 1px solid #ddd; vertical-align: top } .n { text-align: right }
-img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; gap: 1rem }
-.facts div { border: 1px solid #ddd; border-radius: .4rem; padding: .5rem .9rem }
-.facts b { display: block; font-size: 1.25rem } .bad { color: #b2182b } .good { color: #1b7837 }
-.scroll { overflow-x: auto }
-"""
 
 
 def add_dashboard(
@@ -67,7 +62,7 @@ def add_dashboard(
         known = agents()
         if agent_id not in known:
             return HTMLResponse("<!doctype html><p>No such agent.", 404)
-        nonce = secrets.token_urlsafe(16)
+        nonce = new_nonce()
         found = looked(agent_id)
         page = render(
             found,
@@ -77,12 +72,7 @@ def add_dashboard(
             waiting=gateway.waiting,
             nonce=nonce,
         )
-        policy = (
-            f"default-src 'none'; img-src data:; style-src 'nonce-{nonce}'; base-uri 'none'; "
-            "form-action 'none'; frame-ancestors 'none'"
-        )
-        safe = {"content-security-policy": policy, "cache-control": "no-store"}
-        return HTMLResponse(page, headers=safe)
+        return answer(page, nonce)
 
     async def first() -> Response:
         """Lead to the first agent's page."""
@@ -110,16 +100,20 @@ def render(
 ) -> str:
     """Return the whole page as HTML."""
     tabs = " ".join(
-        f'<a href="{PATH}/{quote(a)}">{_b(_e(a)) if a == o.agent_id else _e(a)}</a>' for a in agents
+        f'<a href="{PATH}/{quote(a)}">{_b(inert(a)) if a == o.agent_id else inert(a)}</a>'
+        for a in agents
     )
-    others = " ".join(f'<a href="{_e(url)}">{_e(name)}</a>' for name, url in links.items())
+    others = " ".join(f'<a href="{inert(url)}">{inert(name)}</a>' for name, url in links.items())
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_e(o.agent_id)}'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(o.agent_id)}'
         '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
         f'<style nonce="{nonce}">{STYLE}</style></head><body><nav>{tabs} {others}</nav>',
-        f"<h1>{_e(o.agent_id)}</h1><p>{_summary(o)}</p>",
-        *(f'<p class="bad">{_b(_e(a.name.replace("_", " ")))}: {_e(a.words)}</p>' for a in alerts),
+        f"<h1>{inert(o.agent_id)}</h1><p>{_summary(o)}</p>",
+        *(
+            f'<p class="bad">{_b(inert(a.name.replace("_", " ")))}: {inert(a.words)}</p>'
+            for a in alerts
+        ),
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
         _picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
@@ -131,18 +125,18 @@ def render(
         "<h2>Experiment</h2>",
         _experiment(o),
         "<h2>Training</h2>",
-        _table(
+        table(
             ("asked", "attempt", "state", "asked by", "why it ended"),
             [
-                (_when(a.created_at), a.attempt, a.state, a.asked_by, a.reason or "")
+                (when(a.created_at), a.attempt, a.state, a.asked_by, a.reason or "")
                 for a in o.attempts
             ],
         ),
         "<h2>Drift of the newest snapshot</h2>",
         _drift(o.drift),
         "<h2>Blocked and failed answers</h2>",
-        _table(("rule", "times"), list(o.troubles.items())),
-        f"<p>Made {_when(now())} UTC</p></body></html>",
+        table(("rule", "times"), list(o.troubles.items())),
+        f"<p>Made {when(now())} UTC</p></body></html>",
     ]
     return "".join(parts)
 
@@ -214,9 +208,9 @@ def _summary(o: Overview) -> str:
     if champion is None:
         told = "No champion yet: the first turn trains version 0."
     else:
-        told = f"Version {champion.version} answers, registered {_when(champion.created_at)} UTC."
+        told = f"Version {champion.version} answers, registered {when(champion.created_at)} UTC."
     if o.paused is not None:
-        told += f' <b class="bad">Paused: {_e(o.paused)}</b>'
+        told += f' <b class="bad">Paused: {inert(o.paused)}</b>'
     return told
 
 
@@ -224,7 +218,7 @@ def _facts(o: Overview, waiting: int) -> str:
     votes = o.votes
     facts = [
         (f"{votes.counted:,}", "newest votes counted"),
-        (_when(votes.newest_at) if votes.newest_at else "–", "last vote, UTC"),
+        (when(votes.newest_at) if votes.newest_at else "–", "last vote, UTC"),
         (f"{votes.voters:,}", "people among them"),
         (str(waiting), "requests waiting, here"),
         (_memory(), "peak memory, here"),
@@ -234,7 +228,7 @@ def _facts(o: Overview, waiting: int) -> str:
     if o.seconds is not None:
         told = f"{o.seconds[0]:.2f} / {o.seconds[1]:.2f} s"
         facts.append((told, f"an answer, median / p95 of {NEWEST_ANSWERS:,}"))
-    cards = "".join(f"<div>{_b(number)}{_e(what)}</div>" for number, what in facts)
+    cards = "".join(f"<div>{_b(number)}{inert(what)}</div>" for number, what in facts)
     return f'<div class="facts">{cards}</div>'
 
 
@@ -245,8 +239,8 @@ def _versions(standings: Sequence[Standing]) -> str:
             s.version,
             s.label,
             ", ".join(s.roles),
-            _when(s.created_at),
-            _Html(verdicts[s.passed]),
+            when(s.created_at),
+            Html(verdicts[s.passed]),
             "–" if s.gain is None else f"{s.gain:+.2f}",
             "–" if s.kl is None else f"{s.kl:.1f}",
             f"{s.satisfaction:.3f} ± {s.margin:.3f}" if s.satisfaction is not None else "–",
@@ -255,7 +249,7 @@ def _versions(standings: Sequence[Standing]) -> str:
         for s in standings
     ]
     head = ("version", "label", "is", "registered", "gate", "score over baseline, at least")
-    return _table((*head, "KL, nats", "satisfaction", "people who voted"), rows)
+    return table((*head, "KL, nats", "satisfaction", "people who voted"), rows)
 
 
 def _experiment(o: Overview) -> str:
@@ -263,15 +257,15 @@ def _experiment(o: Overview) -> str:
     if e is None:
         return "<p>None yet. <code>rlhf experiment start</code> begins one.</p>"
     told = (
-        f"Version {e.challenger} beside champion {e.champion}: {_e(e.state)}, "
-        f"{e.share:.0%} of the users meet it, since {_when(e.started_at)} UTC. {_e(e.reason)}"
+        f"Version {e.challenger} beside champion {e.champion}: {inert(e.state)}, "
+        f"{e.share:.0%} of the users meet it, since {when(e.started_at)} UTC. {inert(e.reason)}"
     )
     if not o.looks:
         return f"<p>{told}</p><p>Not looked at yet.</p>"
     last = o.looks[-1]
     why = "; ".join(last.verdict["reasons"])
     drawn = _picture(experiment_figure(o), "the difference over time, with its interval")
-    return f"<p>{told}</p><p>Last look: {_e(last.action)}. {_e(why)}</p>{drawn}"
+    return f"<p>{told}</p><p>Last look: {inert(last.action)}. {inert(why)}</p>{drawn}"
 
 
 def _drift(found: Mapping[str, Any] | None) -> str:
@@ -279,46 +273,19 @@ def _drift(found: Mapping[str, Any] | None) -> str:
         return "<p>Nothing to compare yet.</p>"
     told = '<b class="bad">Drifted.</b>' if found["drifted"] else "No drift."
     most = sorted(found["psi"].items(), key=lambda item: -item[1])[:5]
-    return f"<p>{told}</p>" + _table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
-
-
-class _Html(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    if not rows:
-        return "<p>None.</p>"
-    top = "".join(f"<th>{_e(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td>{c if isinstance(c, _Html) else _e(str(c))}</td>" for c in row)
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+    return f"<p>{told}</p>" + table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
 
 
 def _picture(figure: Figure, what: str) -> str:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=100)
     encoded = base64.b64encode(content.getvalue()).decode()
-    return f'<img alt="{_e(what)}" src="data:image/png;base64,{encoded}">'
+    return f'<img alt="{inert(what)}" src="data:image/png;base64,{encoded}">'
 
 
 def _memory() -> str:
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
-
-
-def _when(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%d %H:%M}"
-
-
-def _e(text: str) -> str:
-    return html.escape(text)
 
 
 def _b(inner: str) -> str:

@@ -1,0 +1,319 @@
+"""Why a version prefers what was said in one interaction: rewards, tokens, the nearest votes.
+
+Three looks, none of them a proof. What the turn's rewards give this completion and what the
+baseline answers, function by function and head by head. How much likelier than the baseline the
+version finds each token. Which of the votes that its reward models learned from asked nearly the
+same. What this does not tell: which vote caused which weight; nearness of words is a hint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rlhf_pipeline import stages
+from rlhf_pipeline.errors import FeedbackError, HashMismatch, RegistryError
+from rlhf_pipeline.feedback import datasets
+from rlhf_pipeline.feedback.datasets import JOBS, Job
+from rlhf_pipeline.feedback.nearest import Near, nearest
+from rlhf_pipeline.feedback.raters import erased_rows
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.records import (
+    Interaction,
+    PreferencePair,
+    RewardExample,
+    RewardInput,
+    prompt_to_json,
+)
+from rlhf_pipeline.registry.reproduce import recorded_turn
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.policy.shift import TokenShift
+    from rlhf_pipeline.registry.ledger import ModelVersion
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.reward.composite import Breakdown
+
+NEAREST = 5  # votes that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one reward model says of this completion and of the baseline's."""
+
+    judge: Job
+    score: float
+    baseline_score: float
+    heads: Mapping[str, float]  # of this completion; empty where the model has one head
+    baseline_heads: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one reward function adds to the composite, for this completion and the baseline's."""
+
+    name: str
+    weight: float  # where the kept policy was
+    score: float
+    baseline_score: float
+    added: float
+    baseline_added: float
+    below_floor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """Everything the three looks found."""
+
+    interaction_id: str
+    agent_id: str
+    created_at: str  # ISO 8601, UTC
+    answered_by: int  # the version that answered
+    version: int  # the version whose preference is explained
+    label: str
+    baseline: int  # the version it is compared with
+    prompt: tuple[tuple[str, str], ...]  # (role, content)
+    completion: str
+    baseline_completion: str  # its likeliest
+    temperature: float
+    tokens: tuple[TokenShift, ...]
+    baseline_shift: float  # nats: how much likelier the version finds the baseline's completion
+    judgements: tuple[Judgement, ...]
+    parts: tuple[Part, ...]  # empty where training maximised the proxy alone
+    composite: tuple[float, float] | None  # of this completion, of the baseline's
+    left_out: tuple[str, ...]  # functions that compare with references, where there are none
+    near: tuple[Near, ...]
+    trained_on: int  # votes the reward models learned from
+    erased_rows: int  # of its snapshot, since
+
+    @property
+    def shift(self) -> float:
+        """Return how much likelier the version finds the whole completion, in nats."""
+        return math.fsum(token.shift for token in self.tokens)
+
+
+def reasons(
+    registry: ModelRegistry,
+    settings: Settings,
+    interaction_id: str,
+    *,
+    version: str | None = None,
+    agent_id: str | None = None,
+) -> Reasons:
+    """Return why `version` (default: the one that answered) prefers the interaction's completion.
+
+    Policies are loaded one after the other, then the reward models. Raises FeedbackError where
+    there is no such interaction, RegistryError for a version of no turn or whose files are gone,
+    HashMismatch where they are not the registered ones.
+    """
+    interaction = need_interaction(registry, interaction_id, agent_id)
+    ledger = registry.ledger
+    asked = version or str(interaction.model_version)
+    found = ledger.find(interaction.agent_id, asked)
+    turn, baseline = _turn(registry, settings, found)
+    policy = turn.settings.policy
+    written, tokens, baseline_shift = _tokens(registry, turn, found, interaction)
+    judgements, composite, left_out = _rewards(turn, interaction, written)
+    pairs = datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
+    every = turn.settings.reward.reads_every_kind
+    examples = (
+        [
+            example
+            for example in datasets.read_jsonl(turn.data / stages.EXAMPLES, RewardExample)
+            if example.kind.value in turn.settings.reward.kinds
+        ]
+        if every
+        else []
+    )
+    pairs = [pair for pair in pairs if every or not pair.both_bad]
+    shares: dict[Job, float] = {job: getattr(turn.settings.reward.shares, job) for job in JOBS}
+    near = nearest(
+        interaction.prompt, interaction.completion, pairs, examples, shares, count=NEAREST
+    )
+    return Reasons(
+        interaction_id=interaction.interaction_id,
+        agent_id=interaction.agent_id,
+        created_at=interaction.created_at.isoformat(),
+        answered_by=interaction.model_version,
+        version=found.version,
+        label=found.label,
+        baseline=baseline.version,
+        prompt=tuple((message.role, message.content) for message in interaction.prompt),
+        completion=interaction.completion,
+        baseline_completion=written,
+        temperature=policy.temperature,
+        tokens=tokens,
+        baseline_shift=baseline_shift,
+        judgements=judgements,
+        parts=_parts(*composite) if composite else (),
+        composite=(composite[1].score, composite[2].score) if composite else None,
+        left_out=left_out,
+        near=tuple(near),
+        trained_on=sum(1 for vote in (*pairs, *examples) if vote.split == "train"),
+        erased_rows=erased_rows(ledger.database, found.agent_id, found.fingerprint),
+    )
+
+
+def need_interaction(
+    registry: ModelRegistry, interaction_id: str, agent_id: str | None = None
+) -> Interaction:
+    """Return the interaction. Raises FeedbackError where there is none, or another agent's."""
+    found = FeedbackStore(registry.ledger.database).interaction(interaction_id)
+    if found is None:
+        raise FeedbackError(
+            f"needed an interaction, found none with the id {interaction_id!r}: it never was, or "
+            "whoever had it was erased; a chat completion's id is its interaction's"
+        )
+    if agent_id is not None and found.agent_id != agent_id:
+        raise FeedbackError(
+            f"needed an interaction of agent {agent_id!r}, found one of {found.agent_id!r}; leave "
+            "--agent out or correct it"
+        )
+    return found
+
+
+def _turn(
+    registry: ModelRegistry, settings: Settings, version: ModelVersion
+) -> tuple[stages.Turn, ModelVersion]:
+    """Return the turn a version is from, on today's device, and the baseline it is held against."""
+    ledger, name = registry.ledger, f"version {version.version} of {version.agent_id}"
+    if "reward_models" not in version.lineage or version.lineage.get("started_from") is None:
+        raise RegistryError(
+            f"{name} was trained by no reward, so it prefers nothing to itself; name a later "
+            "version with --version, such as champion"
+        )
+    work = version.path.parents[1]  # its ppo/policy
+    turn = recorded_turn(ledger, settings, version, work, exact=False)
+    versions = ledger.versions(version.agent_id)
+    recorded = [v for v in versions if v.path == turn.baseline]
+    baseline = recorded[0] if recorded else ledger.baseline(version.agent_id)
+    if baseline is None:
+        raise RegistryError(f"{name} needs a baseline beside it, found none; restore a backup")
+    _check_rewards(turn, version)
+    device = turn.settings.policy.model_copy(update={"device": settings.policy.device})
+    here = turn.settings.model_copy(update={"policy": device})
+    return replace(turn, baseline=registry.folder_of(baseline), settings=here), baseline
+
+
+def _check_rewards(turn: stages.Turn, version: ModelVersion) -> None:
+    """Raise unless the reward models are those of the day; reports beside them may have changed."""
+    from rlhf_pipeline.reward.model import HEAD, SETTINGS, TRUNK
+
+    for job, known in version.lineage["reward_models"].items():
+        folder = turn.work / "reward" / job
+        if not folder.is_dir():
+            raise RegistryError(
+                f"version {version.version} of {version.agent_id} learned from the {job} reward "
+                f"model at {folder}, found none there; restore it from a backup"
+            )
+        found = folder_sha256(folder)
+        read = [n for n in known if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]
+        if odd := [name for name in read if found.get(name) != known[name]]:
+            raise HashMismatch(
+                f"the {job} reward model of version {version.version} needs the files it was "
+                f"trained with, found {', '.join(odd[:3])} changed or missing in {folder}; restore "
+                "them from a backup"
+            )
+
+
+def _tokens(
+    registry: ModelRegistry, turn: stages.Turn, version: ModelVersion, interaction: Interaction
+) -> tuple[str, tuple[TokenShift, ...], float]:
+    """Return what the baseline answers, the tokens' shifts, and the whole shift of that answer."""
+    from rlhf_pipeline.policy.loading import load_policy
+    from rlhf_pipeline.policy.sampling import complete
+    from rlhf_pipeline.policy.shift import Weighed, shifts, weigh
+
+    limits = turn.settings.policy
+    longest = interaction.sampling.get("max_completion_tokens", limits.max_completion_tokens)
+    written = ""
+    weighed: list[tuple[Weighed, Weighed]] = []
+    for folder in (turn.baseline, registry.folder_of(version)):
+        assert folder is not None  # as _turn has it
+        policy = load_policy(folder, device=limits.device, dtype=limits.frozen_dtype)
+        if not weighed:
+            (answer,) = complete(
+                policy,
+                [interaction.prompt],
+                max_completion_tokens=limits.max_completion_tokens,
+                max_prompt_tokens=limits.max_prompt_tokens,
+                temperature=0.0,
+                seed=0,
+            )
+            written = answer.text
+        both = [
+            weigh(
+                policy,
+                interaction.prompt,
+                text,
+                max_prompt_tokens=limits.max_prompt_tokens,
+                max_completion_tokens=most,
+                temperature=limits.temperature,
+            )
+            for text, most in (
+                (interaction.completion, int(longest)),
+                (written, limits.max_completion_tokens),
+            )
+        ]
+        weighed.append((both[0], both[1]))
+    (reference, reference_other), (here, here_other) = weighed
+    of_baselines = math.fsum(token.shift for token in shifts(here_other, reference_other))
+    return written, shifts(here, reference), of_baselines
+
+
+def _rewards(
+    turn: stages.Turn, interaction: Interaction, written: str
+) -> tuple[
+    tuple[Judgement, ...],
+    tuple[Mapping[str, float], Breakdown, Breakdown] | None,
+    tuple[str, ...],
+]:
+    """Return what the three models say, the composite's weights and pieces, what was left out."""
+    from rlhf_pipeline.reward.named import needs_references
+
+    functions = turn.settings.reward.functions
+    references: tuple[str, ...] = ()
+    left_out: list[str] = []
+    if needs_references(functions):
+        known = stages.references_of(turn)
+        references = tuple(known.get(prompt_to_json(interaction.prompt), ()))
+    if not references:
+        left_out = [name for name, one in functions.items() if needs_references({name: one})]
+        kept = {name: one for name, one in functions.items() if name not in left_out}
+        reward = turn.settings.reward.model_copy(update={"functions": kept})
+        turn = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    items = [
+        RewardInput(interaction.prompt, text, references)
+        for text in (interaction.completion, written)
+    ]
+    judges = stages.judges_of(turn)
+    judgements = []
+    for job in JOBS:
+        told = judges[job].judge(items)
+        several = told.by_member if len(told.by_member) > 1 else {}
+        heads = [{name: scores[i] for name, scores in several.items()} for i in range(2)]
+        score, other = told.scores
+        judgements.append(Judgement(job, score, other, heads[0], heads[1]))
+    composite = stages.kept_composite(turn, judges["proxy"])
+    if composite is None:
+        return tuple(judgements), None, tuple(left_out)
+    both = composite.judge(items)
+    return tuple(judgements), (composite.weights, both[0], both[1]), tuple(left_out)
+
+
+def _parts(weights: Mapping[str, float], here: Breakdown, other: Breakdown) -> tuple[Part, ...]:
+    return tuple(
+        Part(
+            name,
+            weight,
+            here.pieces[name].score,
+            other.pieces[name].score,
+            here.pieces[name].added,
+            other.pieces[name].added,
+            here.pieces[name].below_floor,
+        )
+        for name, weight in weights.items()
+    )

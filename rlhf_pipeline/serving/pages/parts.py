@@ -1,0 +1,71 @@
+"""What pages made by the server share: safe headers, tables, text that cannot act as HTML.
+
+No page has a script. Its content security policy lets in the one style it brings, by a nonce, and
+pictures inside the page; so what somebody wrote could not act even where escaping was forgotten.
+"""
+
+from __future__ import annotations
+
+import html
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+
+from starlette.responses import HTMLResponse
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
+       color: #1c1c1c; background: #fff }
+nav a { margin-right: 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem;
+       border-bottom: 1px solid #ddd; vertical-align: top } .n { text-align: right }
+img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; gap: 1rem }
+.facts div { border: 1px solid #ddd; border-radius: .4rem; padding: .5rem .9rem }
+.facts b { display: block; font-size: 1.25rem } .bad { color: #b2182b } .good { color: #1b7837 }
+.scroll { overflow-x: auto }
+"""
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def new_nonce() -> str:
+    """Return what one answer's own style is known by."""
+    return secrets.token_urlsafe(16)
+
+
+def answer(page: str, nonce: str, status: int = 200) -> HTMLResponse:
+    """Return the page with headers that let nothing in but its own style and pictures."""
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'nonce-{nonce}'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+    safe = {"content-security-policy": policy, "cache-control": "no-store"}
+    return HTMLResponse(page, status, headers=safe)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table; cells are escaped unless they are Html."""
+    if not rows:
+        return "<p>None.</p>"
+    top = "".join(f"<th>{inert(name)}</th>" for name in head)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{c if isinstance(c, Html) else inert(str(c))}</td>" for c in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def when(moment: datetime) -> str:
+    """Return a moment to the minute; the page says that it is UTC."""
+    return f"{moment:%Y-%m-%d %H:%M}"
+
+
+def inert(text: str) -> str:
+    """Return text that is shown as it is, whatever it holds."""
+    return html.escape(text)
