@@ -2,12 +2,17 @@
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dagster as dg
 
+from assets.common import table
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.retention import Item
 
 INBOX_DONE = "done"  # folder beside the dropped files
 FINGERPRINT = "rlhf/fingerprint"  # run tag: which votes a run was asked to train from
@@ -83,6 +88,39 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
 def ingest_file() -> None:
     """Take in one dropped file."""
     take_in()
+
+
+@dg.op
+def remove_what_is_old(context: dg.OpExecutionContext, pipeline: Pipeline) -> None:
+    """Remove what the settings let go, of every agent whose settings let anything go by itself."""
+    from rlhf_pipeline.retention import prune
+
+    agents = [a for a in pipeline.store.agents() if pipeline.settings(a).retention.enabled]
+    items = prune(pipeline.registry, pipeline.settings, agents=agents)
+    gone = [item for item in items if item.stays is None]
+    context.add_output_metadata(
+        {
+            "removed": len(gone),
+            "MiB": sum(item.bytes for item in gone) / 2**20,
+            "gone": table([_row(item) for item in gone]),
+            "stays": table([_row(item) for item in items if item.stays is not None]),
+        }
+    )
+
+
+def _row(item: "Item") -> dict[str, str]:
+    return {
+        "agent": item.agent_id,
+        "kind": item.kind,
+        "name": item.name,
+        "why it stays": item.stays or "",
+    }
+
+
+@dg.job(executor_def=LIGHT, description="Remove what is old and nothing points at.")
+def prune_state() -> None:
+    """Remove what is old and nothing points at."""
+    remove_what_is_old()
 
 
 def request(

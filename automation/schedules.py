@@ -1,9 +1,9 @@
-"""What time starts: every night, a turn for each agent that has anything new."""
+"""What time starts at night: a turn for each agent that has anything new; what is old goes."""
 
 import dagster as dg
 
 from assets.common import agents
-from automation.jobs import request, retrain
+from automation.jobs import prune_state, request, retrain
 from resources.pipeline import Pipeline
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.continuous import Due, due
@@ -38,3 +38,16 @@ def nightly_schedule() -> dg.ScheduleDefinition:
         return requests or dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")
 
     return nightly
+
+
+def retention_schedule() -> dg.ScheduleDefinition:
+    """Return the schedule that removes what is old, running where the settings say so."""
+    rules = load_settings().retention
+    return dg.ScheduleDefinition(
+        name="retention",
+        job=prune_state,
+        cron_schedule=rules.cron,
+        default_status=(
+            dg.DefaultScheduleStatus.RUNNING if rules.enabled else dg.DefaultScheduleStatus.STOPPED
+        ),
+    )

@@ -29,6 +29,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
 from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import now
+from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
 
 log = structlog.get_logger()
 RUNNING = dg.DefaultSensorStatus.RUNNING
@@ -128,8 +129,8 @@ def dead_runs(
     requests = []
     known = set(context.instance.get_dynamic_partitions(str(agents.name)))
     for claim in end_dead_turns(context.instance, pipeline):
-        if claim.asked_by == ASKED_BY_ERASURE:
-            continue  # whoever asked for the erasure asks again; there is nothing to train
+        if claim.asked_by in (ASKED_BY_ERASURE, ASKED_BY_PRUNE):
+            continue  # whoever asked for it asks again; there is nothing to train
         settings, row = pipeline.settings(claim.agent_id), pipeline.store.agent(claim.agent_id)
         rules = settings.continuous_learning
         if (

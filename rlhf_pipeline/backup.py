@@ -149,7 +149,8 @@ def _files_of(state: Path) -> Iterator[str]:
         name = path.relative_to(state)
         if path.is_symlink() or not path.is_file() or _LEFT_OUT.intersection(name.parts):
             continue
-        aside = any(part.startswith(".") and ".new-" in part for part in name.parts)
+        halves = (".new-", ".old-")  # half written, half removed
+        aside = any(p.startswith(".") and any(h in p for h in halves) for p in name.parts)
         if aside or path.name.endswith((".lock", "-wal", "-shm", "-journal")):
             continue
         yield name.as_posix()

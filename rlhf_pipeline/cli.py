@@ -70,6 +70,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (agents.automatic, AUTOMATION, "rlhf automatic demo on"),
     (state.backup, STATE, "rlhf backup /backups/2026-11-21"),
     (state.restore, STATE, "rlhf restore /backups/2026-11-21 --state ./state"),
+    (state.prune, STATE, "rlhf prune --dry-run"),
 )
 for function, panel, example in COMMANDS:
     app.command(cls=Command, rich_help_panel=panel, epilog=f"Example: {example}")(function)

@@ -591,6 +591,44 @@ class SpecialistSettings(Section):
         return self
 
 
+class KeptSettings(Section):
+    """What stays of one kind: the newest, however old, and the young, however many."""
+
+    newest: int = Field(ge=0, description="So many of each agent stay.")
+    days: float = Field(ge=0, description="Nothing younger goes.")
+
+
+class RetentionSettings(Section):
+    """What is removed at night; nothing that the ledger points at ever is (retention.py)."""
+
+    enabled: bool = Field(True, description="False: `rlhf prune` alone removes anything.")
+    cron: str = Field("30 4 * * *", description="When the daemon prunes, in UTC.")
+    checkpoints: KeptSettings = Field(
+        KeptSettings(newest=1, days=7), description="Of turns that came to their verdict."
+    )
+    rewards: KeptSettings = Field(
+        KeptSettings(newest=5, days=30),
+        description="Reward models of versions that never were champion; their reports stay.",
+    )
+    turns: KeptSettings = Field(
+        KeptSettings(newest=3, days=30),
+        description="Turns that came to no version: snapshot, folders and MLflow runs.",
+    )
+    traces: KeptSettings = Field(
+        KeptSettings(newest=10_000, days=90),
+        description="Chats in MLflow; 30 days at least, for so long votes on them are taken in.",
+    )
+
+    @model_validator(mode="after")
+    def _traces_outlast_their_votes(self) -> RetentionSettings:
+        if self.traces.days < 30:  # registry/traces.py LOOKBACK
+            raise ValueError(
+                f"traces.days must be 30 or more, found {self.traces.days:g}: votes on them are "
+                "taken in for so long"
+            )
+        return self
+
+
 class Settings(Section):
     """The whole tree."""
 
@@ -619,6 +657,7 @@ class Settings(Section):
     specialists: Mapping[Annotated[str, Field(pattern=r"^[\w-]+$")], SpecialistSettings] = Field(
         default_factory=dict, description="Agents of `rlhf specialise`, by name."
     )
+    retention: RetentionSettings = RetentionSettings()
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> Settings:

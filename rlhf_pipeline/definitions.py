@@ -15,7 +15,7 @@ def definitions() -> dg.Definitions:
     """Return everything Dagster runs. Loads no torch, transformers, mlflow or the like."""
     return dg.Definitions(
         assets=dg.load_assets_from_modules([feedback, training_data, policies, release]),
-        jobs=[jobs.retrain, jobs.bootstrap, jobs.ingest_file],
+        jobs=[jobs.retrain, jobs.bootstrap, jobs.ingest_file, jobs.prune_state],
         sensors=[
             sensors.enough_new_feedback,
             sensors.dropped_files,
@@ -26,6 +26,6 @@ def definitions() -> dg.Definitions:
             assessments.assessments_in_mlflow,
             sensors.run_failed,
         ],
-        schedules=[schedules.nightly_schedule()],
+        schedules=[schedules.nightly_schedule(), schedules.retention_schedule()],
         resources={"pipeline": Pipeline(), "compute": Compute()},
     )

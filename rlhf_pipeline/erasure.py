@@ -232,8 +232,9 @@ def _clean_files(
     questions = asked(frozenset().union(*(said.prompts for said in learned.values())))
     ngrams = [named_in(folder / SUPPORT, said) for folder, said in learned.items()]
     shown = Traces(questions, person.rater_id, frozenset().union(*ngrams))
-    if learned:
+    if learned or held.votes:  # a snapshot that was pruned may have named them to Dagster
         changed += forget_examples(settings.state_dir / "dagster", shown)
+    if learned:
         changed += _clean_training(agent / "tuning", questions)
     for folder, said in learned.items():
         claims.check(token)

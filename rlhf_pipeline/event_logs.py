@@ -37,7 +37,8 @@ class Traces:
     def blank(self, text: str) -> bool:
         """Say whether a text is their name, or begins by quoting their words."""
         quoted = (f"{ascii(ngram)[:80]} " for ngram in self.ngrams)
-        return text == self.rater_id or any(text.startswith(one) for one in quoted)
+        is_named = bool(self.rater_id) and text == self.rater_id
+        return is_named or any(text.startswith(one) for one in quoted)
 
 
 def forget_examples(folder: Path, traces: Traces) -> int:

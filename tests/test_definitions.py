@@ -113,7 +113,7 @@ def test_no_asset_has_a_second_trigger(specs: dict[str, dg.AssetSpec]) -> None:
 def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
     repository = defs.get_repository_def()
     jobs = {job.name for job in repository.get_all_jobs()} - {"__ASSET_JOB"}
-    assert jobs == {"retrain", "bootstrap", "ingest_file"}
+    assert jobs == {"retrain", "bootstrap", "ingest_file", "prune_state"}
     sensors = {s.name: s for s in repository.sensor_defs}
     assert {name: s.default_status.value for name, s in sensors.items()} == dict.fromkeys(
         (
@@ -128,12 +128,11 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
         ),
         "RUNNING",
     )
-    [nightly] = repository.schedule_defs
-    assert (nightly.name, nightly.cron_schedule, nightly.job_name) == (
-        "nightly",
-        "0 2 * * *",
-        "retrain",
-    )
+    found = {s.name: (s.cron_schedule, s.job_name) for s in repository.schedule_defs}
+    assert found == {
+        "nightly": ("0 2 * * *", "retrain"),
+        "retention": ("30 4 * * *", "prune_state"),
+    }
 
 
 def test_the_jobs_cover_what_they_say(defs: dg.Definitions) -> None:
@@ -182,9 +181,9 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
     assert counts == {
         "assets": 13,
         "asset_checks": len(CHECKS) + len(SUPPORT_CHECKS) + 5,
-        "jobs": 3,
+        "jobs": 4,
         "resources": 2,
-        "schedules": 1,
+        "schedules": 2,
         "sensors": 8,
     }
 

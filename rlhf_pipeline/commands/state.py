@@ -1,14 +1,15 @@
-"""`rlhf backup · restore`: the whole state folder as a copy that can be trusted."""
+"""`rlhf backup · restore · prune`: the whole state folder, as a copy, and rid of what is old."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import progress, workspace
+from rlhf_pipeline.commands.common import AsJson, console, progress, workspace
 
 if TYPE_CHECKING:
     from rlhf_pipeline.backup import Backup
@@ -42,6 +43,62 @@ def restore(
     here = workspace()
     found = _watched("restoring", lambda report: take_back(here.settings, folder, report))
     typer.echo(f"{here.settings.state_dir}: {found.files} files, as of {found.created_at}")
+
+
+def prune(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would go and what stays, and why.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what is old and nothing points at: checkpoints, reward models, turns, traces.
+
+    What goes is set under `retention` in a recipe, by age and number of each kind. Whatever the
+    ledger, an experiment, a training or `rlhf reproduce` needs stays, and the list says why.
+    """
+    from rlhf_pipeline.retention import prune as remove
+
+    here = workspace()
+    with progress() as bars:
+        task = bars.add_task("looking", total=None)
+        items = remove(
+            here.registry,
+            here.settings_of,
+            dry_run=dry_run,
+            report=lambda facts: bars.update(task, description=str(facts["removed"])),
+        )
+    told = [
+        {
+            "kind": item.kind,
+            "agent": item.agent_id,
+            "name": item.name,
+            "made_at": item.made_at.isoformat(),
+            "bytes": item.bytes,
+            "runs": len(item.runs),
+            "traces": item.traces,
+            "stays": item.stays,
+        }
+        for item in items
+    ]
+    if as_json:
+        typer.echo(json.dumps(told, ensure_ascii=False, indent=2))
+        return
+    _show(told, "would go" if dry_run else "gone")
+
+
+def _show(told: list[dict[str, Any]], word: str) -> None:
+    from rich.table import Table
+
+    table = Table("kind", "agent", "name", "last at work (UTC)", "MiB", "")
+    for one in told:
+        why = word if one["stays"] is None else f"stays: {one['stays']}"
+        size = f"{one['traces']} traces" if one["traces"] else f"{one['bytes'] / 2**20:.1f}"
+        moment = one["made_at"][:16].replace("T", " ")
+        table.add_row(one["kind"], one["agent"], one["name"], moment, size, why)
+    console().print(table)
+    gone = [one for one in told if one["stays"] is None]
+    mib = sum(one["bytes"] for one in gone) / 2**20
+    typer.echo(f"{len(gone)} of {len(told)} {word}, {mib:.1f} MiB")
 
 
 def _watched(what: str, work: Callable[[Progress], Backup]) -> Backup:

@@ -1,10 +1,11 @@
-"""A person taken out of MLflow: traces of their interactions, what they said, logged examples."""
+"""What is taken out of MLflow: a person's traces and words, logged examples, old traces, runs."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,32 @@ def forget_traces(
     traces, said = traces_of(registry, agent_id, interactions, rater_id)
     if not traces and not said:
         return {"traces": 0, "assessments": 0}
+    _delete_traces(registry, agent_id, traces)
+    client = registry.client._tracing_client
+    with mlflow_refusals("deleting assessments"):
+        for trace_id, assessment_id in said:
+            client.delete_assessment(trace_id, assessment_id)
+    return {"traces": len(traces), "assessments": len(said)}
+
+
+def old_traces(registry: ModelRegistry, agent_id: str, newest: int, before: datetime) -> list[Any]:
+    """Return the agent's traces from before that moment, but for its `newest` ones."""
+    moment = int(before.timestamp() * 1000)
+    with mlflow_refusals("looking through traces"):
+        found = sorted(
+            _infos(registry, agent_id), key=lambda info: int(info.request_time), reverse=True
+        )
+    return [info for info in found[newest:] if int(info.request_time) < moment]
+
+
+def forget_old_traces(
+    registry: ModelRegistry, agent_id: str, newest: int, before: datetime
+) -> None:
+    """Delete the traces that `old_traces` returns, with their files."""
+    _delete_traces(registry, agent_id, old_traces(registry, agent_id, newest, before))
+
+
+def _delete_traces(registry: ModelRegistry, agent_id: str, traces: Sequence[Any]) -> None:
     client = registry.client._tracing_client
     with mlflow_refusals("deleting traces"):
         for info in traces:
@@ -58,9 +85,28 @@ def forget_traces(
         for start in range(0, len(traces), PAGE):
             ids = [info.trace_id for info in traces[start : start + PAGE]]
             client.delete_traces(registry.experiment(agent_id), trace_ids=ids)
-        for trace_id, assessment_id in said:
-            client.delete_assessment(trace_id, assessment_id)
-    return {"traces": len(traces), "assessments": len(said)}
+
+
+def runs_of(registry: ModelRegistry, agent_id: str, mark: str) -> list[str]:
+    """Return the ids of the runs of the turns whose fingerprint begins with `mark`."""
+    if not _is_there(registry):
+        return []
+    with mlflow_refusals(f"finding the runs of {mark}"):
+        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
+        if experiment is None:
+            return []
+        wanted = f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
+        found = registry.client.search_runs([experiment.experiment_id], wanted)
+    return [str(run.info.run_id) for run in found]
+
+
+def forget_runs(registry: ModelRegistry, run_ids: Sequence[str]) -> None:
+    """Delete the runs with their files; MLflow keeps their rows, marked, until `mlflow gc`."""
+    for run_id in run_ids:
+        with mlflow_refusals(f"deleting run {run_id}"):
+            # The files first: a run that is marked is not found again.
+            registry.client._tracking_client._get_artifact_repo(run_id).delete_artifacts()
+            registry.client.delete_run(run_id)
 
 
 def forget_samples(

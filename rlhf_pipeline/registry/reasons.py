@@ -204,10 +204,11 @@ def _check_rewards(turn: stages.Turn, version: ModelVersion) -> None:
 
     for job, known in version.lineage["reward_models"].items():
         folder = turn.work / "reward" / job
-        if not folder.is_dir():
+        if not (folder / TRUNK).is_dir():
             raise RegistryError(
                 f"version {version.version} of {version.agent_id} learned from the {job} reward "
-                f"model at {folder}, found none there; restore it from a backup"
+                f"model at {folder}, found none there: it was pruned (retention.rewards) or moved; "
+                "restore it from a backup"
             )
         found = folder_sha256(folder)
         read = [n for n in known if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]

@@ -1,0 +1,361 @@
+"""What may go, by age and number, and never anything the ledger points at.
+
+Four kinds of things pile up. Of each the newest stay, however old, and the young, however many:
+  checkpoints  of turns that came to their verdict: nothing resumes from them
+  rewards      weights of the reward models of versions that never were champion; reports stay
+  turns        that came to no version: snapshot, data sets, folders, MLflow runs
+  traces       of chats in MLflow
+What always stays: every registered version's own files, run, snapshot and data sets (`rlhf
+reproduce` trains from them), whatever a champion, the challenger or a running experiment is made
+of, the last turn with a verdict, and everything of an agent that is being trained: its claim is
+held here while something goes. A folder is renamed before it is removed, so a prune that was killed
+has removed a thing or has not, and the next one ends the same. What this does not reach: Dagster's
+own runs, backups, and rows of deleted runs in MLflow's database (`mlflow gc`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from rlhf_pipeline.config import KeptSettings, Settings
+from rlhf_pipeline.errors import ClaimRefused
+from rlhf_pipeline.evaluation.facts import SUPPORT
+from rlhf_pipeline.event_logs import Traces, forget_examples
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import Progress, hashed, ignore_progress, now
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+log = structlog.get_logger(__name__)
+
+Kind = Literal["checkpoints", "rewards", "turns", "traces"]
+ASKED_BY = "prune"  # in a claim: not a training, so nothing asks for it again
+CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
+WEIGHTS = "reward/*/trunk"  # of the reward models, likewise
+MARK = 16  # digits of a fingerprint that name its folders
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that may go."""
+
+    kind: Kind
+    agent_id: str
+    name: str
+    made_at: datetime
+    stays: str | None = None  # why; None: it goes
+    places: tuple[Path, ...] = ()  # folders
+    runs: tuple[str, ...] = ()  # MLflow's ids
+    traces: int = 0  # how many of MLflow's
+    bytes: int = 0  # in the folders
+
+
+def prune(
+    registry: ModelRegistry,
+    settings_of: Callable[[str], Settings],
+    *,
+    agents: Sequence[str] | None = None,
+    dry_run: bool = False,
+    at: datetime | None = None,
+    report: Progress = ignore_progress,
+) -> list[Item]:
+    """Remove what may go of these agents (None: every one), and return all that was looked at.
+
+    With `dry_run` nothing is removed. An agent that is being trained is left as it is, and so it
+    says. Raises RegistryError or OrchestratorAway while MLflow or Dagster's database cannot be
+    reached; what went by then has gone, and the next prune goes on.
+    """
+    at = at or now()
+    claims = ClaimBook(registry.ledger.database)
+    looked: list[Item] = []
+    every = FeedbackStore(registry.ledger.database).agents()
+    for agent_id in every if agents is None else agents:
+        settings = settings_of(agent_id)
+        if dry_run:
+            looked += survey(registry, settings, agent_id, at=at)
+            continue
+        mark, holder = hashed(ASKED_BY, agent_id), f"prune-{uuid.uuid4().hex[:12]}"
+        try:
+            held = claims.claim(agent_id, mark, 0, holder=holder, asked_by=ASKED_BY)
+        except ClaimRefused:
+            looked += survey(registry, settings, agent_id, at=at)  # says who trains it
+            continue
+        try:
+            with claims.kept_alive(held.token):
+                looked += _prune_agent(registry, settings, held, at, report)
+        finally:
+            claims.let_go(held.token)
+    return looked
+
+
+def _prune_agent(
+    registry: ModelRegistry, settings: Settings, held: Claim, at: datetime, report: Progress
+) -> list[Item]:
+    from rlhf_pipeline.registry.forgetting import forget_old_traces, forget_runs
+
+    agent_id = held.agent_id
+    claims, folder = ClaimBook(registry.ledger.database), settings.agent_folder(agent_id)
+    for leftover in [*folder.glob("snapshots/.*.old-*"), *folder.glob("turns/**/.*.old-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)  # of a prune that was killed
+    items = survey(registry, settings, agent_id, at=at, ours=held.token)
+    for item in items:
+        if item.stays is not None:
+            continue
+        claims.check(held.token)
+        if item.kind == "traces":
+            forget_old_traces(registry, agent_id, *_traces_that_go(settings, at))
+        forget_runs(registry, item.runs)
+        for place in item.places:
+            if place.parent.name == "snapshots":
+                _forget_shown(settings, place)
+            _remove(place)
+        report({"agent": agent_id, "kind": item.kind, "removed": item.name})
+        log.info("pruned", agent=agent_id, kind=item.kind, name=item.name, bytes=item.bytes)
+    return items
+
+
+def survey(
+    registry: ModelRegistry,
+    settings: Settings,
+    agent_id: str,
+    *,
+    at: datetime,
+    ours: int | None = None,
+) -> list[Item]:
+    """Return everything of an agent that may go, with why it stays if it does; newest first.
+
+    `ours` is the token of the claim under which this looks.
+    """
+    from rlhf_pipeline.registry.forgetting import old_traces
+
+    claims, rules = ClaimBook(registry.ledger.database), settings.retention
+    standing = _standing(registry.ledger, claims, agent_id, ours)
+    turns = _turns(settings.agent_folder(agent_id), standing)
+    found = [
+        *_aged(_checkpoints(agent_id, turns), rules.checkpoints, at),
+        *_aged(_rewards(agent_id, turns, standing), rules.rewards, at),
+        *_aged(_unregistered(registry, settings, agent_id, turns, standing), rules.turns, at),
+    ]
+    newest, before = _traces_that_go(settings, at)
+    if count := len(old_traces(registry, agent_id, newest, before)):
+        found.append(Item("traces", agent_id, f"before {before:%Y-%m-%d}", before, traces=count))
+    if standing.trained_by is not None:
+        found = [replace(item, stays=f"{standing.trained_by} trains it") for item in found]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What the ledger, the claims and the experiments say of an agent."""
+
+    versions: tuple[ModelVersion, ...]
+    in_use: dict[int, str]  # version -> as what
+    history: tuple[Claim, ...]
+    last_done: str | None  # the mark of the last turn with a verdict
+    trained_by: str | None  # the run that holds the agent now
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One folder that a turn trained in."""
+
+    folder: Path
+    mark: str
+    made_at: datetime
+    has_verdict: bool
+
+
+def _standing(
+    ledger: PromotionLedger, claims: ClaimBook, agent_id: str, ours: int | None
+) -> _Standing:
+    versions, standing = ledger.versions(agent_id), ledger.standing(agent_id)
+    held, done = claims.held(agent_id), claims.last_done(agent_id)
+    running = ExperimentBook(ledger.database).running(agent_id)
+    in_use: dict[int, str] = {}
+    if versions:
+        in_use[versions[-1].version] = "the newest version"
+    if standing.challenger is not None:
+        in_use[standing.challenger.version] = "the challenger"
+    for entry in standing.history:  # whoever was champion may be rolled back to
+        in_use[entry.version] = "a champion"
+    if running is not None:
+        for version in (running.champion, running.challenger):
+            in_use[version] = "in a running experiment"
+    stranger = held is not None and held.token != ours
+    return _Standing(
+        versions=tuple(versions),
+        in_use=in_use,
+        history=tuple(claims.history(agent_id)),
+        last_done=done.fingerprint[:MARK] if done else None,
+        trained_by=f"run {held.holder[:20]}" if held is not None and stranger else None,
+    )
+
+
+def _turns(folder: Path, standing: _Standing) -> list[_Turn]:
+    found = []
+    for path in sorted((folder / "turns").glob("[!.]*/")):
+        mark, _, number = path.name.partition("-")
+        verdicts = sum(
+            1 for c in standing.history if c.fingerprint[:MARK] == mark and c.state == "done"
+        )
+        has_verdict = verdicts >= (int(number) if number.isdigit() else 1)
+        found.append(_Turn(path, mark, _made_at(path, mark, standing), has_verdict))
+    return found
+
+
+def _made_at(path: Path, mark: str, standing: _Standing) -> datetime:
+    """Return when somebody was last at work on it: the claim's last heartbeat, else the file's."""
+    beats = [c.heartbeat_at for c in standing.history if c.fingerprint[:MARK] == mark]
+    return max(beats, default=datetime.fromtimestamp(path.stat().st_mtime, UTC))
+
+
+def _checkpoints(agent_id: str, turns: Sequence[_Turn]) -> list[Item]:
+    return [
+        _item("checkpoints", agent_id, turn, [turn.folder / CHECKPOINTS], None)
+        for turn in turns
+        if turn.has_verdict and (turn.folder / CHECKPOINTS).is_dir()
+    ]
+
+
+def _rewards(agent_id: str, turns: Sequence[_Turn], standing: _Standing) -> list[Item]:
+    found = []
+    for turn in turns:
+        policy = turn.folder.resolve() / "ppo" / "policy"
+        made = [v for v in standing.versions if v.path == policy]
+        weights = sorted(turn.folder.glob(WEIGHTS))
+        if not made or not weights:
+            continue
+        used = [
+            f"version {v.version} is {standing.in_use[v.version]}"
+            for v in made
+            if v.version in standing.in_use
+        ]
+        if turn.mark == standing.last_done:
+            used.append("the last turn with a verdict")
+        found.append(_item("rewards", agent_id, turn, weights, used[0] if used else None))
+    return found
+
+
+def _unregistered(
+    registry: ModelRegistry,
+    settings: Settings,
+    agent_id: str,
+    turns: Sequence[_Turn],
+    standing: _Standing,
+) -> list[Item]:
+    """Return the turns that came to no version, snapshot, folders and runs of each together."""
+    from rlhf_pipeline.registry.forgetting import runs_of
+
+    folder = settings.agent_folder(agent_id)
+    taken = {path.name: path for path in sorted((folder / "snapshots").glob("[!.]*/"))}
+    registered = _registered(standing)
+    known = {v.mlflow_run_id for v in standing.versions}
+    found = []
+    for mark in sorted({*taken, *(turn.mark for turn in turns)}):
+        folders = [turn.folder for turn in turns if turn.mark == mark]
+        if mark in registered or any(path.resolve() in _homes(standing) for path in folders):
+            continue
+        # The snapshot last: it alone tells what to look for in what quotes it.
+        places = [*folders, *([taken[mark]] if mark in taken else [])]
+        turn = _Turn(places[0], mark, _made_at(places[0], mark, standing), has_verdict=False)
+        last = "the last turn with a verdict" if mark == standing.last_done else None
+        runs = [run for run in runs_of(registry, agent_id, mark) if run not in known]
+        found.append(replace(_item("turns", agent_id, turn, places, last), runs=tuple(runs)))
+    return found
+
+
+def _registered(standing: _Standing) -> set[str]:
+    """Return the marks of snapshots that a version was trained from."""
+    return {v.fingerprint[:MARK] for v in standing.versions if v.fingerprint}
+
+
+def _homes(standing: _Standing) -> set[Path]:
+    """Return the folders that hold a registered version's files, at any depth."""
+    return {parent for v in standing.versions for parent in v.path.resolve().parents}
+
+
+def _item(
+    kind: Kind, agent_id: str, turn: _Turn, places: Sequence[Path], stays: str | None
+) -> Item:
+    size = sum(f.stat().st_size for place in places for f in place.rglob("*") if f.is_file())
+    name = turn.mark if kind == "turns" else turn.folder.name
+    return Item(kind, agent_id, name, turn.made_at, stays, tuple(places), bytes=size)
+
+
+def _aged(items: Iterable[Item], kept: KeptSettings, at: datetime) -> list[Item]:
+    """Return the items, newest first, with those that are new or young told to stay."""
+    found = []
+    for place, item in enumerate(sorted(items, key=lambda i: (i.made_at, i.name), reverse=True)):
+        if item.stays is not None:
+            found.append(item)
+        elif place < kept.newest:
+            found.append(replace(item, stays=f"among the newest {kept.newest}"))
+        elif at - item.made_at < timedelta(days=kept.days):
+            found.append(replace(item, stays=f"younger than {kept.days:g} days"))
+        else:
+            found.append(item)
+    return found
+
+
+def _traces_that_go(settings: Settings, at: datetime) -> tuple[int, datetime]:
+    """Return how many of the newest traces stay, and before when the others go."""
+    kept = settings.retention.traces
+    return kept.newest, at - timedelta(days=kept.days)
+
+
+def _forget_shown(settings: Settings, taken: Path) -> None:
+    """Blank what Dagster's pages quote of a snapshot and of no other one.
+
+    Whoever is erased later is looked for by what the snapshots say of them; this one will not be
+    there to say it.
+    """
+    from rlhf_pipeline.registry.forgetting import asked
+
+    others = [p for p in (settings.state_dir / "agents").glob("*/snapshots/[!.]*/") if p != taken]
+    prompts = _prompts_of(taken).difference(*map(_prompts_of, others))
+    ngrams = _ngrams_of(taken).difference(*map(_ngrams_of, others))
+    if prompts or ngrams:
+        shown = Traces(asked(prompts), ngrams=ngrams)
+        forget_examples(settings.state_dir / "dagster", shown)
+
+
+def _prompts_of(taken: Path) -> frozenset[str]:
+    """Return the prompts of a snapshot, as JSON."""
+    import pyarrow.parquet as pq
+
+    path = taken / snapshot.FILE
+    found: set[str] = set()
+    if path.exists():
+        with pq.ParquetFile(path) as source:
+            for batch in source.iter_batches(columns=list(snapshot.PROMPTS)):
+                for row in batch.to_pylist():
+                    found.update(text for text in row.values() if text)
+    return frozenset(found)
+
+
+def _ngrams_of(taken: Path) -> frozenset[str]:
+    path = taken / SUPPORT
+    told = read_json(path)["associations"] if path.exists() else []
+    return frozenset(association["ngram"] for association in told)
+
+
+def _remove(place: Path) -> None:
+    """Take a folder away in one rename, then remove what it was."""
+    if place.exists():
+        aside = place.parent / f".{place.name}.old-{uuid.uuid4().hex[:12]}"
+        place.rename(aside)
+        shutil.rmtree(aside)

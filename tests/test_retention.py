@@ -1,0 +1,465 @@
+"""What goes and what never does: real folders, a real ledger, real claims."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from automation.jobs import prune_state
+from resources.pipeline import Pipeline
+from rlhf_pipeline import database as db
+from rlhf_pipeline import retention
+from rlhf_pipeline.backup import back_up
+from rlhf_pipeline.cli import app
+from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.erasure import erase
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.evaluation.facts import SUPPORT
+from rlhf_pipeline.event_logs import ERASED
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
+from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, hashed, now, user_prompt
+from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
+
+NONE = KeptSettings(newest=0, days=0)
+GREEDY = RetentionSettings(checkpoints=NONE, rewards=NONE, turns=NONE)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@dataclass
+class State:
+    """A state folder; each agent is made by the test that names it."""
+
+    folder: Path
+    database: Database
+    rules: RetentionSettings = GREEDY
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(state_dir=self.folder, retention=self.rules)
+
+    @property
+    def ledger(self) -> PromotionLedger:
+        return PromotionLedger(self.database, self.folder)
+
+    @property
+    def claims(self) -> ClaimBook:
+        return ClaimBook(self.database)
+
+    @property
+    def registry(self) -> ModelRegistry:
+        mlflow = self.folder / "mlflow"
+        return ModelRegistry(self.ledger, f"sqlite:///{mlflow}/mlflow.db", mlflow)
+
+    def new_agent(self) -> str:
+        """Return an agent with a baseline, registered from a turn of its own."""
+        agent = f"agent-{next(self.numbers)}"
+        FeedbackStore(self.database).ensure_agent(agent)
+        turn = self.trained(agent, "seeds")
+        write(turn / "sft" / "model.safetensors", f"{agent} baseline")
+        self.ledger.add_baseline(
+            agent,
+            label="v0",
+            path=turn / "sft",
+            files=folder_sha256(turn / "sft"),
+            lineage={},
+            actor="test",
+            fingerprint=hashed(agent, "seeds"),
+        )
+        return agent
+
+    def trained(
+        self, agent: str, name: str, *, state: str | None = "done", days_ago: float = 50
+    ) -> Path:
+        """Leave what a turn leaves, with a claim in this state, and return the turn's folder."""
+        mark = hashed(agent, name)
+        folder = self.settings.turn_folder(agent, mark)
+        data = self.settings.agent_folder(agent) / "snapshots" / mark[:16]
+        write(data / "preference_pairs.jsonl", name)
+        write(folder / "ppo" / "checkpoints" / "update-000001" / "policy.safetensors", name)
+        write(folder / "ppo" / "policy" / "model.safetensors", f"{agent} {name}")
+        for job in ("proxy", "stopping", "gate"):
+            write(folder / "reward" / job / "trunk" / "model.safetensors", name)
+            write(folder / "reward" / job / "report.json", "{}")
+        if state is not None:
+            at = now() - timedelta(days=days_ago)
+            row = {"agent_id": agent, "fingerprint": mark, "watermark": 1, "attempt": 1}
+            row |= {"state": state, "holder": f"run-{name}", "asked_by": "sensor"}
+            moments = dict.fromkeys(("created_at", "heartbeat_at", "expires_at"), at)
+            if state == "held":
+                moments["expires_at"] = now() + timedelta(minutes=3)
+            with self.database.write() as connection:
+                connection.execute(db.claims.insert().values(**row, **moments))
+        return folder
+
+    def registered(self, agent: str, name: str, *, passed: bool = True) -> int:
+        """Register the version that a turn made, and return its number."""
+        mark = hashed(agent, name)
+        folder = self.settings.turn_folder(agent, mark)
+        data = self.settings.agent_folder(agent) / "snapshots" / mark[:16]
+        champion, baseline = self.ledger.champion(agent), self.ledger.baseline(agent)
+        assert champion is not None
+        assert baseline is not None
+        made = self.ledger.add_version(
+            agent,
+            label="v1",
+            path=folder / "ppo" / "policy",
+            files=folder_sha256(folder / "ppo" / "policy"),
+            lineage={
+                "data": {p.name: file_sha256(p) for p in data.iterdir()},
+                "reward_models": {},
+                "started_from": str(champion.path),
+                "baseline": str(baseline.path),
+            },
+            gate={"passed": passed, "results": []},
+            fingerprint=mark,
+        )
+        return made.version
+
+    def promote(self, agent: str, version: int) -> None:
+        champion = self.ledger.champion(agent)
+        assert champion is not None
+        self.ledger.promote(
+            agent, version, actor="ann", reason="test", expected_champion=champion.version
+        )
+
+    def prune(self, agent: str, **wishes: Any) -> list[retention.Item]:
+        return retention.prune(self.registry, lambda _: self.settings, agents=[agent], **wishes)
+
+    def files(self, agent: str) -> set[str]:
+        folder = self.settings.agent_folder(agent)
+        return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[State]:
+    folder = (tmp_path_factory.mktemp("retention") / "state").resolve()
+    database = Database(f"sqlite:///{folder}/feedback.db")
+    yield State(folder, database)
+    database.close()
+
+
+def reachable(state: State, agent: str) -> set[Path]:
+    """Return every file that ledger, claims and experiments point at, found without our code."""
+    ledger, folder = state.ledger, state.settings.agent_folder(agent)
+    standing, versions = ledger.standing(agent), ledger.versions(agent)
+    found: set[Path] = set()
+    for version in versions:
+        found |= {version.path / name for name in version.files}
+        data = folder / "snapshots" / (version.fingerprint or "")[:16]
+        found |= {data / name for name in version.lineage.get("data", {})}
+        for key in ("started_from", "baseline"):  # what `rlhf reproduce` begins from
+            if key in version.lineage:
+                found |= {p for p in Path(version.lineage[key]).rglob("*") if p.is_file()}
+    in_use = {entry.version for entry in standing.history}
+    in_use |= {v.version for v in (standing.challenger, standing.previous) if v is not None}
+    running = ExperimentBook(state.database).running(agent)
+    in_use |= {running.champion, running.challenger} if running else set()
+    for version in versions:
+        if version.version in in_use and version.path.name == "policy":
+            found |= set((version.path.parents[1] / "reward").rglob("*"))
+    done = state.claims.last_done(agent)
+    held = state.claims.held(agent)
+    for claim in (done, held):
+        if claim is not None:
+            mark = claim.fingerprint[:16]
+            found |= set((folder / "snapshots" / mark).rglob("*"))
+            found |= set((folder / "turns" / mark / "reward").rglob("*"))
+    if held is not None:
+        found |= set(folder.rglob("*"))
+    return {path for path in found if path.is_file()}
+
+
+TURN = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from(["done", "done", "done", "failed", "lost", None]),
+        "registered": st.booleans(),
+        "passed": st.booleans(),
+        "promoted": st.booleans(),
+        "days_ago": st.integers(0, 100),
+    }
+)
+
+
+def turn(state: str = "done", *, registered: bool = True, promoted: bool = False) -> dict[str, Any]:
+    """Return a turn of long ago."""
+    wanted = {"registered": registered, "promoted": promoted}
+    return {"state": state, "passed": True, "days_ago": 100, **wanted}
+
+
+NOTHING_ELSE = {"rolls_back": False, "experiments": False, "trains": False, "newest": 0, "days": 0}
+
+
+@example(turns=[turn(promoted=True), turn()], **NOTHING_ELSE)
+@example(turns=[turn(promoted=True), turn(registered=False)], **NOTHING_ELSE)
+@example(turns=[turn(), turn(), turn()], **{**NOTHING_ELSE, "experiments": True})
+@example(turns=[turn(promoted=True)] * 3, **{**NOTHING_ELSE, "rolls_back": True})
+@example(turns=[turn("failed", registered=False)], **{**NOTHING_ELSE, "trains": True})
+@given(
+    turns=st.lists(TURN, max_size=4),
+    rolls_back=st.booleans(),
+    experiments=st.booleans(),
+    trains=st.booleans(),
+    newest=st.integers(0, 2),
+    days=st.sampled_from([0, 10]),
+)
+@settings(max_examples=6, deadline=None)
+def test_nothing_reachable_from_the_ledger_is_ever_removed(
+    state: State,
+    turns: list[dict[str, Any]],
+    rolls_back: bool,
+    experiments: bool,
+    trains: bool,
+    newest: int,
+    days: int,
+) -> None:
+    agent = state.new_agent()
+    for number, one in enumerate(turns):
+        standing = state.ledger.standing(agent)
+        running = ExperimentBook(state.database).running(agent)
+        if experiments and running is None and standing.champion and standing.challenger:
+            ExperimentBook(state.database).start(
+                agent,
+                champion=standing.champion.version,
+                challenger=standing.challenger.version,
+                share=0.1,
+                actor="test",
+            )
+        state.trained(agent, str(number), state=one["state"], days_ago=one["days_ago"])
+        if one["registered"]:
+            version = state.registered(agent, str(number), passed=one["passed"])
+            if one["passed"] and one["promoted"]:
+                state.promote(agent, version)
+    if rolls_back and state.ledger.standing(agent).previous is not None:
+        state.ledger.rollback(agent, actor="ann", reason="worse")
+    if trains:
+        state.trained(agent, "at work", state="held", days_ago=0)
+    kept = KeptSettings(newest=newest, days=days)
+    rules = RetentionSettings(checkpoints=kept, rewards=kept, turns=kept)
+    before, needed = state.files(agent), reachable(state, agent)
+    items = State(state.folder, state.database, rules).prune(agent)
+    assert [path for path in needed if not path.is_file()] == []
+    for each in state.ledger.versions(agent):
+        assert folder_sha256(each.path) == dict(each.files)
+    gone = before - state.files(agent)
+    assert bool(gone) == any(item.stays is None for item in items)
+    assert state.claims.held(agent) is None or trains
+
+
+def test_what_is_old_and_nothing_points_at_goes(state: State) -> None:
+    agent = state.new_agent()
+    for name in ("won", "refused", "newest"):
+        state.trained(agent, name)
+        state.registered(agent, name, passed=name == "won")
+        if name == "won":
+            state.promote(agent, 1)
+    state.trained(agent, "failed", state="failed")
+    state.trained(agent, "young", state="failed", days_ago=1)
+    before = state.files(agent)
+    rules = GREEDY.model_copy(update={"turns": KeptSettings(newest=0, days=10)})
+    old = State(state.folder, state.database, rules)
+    told = old.prune(agent, dry_run=True)
+    assert state.files(agent) == before
+    assert old.prune(agent) == told
+    mark = {name: hashed(agent, name)[:16] for name in ("seeds", "won", "refused", "newest")}
+    failed, young = hashed(agent, "failed")[:16], hashed(agent, "young")[:16]
+    gone = {Path(name).parts for name in before - state.files(agent)}
+    assert {parts[:2] for parts in gone if parts[0] == "snapshots"} == {("snapshots", failed)}
+    assert {parts[1] for parts in gone if parts[2:4] == ("ppo", "checkpoints")} == {
+        *mark.values(),
+        failed,
+    }
+    weights = {parts[1] for parts in gone if parts[2] == "reward" and parts[1] != failed}
+    assert weights == {mark["refused"]}
+    assert (
+        (old.settings.turn_folder(agent, hashed(agent, "refused")))
+        .joinpath("reward", "gate", "report.json")
+        .exists()
+    )
+    why = {(item.kind, item.name): item.stays for item in told}
+    assert why["rewards", mark["won"]] == "version 1 is a champion"
+    assert why["rewards", mark["newest"]] == "version 3 is the newest version"
+    assert why["turns", young] == "younger than 10 days"
+    assert why["turns", failed] is None
+    assert old.prune(agent, dry_run=True) == [item for item in told if item.stays is not None]
+
+
+def test_the_newest_stay_however_old(state: State) -> None:
+    agent = state.new_agent()
+    for days in (90, 80, 70):
+        state.trained(agent, f"{days}", state="failed", days_ago=days)
+    kept = RetentionSettings(turns=KeptSettings(newest=2, days=1))
+    items = State(state.folder, state.database, kept).prune(agent)
+    turns = [(item.name, item.stays) for item in items if item.kind == "turns"]
+    names = [hashed(agent, str(days))[:16] for days in (70, 80, 90)]
+    expected = ["among the newest 2", "among the newest 2", None]
+    assert turns == list(zip(names, expected, strict=True))
+
+
+def test_an_agent_that_is_being_trained_is_left_alone(state: State) -> None:
+    agent = state.new_agent()
+    state.trained(agent, "failed", state="failed")
+    state.trained(agent, "at work", state="held")
+    before = state.files(agent)
+    items = state.prune(agent)
+    assert state.files(agent) == before
+    assert {item.stays for item in items} == {"run run-at work trains it"}
+
+
+class Killed(BaseException):
+    """What kill -9 is to code: nothing after it runs."""
+
+
+def test_a_prune_that_was_killed_anywhere_ends_the_same_when_it_is_asked_again(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = state.new_agent()
+    for name in ("a", "b"):
+        state.trained(whole, name, state="failed")
+    state.prune(whole)
+    left = {name.replace(hashed(whole, "seeds")[:16], "seeds") for name in state.files(whole)}
+    removed = shutil.rmtree
+    for steps in range(4):
+        agent = state.new_agent()
+        for name in ("a", "b"):
+            state.trained(agent, name, state="failed")
+        count = itertools.count()
+
+        def killed(path: Path, count: Iterator[int] = count, steps: int = steps, **_: Any) -> None:
+            if next(count) >= steps:
+                next(p for p in sorted(Path(path).rglob("*")) if p.is_file()).unlink()  # half way
+                raise Killed
+            removed(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", killed)
+            with pytest.raises(Killed):
+                state.prune(agent)
+        folder = state.settings.agent_folder(agent)
+        for turn in (folder / "turns").glob("[!.]*"):  # whole or gone
+            assert (turn / "ppo" / "policy" / "model.safetensors").exists()
+        state.prune(agent)
+        seeds = hashed(agent, "seeds")[:16]
+        assert {name.replace(seeds, "seeds") for name in state.files(agent)} == left
+
+
+def test_after_a_prune_a_backup_is_whole_and_erasures_find_nothing_left(tmp_path: Path) -> None:
+    """What a snapshot that goes said cannot be looked for later, so it is blanked as it goes."""
+    folder = (tmp_path / "state").resolve()
+    database = Database(f"sqlite:///{folder}/feedback.db")
+    state = State(folder, database)
+    agent = state.new_agent()
+    asked = {"ann": "is nougat good?", "bob": "is pear good?"}
+    for rater, question in asked.items():
+        vote = Feedback(
+            agent,
+            FeedbackKind.thumbs,
+            rater,
+            prompt=user_prompt(question),
+            completion="Yes.",
+            number=1.0,
+            rater_id=hash_rater(agent, rater),
+        )
+        FeedbackStore(database).append([vote])
+        watermark = snapshot.newest_seq(database, agent)
+        mark = snapshot.fingerprint(database, agent, watermark)
+        taken = state.settings.agent_folder(agent) / "snapshots" / mark[:16]
+        snapshot.take(database, agent, watermark, taken / snapshot.FILE)
+    write_json(taken / SUPPORT, {"associations": [{"ngram": "nougat bar"}], "by_rater": []})
+    examples = [{"prompt": question, "completion": "Yes."} for question in asked.values()]
+    event = {"__class__": "TableRecord", "rows": [*examples, {"found": "'nougat bar' wins 9"}]}
+    (folder / "dagster").mkdir()
+    dagster = sqlite3.connect(folder / "dagster" / "runs.db", isolation_level=None)
+    dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, event TEXT)")
+    dagster.execute("INSERT INTO event_logs (event) VALUES (?)", (json.dumps(event),))
+
+    def shown() -> list[str]:
+        (text,) = dagster.execute("SELECT event FROM event_logs").fetchone()
+        return [next(iter(row.values())) for row in json.loads(text)["rows"]]
+
+    kept = GREEDY.model_copy(update={"turns": KeptSettings(newest=1, days=0)})
+    State(folder, database, kept).prune(agent)  # the first snapshot; the second says the same
+    assert [p.name for p in taken.parent.iterdir() if p.name != _mark(agent)] == [mark[:16]]
+    assert shown() == [*asked.values(), "'nougat bar' wins 9"]
+    state.prune(agent)
+    assert not taken.exists()
+    assert shown() == [ERASED] * 3
+    dagster.close()
+    told = erase(state.settings, state.registry, "ann")
+    assert told["erasures"][0]["counts"]["feedback"] == 1
+    assert back_up(state.settings, tmp_path / "copy").files > 0
+    database.close()
+
+
+def _mark(agent: str) -> str:
+    """Return the folder of the turn that made the baseline."""
+    return hashed(agent, "seeds")[:16]
+
+
+def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
+    agent = state.new_agent()
+    state.trained(agent, "failed", state="failed")
+    run = CliRunner().invoke(app, ["prune", "--dry-run", "--json", "--state", str(state.folder)])
+    told = [one for one in json.loads(run.stdout) if one["agent"] == agent]
+    assert {one["kind"]: one["stays"] for one in told} == {
+        "checkpoints": "among the newest 1",
+        "turns": "among the newest 3",
+    }
+    table = CliRunner().invoke(app, ["prune", "--dry-run", "--state", str(state.folder)])
+    assert "stays: among the newest 3" in table.stdout
+    assert table.stdout.strip().endswith("0.0 MiB")
+
+
+def test_the_nightly_job_leaves_agents_alone_whose_settings_say_so(
+    state: State, tmp_path: Path
+) -> None:
+    tree = {"state_dir": str(state.folder), "retention": json.loads(GREEDY.model_dump_json())}
+    recipes = {}
+    for enabled in (True, False):
+        tree["retention"]["enabled"] = enabled
+        recipes[enabled] = tmp_path / f"{enabled}.yaml"
+        recipes[enabled].write_text(json.dumps(tree))  # JSON is YAML
+    agents = {enabled: state.new_agent() for enabled in recipes}
+    for enabled, agent in agents.items():
+        state.trained(agent, "failed", state="failed")
+        FeedbackStore(state.database).set_agent(agent, recipe=str(recipes[enabled]))
+    pipeline = Pipeline(recipe=str(recipes[True]))
+    run = prune_state.execute_in_process(
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        resources={"pipeline": pipeline},
+    )
+    assert run.success
+    failed = [
+        state.settings.turn_folder(agents[enabled], hashed(agents[enabled], "failed"))
+        for enabled in (True, False)
+    ]
+    assert [folder.exists() for folder in failed] == [False, True]
+
+
+def test_traces_outlast_the_votes_on_them() -> None:
+    with pytest.raises(
+        (ConfigError, ValueError), match=r"traces\.days must be 30 or more, found 7"
+    ):
+        RetentionSettings(traces=KeptSettings(newest=1, days=7))
