@@ -103,6 +103,7 @@ EXPERIMENT_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (experiment.start, "rlhf experiment start demo --version 3"),
     (experiment.status, "rlhf experiment status demo"),
     (experiment.stop, 'rlhf experiment stop demo --reason "a complaint"'),
+    (experiment.offline, "rlhf experiment offline demo baseline champion --prompts 100"),
 )
 for function, example in EXPERIMENT_COMMANDS:
     experiments.command(cls=Command, epilog=f"Example: {example}")(function)

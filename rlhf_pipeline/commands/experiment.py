@@ -1,14 +1,22 @@
-"""`rlhf experiment start · status · stop`: a challenger among people, beside the champion."""
+"""`rlhf experiment start · status · stop · offline`: a challenger beside the champion."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import AgentArgument, AsJson, Workspace, workspace
+from rlhf_pipeline.commands.common import (
+    AgentArgument,
+    AsJson,
+    Workspace,
+    console,
+    progress,
+    workspace,
+)
 
 if TYPE_CHECKING:
     from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -102,6 +110,69 @@ def stop(
             "`rlhf experiment status` lists those that ended"
         )
     typer.echo(f"{agent}: stopped; version {running.champion} answers everybody")
+
+
+def offline(
+    agent: AgentArgument,
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="A version: a number, champion, baseline, …")
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="The version held against it.")],
+    prompts: Annotated[
+        int, typer.Option("--prompts", "-n", min=2, help="Logged prompts, at most.")
+    ] = 200,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the comparison as an HTML page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let two versions answer the same logged prompts, judged by what neither was trained on.
+
+    What people asked comes first where neither version was trained on it. The gate reward model of
+    the newer version's turn scores both answers to each prompt; the win rate is paired and
+    length-controlled, with its interval. It asks nobody: `rlhf experiment start` asks people.
+    """
+    from rich.table import Table
+
+    from rlhf_pipeline.evaluation.page import write_page
+    from rlhf_pipeline.experiment.offline import offline as compared
+
+    here = workspace()
+    here.need_agent(agent)
+    with progress() as bars:
+        task = bars.add_task("two versions", total=None)
+        found = compared(
+            here.registry,
+            here.settings_of(agent),
+            agent,
+            first,
+            second,
+            prompts=prompts,
+            report=lambda facts: bars.update(
+                task, description=str(facts.get("stage", "answering"))
+            ),
+        )
+    if page is not None:
+        title = f"{agent}: version {found.second} (candidate) beside version {found.first}"
+        write_page(page, title, found.report, None, [])
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
+        return
+    table = Table("metric", f"version {found.first}", f"version {found.second}", "change", "95 %")
+    for row in found.report.rows("baseline"):
+        table.add_row(row.name, row.other, row.here, row.change, row.interval)
+    console().print(table)
+    typer.echo(found.words)
+    typer.echo(
+        f"{found.logged} different prompts were logged; compared on {found.held_out} held out and "
+        f"{found.seen} seen; judged by the gate model of version {found.judge}'s turn"
+    )
+    if not found.same_raters:
+        typer.echo(
+            "warning: the two turns divided the raters otherwise, so one of them may have been "
+            "trained on votes that the judge learned from",
+            err=True,
+        )
 
 
 def _book(here: Workspace) -> ExperimentBook:

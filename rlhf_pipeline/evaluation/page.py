@@ -30,23 +30,26 @@ def write_page(
     path: Path,
     title: str,
     report: EvaluationReport,
-    decision: GateDecision,
+    decision: GateDecision | None,
     pictures: Sequence[Path],
 ) -> Path:
-    """Write the page and return its path; pictures that are PNG files are put into it."""
+    """Write the page and return its path; pictures that are PNG files are put into it.
+
+    Without a decision nothing is said of the gate.
+    """
     write_text(path, page(title, report, decision, pictures))
     return path
 
 
 def page(
-    title: str, report: EvaluationReport, decision: GateDecision, pictures: Sequence[Path]
+    title: str, report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]
 ) -> str:
     """Return the page: verdict, rules, numbers, topics, behaviour, pictures, samples."""
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
         f"{report.seed}. Intervals hold 95 %.</p>",
-        *_gate(decision),
+        *([] if decision is None else _gate(decision)),
         *(_comparison(report, against) for against in report.others),
         _pieces(report),
         _topics(report),

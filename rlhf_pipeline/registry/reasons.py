@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline import stages
-from rlhf_pipeline.errors import FeedbackError, HashMismatch, RegistryError
+from rlhf_pipeline.errors import FeedbackError, RegistryError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS, Job
 from rlhf_pipeline.feedback.nearest import Near, nearest
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import (
     Interaction,
     PreferencePair,
@@ -28,6 +27,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     prompt_to_json,
 )
+from rlhf_pipeline.registry.judges import reward_folder
 from rlhf_pipeline.registry.reproduce import recorded_turn
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def reasons(
         composite=(composite[1].score, composite[2].score) if composite else None,
         left_out=left_out,
         near=tuple(near),
-        trained_on=sum(1 for vote in (*pairs, *examples) if vote.split == "train"),
+        trained_on=sum(p.split == "train" for p in pairs)
+        + sum(e.split == "train" for e in examples),
         erased_rows=erased_rows(ledger.database, found.agent_id, found.fingerprint),
     )
 
@@ -192,32 +193,11 @@ def _turn(
     baseline = recorded[0] if recorded else ledger.baseline(version.agent_id)
     if baseline is None:
         raise RegistryError(f"{name} needs a baseline beside it, found none; restore a backup")
-    _check_rewards(turn, version)
+    for job in JOBS:
+        reward_folder(version, job)
     device = turn.settings.policy.model_copy(update={"device": settings.policy.device})
     here = turn.settings.model_copy(update={"policy": device})
     return replace(turn, baseline=registry.folder_of(baseline), settings=here), baseline
-
-
-def _check_rewards(turn: stages.Turn, version: ModelVersion) -> None:
-    """Raise unless the reward models are those of the day; reports beside them may have changed."""
-    from rlhf_pipeline.reward.model import HEAD, SETTINGS, TRUNK
-
-    for job, known in version.lineage["reward_models"].items():
-        folder = turn.work / "reward" / job
-        if not (folder / TRUNK).is_dir():
-            raise RegistryError(
-                f"version {version.version} of {version.agent_id} learned from the {job} reward "
-                f"model at {folder}, found none there: it was pruned (retention.rewards) or moved; "
-                "restore it from a backup"
-            )
-        found = folder_sha256(folder)
-        read = [n for n in known if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]
-        if odd := [name for name in read if found.get(name) != known[name]]:
-            raise HashMismatch(
-                f"the {job} reward model of version {version.version} needs the files it was "
-                f"trained with, found {', '.join(odd[:3])} changed or missing in {folder}; restore "
-                "them from a backup"
-            )
 
 
 def _tokens(

@@ -1,0 +1,230 @@
+"""Offline A/B: two versions answer the same logged prompts, and a judge neither trained on decides.
+
+The prompts are what people asked, in chats and in votes, those first that neither version nor any
+it began from was trained on (by pair, example or imitation). The judge is the gate reward model of
+the newer version's turn: other raters taught it than the models that were maximised or chose a
+checkpoint. What this does not tell: what people would say of the answers (`rlhf experiment start`
+asks them); and a version that its own gate let through is a little ahead by having been chosen.
+Seed conversations, which version 0 imitated, do not count as seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+from rlhf_pipeline import stages
+from rlhf_pipeline.errors import EvaluationError, RegistryError
+from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.feedback import datasets
+from rlhf_pipeline.feedback.datasets import JOBS, unit_interval
+from rlhf_pipeline.feedback.privacy import redact
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    Message,
+    PreferencePair,
+    Progress,
+    RewardExample,
+    SftExample,
+    hashed,
+    ignore_progress,
+    prompt_from_json,
+    prompt_to_json,
+)
+from rlhf_pipeline.registry.judges import reward_folder
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+NEWEST = 20_000  # logged rows among which prompts are looked for
+FEWEST = 100  # held-out prompts below which seen ones are taken too
+
+
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """What the comparison found. In the report `candidate` is the second, `baseline` the first."""
+
+    agent_id: str
+    first: int
+    second: int
+    judge: int  # the version whose turn's gate model judged
+    logged: int  # different prompts that were found
+    held_out: int  # of those compared on: neither was trained on them
+    seen: int  # of those compared on: one was
+    same_raters: bool  # whether both turns divided the raters alike; else the judge may be partial
+    report: EvaluationReport
+
+    @property
+    def words(self) -> str:
+        """Return the verdict as a sentence."""
+        rate = self.report.length_controlled_win_rates["baseline"]
+        low, high = rate.low or 0.0, 1.0 if rate.high is None else rate.high
+        told = f"{rate.value:.3f} ({low:.3f} to {high:.3f})"
+        pair = f"version {self.second}", f"version {self.first}"
+        if low > 0.5:
+            said = f"{pair[0]} is better than {pair[1]}"
+        elif high < 0.5:
+            said = f"{pair[0]} is worse than {pair[1]}"
+        else:
+            said = f"nothing surely tells {pair[0]} from {pair[1]}"
+        return (
+            f"{said}: length-controlled win rate {told} on {self.report.prompts} prompts, "
+            f"{self.held_out} of them held out from both"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"words": self.words, **asdict(self)}
+
+
+def offline(
+    registry: ModelRegistry,
+    settings: Settings,
+    agent_id: str,
+    first: str,
+    second: str,
+    *,
+    prompts: int,
+    report: Progress = ignore_progress,
+) -> Offline:
+    """Return how the second version does beside the first on at most `prompts` logged prompts.
+
+    Both sample with the same seed at the agent's temperature; scores are paired by prompt. Raises
+    EvaluationError for one version named twice or too few prompts, RegistryError where a version or
+    the judge is not there any more.
+    """
+    from rlhf_pipeline.evaluation.compare import compare
+    from rlhf_pipeline.reward.model import load_reward_model
+
+    ledger = registry.ledger
+    one, other = ledger.find(agent_id, first), ledger.find(agent_id, second)
+    if one.version == other.version:
+        raise EvaluationError(
+            f"an offline comparison needs two versions, found version {one.version} as both; name "
+            "another (`rlhf versions` lists them)"
+        )
+    judge = max(one, other, key=lambda version: version.version)
+    folder = reward_folder(judge, "gate")
+    found = logged(registry.ledger.database, agent_id)
+    trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
+    held_out = [text for text in found if _as_trained(text) not in trained_on][:prompts]
+    seen = [text for text in found if _as_trained(text) in trained_on]
+    seen = seen[: max(0, min(FEWEST, prompts) - len(held_out))]
+    policy = settings.policy
+    compared = compare(
+        registry.folder_of(other),
+        registry.folder_of(one),
+        None,
+        [EvaluationPrompt(hashed(text)[:32], prompt_from_json(text)) for text in held_out + seen],
+        load_reward_model(folder, device=policy.device, dtype=policy.frozen_dtype),
+        {},
+        max_completion_tokens=policy.max_completion_tokens,
+        max_prompt_tokens=policy.max_prompt_tokens,
+        temperature=policy.temperature,
+        seed=settings.training.seed,
+        bootstrap_samples=settings.evaluation.bootstrap_samples,
+        samples_shown=settings.evaluation.samples_shown,
+        device=policy.device,
+        dtype=policy.frozen_dtype,
+        report=report,
+    )
+    return Offline(
+        agent_id,
+        one.version,
+        other.version,
+        judge.version,
+        len(found),
+        len(held_out),
+        len(seen),
+        _divide_alike(one, other),
+        compared,
+    )
+
+
+def logged(database: db.Database, agent_id: str) -> list[str]:
+    """Return the different prompts (JSON) of the newest chats and votes, in an order of their own.
+
+    The order follows from the prompts alone, so the first few are no choice of anybody's.
+    """
+    i, f = db.interactions.c, db.effective_feedback.c
+    chats = sa.select(i.prompt).where(i.agent_id == agent_id).order_by(i.created_at.desc())
+    votes = (
+        sa.select(f.prompt)
+        .where(f.agent_id == agent_id, f.prompt.is_not(None))
+        .order_by(f.seq.desc())
+    )
+    with database.read() as connection:
+        texts = {
+            str(text)
+            for query in (chats, votes)
+            for text in connection.execute(query.limit(NEWEST)).scalars()
+        }
+    answerable = [t for t in texts if (turns := prompt_from_json(t)) and turns[-1].role == "user"]
+    return sorted(answerable, key=lambda text: unit_interval("offline", text))
+
+
+def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[str]:
+    """Return the prompts (JSON) that a version, or one it began from, was trained on.
+
+    Raises RegistryError where the data sets of one are gone: then nobody can say.
+    """
+    by_path = {known.path: known for known in ledger.versions(version.agent_id)}
+    found: set[str] = set()
+    queue: list[ModelVersion] = [version]
+    done: set[int] = set()
+    while queue:
+        here = queue.pop()
+        if here.version in done:
+            continue
+        done.add(here.version)
+        found |= _trained_on(settings, here)
+        for key in ("started_from", "baseline"):
+            place = here.lineage.get(key)
+            # The end of the path, as the state folder may have been elsewhere on that day.
+            ends = [
+                v for p, v in by_path.items() if place and place.endswith("/".join(p.parts[-3:]))
+            ]
+            queue += ends
+    return found
+
+
+def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
+    data = settings.agent_folder(version.agent_id) / "snapshots" / (version.fingerprint or "")[:16]
+    known = version.lineage.get("data", {})
+    if missing := [name for name in known if not (data / name).is_file()]:
+        raise RegistryError(
+            f"version {version.version} of {version.agent_id} was trained from "
+            f"{data / missing[0]}, found none there; restore it from a backup"
+        )
+    found: set[str] = set()
+    if stages.PAIRS in known:
+        pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
+        found |= {prompt_to_json(pair.prompt) for pair in pairs if pair.split == "train"}
+    if stages.EXAMPLES in known:
+        examples = datasets.read_jsonl(data / stages.EXAMPLES, RewardExample)
+        found |= {prompt_to_json(one.prompt) for one in examples if one.split == "train"}
+    if stages.SFT_EXAMPLES in known:
+        imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
+        found |= {prompt_to_json(one.prompt) for one in imitated}
+    return found
+
+
+def _as_trained(text: str) -> str:
+    """Return a logged prompt as a snapshot would hold it, personal details taken out."""
+    turns = prompt_from_json(text)
+    return prompt_to_json(tuple(Message(turn.role, redact(turn.content)[0]) for turn in turns))
+
+
+def _divide_alike(one: ModelVersion, other: ModelVersion) -> bool:
+    """Say whether both turns gave each rater to the same reward model; true where one had none."""
+    shares = [
+        version.lineage["recipe"]["reward"]["shares"]
+        for version in (one, other)
+        if version.lineage.get("reward_models") and "recipe" in version.lineage
+    ]
+    return all({job: each[job] for job in JOBS} == shares[0] for each in shares)

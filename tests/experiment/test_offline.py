@@ -1,0 +1,83 @@
+"""Two versions of a real turn on logged prompts: who has seen them is found out another way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rlhf_pipeline.errors import EvaluationError, RegistryError
+from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.experiment.offline import Offline, logged, offline, seen_by
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.datasets import split_of
+from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+from tests.assets.world import FirstTurn, Loop
+
+
+@pytest.fixture(scope="module")
+def found(loop: Loop, first_turn: FirstTurn) -> Offline:
+    agent, pipeline = first_turn.agent_id, loop.pipeline
+    vote = Feedback(
+        agent,
+        FeedbackKind.thumbs,
+        "after the turn",
+        prompt=user_prompt("write to ann@example.org about the lamp"),
+        completion="no",
+        number=0.0,
+    )
+    pipeline.store.append([vote])
+    settings = pipeline.settings(agent)
+    return offline(pipeline.registry, settings, agent, "baseline", "1", prompts=12)
+
+
+def test_prompts_that_were_trained_on_are_told_from_those_held_out(
+    loop: Loop, first_turn: FirstTurn, found: Offline
+) -> None:
+    agent, pipeline = first_turn.agent_id, loop.pipeline
+    settings, version = pipeline.settings(agent), loop.version(first_turn.agent_id, 1)
+    taken = settings.agent_folder(agent) / "snapshots" / (version.fingerprint or "")[:16]
+    rows = snapshot.read(taken / snapshot.FILE)
+    share = settings.feedback.evaluation_share
+    trained = {text for text in rows["prompt"] if split_of(text, share) == "train"}
+    assert trained
+    assert seen_by(pipeline.ledger, settings, version) <= trained
+    every = logged(pipeline.database, agent)
+    assert len(every) == len(set(every)) == found.logged
+    assert any("ann@example.org" in text for text in every)
+    held_out = [text for text in every if text not in seen_by(pipeline.ledger, settings, version)]
+    assert found.held_out == min(12, len(held_out))
+    assert found.held_out + found.seen == found.report.prompts == 12
+
+
+def test_scores_are_paired_and_judged_by_the_later_versions_gate_model(found: Offline) -> None:
+    assert (found.first, found.second, found.judge, found.same_raters) == (0, 1, 1, True)
+    pairs = zip(found.report.scores["candidate"], found.report.scores["baseline"], strict=True)
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs]
+    assert found.report.win_rates["baseline"].value == pytest.approx(sum(wins) / len(wins))
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["words"] == found.words
+    assert "length-controlled win rate" in found.words
+
+
+def test_a_verdict_needs_an_interval_on_one_side(found: Offline) -> None:
+    for low, high, word in (
+        (0.51, 0.7, "is better"),
+        (0.2, 0.49, "is worse"),
+        (0.4, 0.6, "surely"),
+    ):
+        rates = {"baseline": Number(0.5, low, high, 12)}
+        report = replace(found.report, length_controlled_win_rates=rates)
+        assert word in replace(found, report=report).words
+
+
+def test_what_cannot_be_compared_is_said(loop: Loop, first_turn: FirstTurn) -> None:
+    agent, pipeline = first_turn.agent_id, loop.pipeline
+    settings = pipeline.settings(agent)
+    with pytest.raises(EvaluationError, match="needs two versions, found version 0 as both"):
+        offline(pipeline.registry, settings, agent, "0", "baseline", prompts=12)
+    version = loop.version(agent, 1)
+    elsewhere = settings.model_copy(update={"state_dir": settings.state_dir / "elsewhere"})
+    with pytest.raises(RegistryError, match="found none there; restore it"):
+        seen_by(pipeline.ledger, elsewhere, version)
