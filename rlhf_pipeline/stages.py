@@ -348,7 +348,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     """Compare the candidate with baseline and champion, judged by the gate model; then the gate."""
     from rlhf_pipeline.evaluation import PAGE
     from rlhf_pipeline.evaluation.compare import compare
-    from rlhf_pipeline.evaluation.facts import gate_facts
+    from rlhf_pipeline.evaluation.facts import disagreement_facts, gate_facts
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.page import write_page
     from rlhf_pipeline.evaluation.plots import write_plots
@@ -394,7 +394,10 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
             "top_raters": settings.validation.top_raters_share,
             **settings.promotion.gate,
         },
-        facts=gate_facts(turn.data, turn.work, turn.previous),
+        facts={
+            **gate_facts(turn.data, turn.work, turn.previous),
+            **disagreement_facts(comparison.metrics(), turn.work),
+        },
     )
     drawn = write_plots(comparison, turn.work / "evaluation")
     pictures = [*drawn, *sorted((turn.work / "ppo").rglob("over_optimisation.png"))]

@@ -21,6 +21,7 @@ from rlhf_pipeline.evaluation.behaviour import BehaviourItem, ItemResult, judge_
 from rlhf_pipeline.evaluation.metrics import Floats, Number
 from rlhf_pipeline.evaluation.pieces import reward_pieces
 from rlhf_pipeline.evaluation.report import (
+    APART,
     GATE_SCORE,
     KL,
     EvaluationReport,
@@ -159,7 +160,10 @@ def compare(
             for p, c in zip(prompts, found.completions, strict=True)
         ]
         for name, reward in {GATE_SCORE: judge, **_named(other_rewards)}.items():
-            found.scores[name] = _finite(reward(items), len(items), name, folder)
+            scores, apart = _judged(reward, items)
+            found.scores[name] = _finite(scores, len(items), name, folder)
+            if apart is not None:
+                found.scores[name.removesuffix("_score") + APART] = np.asarray(apart)
         if composite is not None:
             some = [i for i in range(len(items)) if items[i].references or not referenced_only]
             found.told.update(zip(some, composite.judge([items[i] for i in some]), strict=True))
@@ -472,6 +476,18 @@ def _named(rewards: Mapping[str, RewardFunction]) -> dict[str, RewardFunction]:
     if GATE_SCORE in named:
         raise EvaluationError("the name 'gate' is the judge's; give the other reward another name")
     return named
+
+
+def _judged(
+    reward: RewardFunction, items: Sequence[RewardInput]
+) -> tuple[Sequence[float], Sequence[float] | None]:
+    """Return the scores, and how far the heads disagree on each; None where there is one head."""
+    from rlhf_pipeline.reward.model import LearnedReward
+
+    if not isinstance(reward, LearnedReward):
+        return reward(items), None
+    told = reward.judge(items)
+    return told.scores, told.disagreement if len(told.by_member) > 1 else None
 
 
 def _finite(scores: Sequence[float], expected: int, name: str, folder: Path) -> Floats:

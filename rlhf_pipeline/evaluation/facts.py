@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.evaluation.report import APART
 from rlhf_pipeline.feedback.support import JUDGED_RATERS
 from rlhf_pipeline.files import read_json
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
 REWARD_REPORT = Path("reward") / "gate" / "report.json"  # in a turn's work folder
+PROXY_REPORT = Path("reward") / "proxy" / "report.json"  # likewise
 
 
 def gate_facts(data: Path, work: Path, previous: Path | None) -> dict[str, float]:
@@ -56,6 +58,19 @@ def reward_facts(
         change = report["accuracy"] - before["accuracy"]
         facts["reward/accuracy_change_high"] = change + math.hypot(up, down)
     return facts
+
+
+def disagreement_facts(numbers: Mapping[str, float], work: Path) -> dict[str, float]:
+    """Return how far the proxy's heads disagree on the candidate's completions, over held-out ones.
+
+    Far above 1 the candidate says what the votes told nothing about, and its reward is a guess.
+    `numbers` are EvaluationReport.metrics(). Nothing where the proxy has one head.
+    """
+    found = numbers.get(f"candidate/proxy{APART}")
+    if found is None or not (work / PROXY_REPORT).exists():
+        return {}
+    held_out = read_json(work / PROXY_REPORT).get("disagreement", 0.0)
+    return {"reward/disagreement_ratio": found / held_out} if held_out > 0 else {}
 
 
 def support_facts(support: Mapping[str, Any]) -> dict[str, float]:

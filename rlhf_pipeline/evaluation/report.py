@@ -16,9 +16,12 @@ Against = Literal["baseline", "champion"]
 
 GATE_SCORE = "gate_score"
 KL = "kl_to_baseline"
+APART = "_disagreement"  # after a reward model's job: deviation among its heads, in units of score
 
 MEANING = {
     GATE_SCORE: "score of the gate's reward model, which nothing was trained or chosen by",
+    f"proxy{APART}": "deviation among the heads of the model that training maximised",
+    f"gate{APART}": "deviation among the heads of the gate's reward model",
     "length_tokens": "tokens per completion, the end token among them",
     "distinct_1": "distinct words over all words",
     "distinct_2": "distinct word pairs over all word pairs",

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.evaluation.facts import drift_facts, gate_facts, reward_facts, support_facts
+from rlhf_pipeline.evaluation.facts import (
+    disagreement_facts,
+    drift_facts,
+    gate_facts,
+    reward_facts,
+    support_facts,
+)
+from rlhf_pipeline.evaluation.gate import DEFAULT_RULES
 from rlhf_pipeline.files import write_json
 
 
@@ -33,6 +40,23 @@ def test_few_pairs_say_only_how_few_they_are() -> None:
     assert reward_facts(judged(99, 0.2, 0.1, 0.3)) == {"reward/held_out_pairs": 99}
     few_before = reward_facts(judged(400, 0.7, 0.6, 0.8), judged(99, 0.9, 0.8, 1.0))
     assert "reward/accuracy_change_high" not in few_before
+
+
+def test_heads_that_disagree_on_what_the_candidate_says_are_a_number_for_the_gate(
+    tmp_path: Path,
+) -> None:
+    numbers = {"candidate/proxy_disagreement": 0.9, "baseline/proxy_disagreement": 0.3}
+    assert disagreement_facts(numbers, tmp_path) == {}
+    write_json(tmp_path / "reward" / "proxy" / "report.json", {"disagreement": 0.5})
+    facts = disagreement_facts(numbers, tmp_path)
+    assert facts == {"reward/disagreement_ratio": pytest.approx(1.8)}
+    assert disagreement_facts({"candidate/proxy_score": 1.0}, tmp_path) == {}  # one head
+    write_json(tmp_path / "reward" / "proxy" / "report.json", {"disagreement": 0.0})
+    assert disagreement_facts(numbers, tmp_path) == {}
+    rules = {rule.name: rule for rule in DEFAULT_RULES}
+    told = {name: rules[name] for name in ("disagreement_warning", "disagreement_stop")}
+    assert {rule.metric for rule in told.values()} == set(facts)
+    assert [(rule.limit, rule.breach) for rule in told.values()] == [(1.5, "warn"), (2, "refuse")]
 
 
 def test_the_top_hundredth_of_the_raters_counts_from_a_hundred_raters_on() -> None:

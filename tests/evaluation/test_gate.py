@@ -63,6 +63,7 @@ FACTS = {
     "reward/accuracy_change_high": 0.03,
     "reward/ece_beyond_chance": 0.01,
     "reward/held_out_pairs": 400.0,
+    "reward/disagreement_ratio": 1.2,
     "votes/top_share": 0.04,
     "drift/psi": 0.1,
     "vs_champion/behaviour_worse": 0.0,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.evaluation.compare import _judged
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
 from rlhf_pipeline.reward.heads import Combined, disagreement, influences, parts_of
@@ -105,6 +106,7 @@ def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
     assert list(told.disagreement) == pytest.approx(
         [statistics.pstdev(three) for three in zip(*told.by_member.values(), strict=True)], abs=1e-4
     )
+    assert _judged(reward, items) == (told.scores, told.disagreement)  # what the gate reads
     assert statistics.fmean(reward(planted.centre)) == pytest.approx(0, abs=1e-4)
     assert read_json(tmp_path / "rm" / "report.json")["disagreement"] > 0
     with pytest.raises(TrainingError, match="3 heads need a frozen trunk and pairs alone, found"):
