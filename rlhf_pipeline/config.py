@@ -215,6 +215,17 @@ class RewardSettings(Section):
         "loss; beyond these two the trunk must be frozen.",
     )
 
+    base: str | None = Field(
+        None,
+        description="A folder or a hub id whose trunk the reward models begin with, causal or an "
+        "encoder (BERT, RoBERTa, DeBERTa, ...); unset: the baseline's. It reads text with its own "
+        "tokenizer, and a separate critic then begins with the policy instead.",
+    )
+    reads: Literal["first", "last", "mean"] | None = Field(
+        None,
+        description="What the head judges: an encoder's first token, a causal base's last, or the "
+        "mean of all; unset: the first or the last, and the mean where only a head is trained.",
+    )
     shares: RewardShares = RewardShares()
     min_pairs: Positive = Field(30, description="Training pairs each of the three needs.")
     reads_likelihood: bool = Field(

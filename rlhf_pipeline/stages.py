@@ -167,7 +167,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
         keep_going()
         freeze = settings.reward.freeze_trunk or (settings.reward.freeze_judges and job != "proxy")
         outcome = train_reward_model(
-            baseline,
+            settings.reward.base or baseline,
             train[job],
             test,
             turn.work / "reward" / job,
@@ -181,6 +181,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             max_prompt_tokens=settings.policy.max_prompt_tokens,
             max_completion_tokens=settings.policy.max_completion_tokens,
             seed=settings.training.seed + JOBS.index(job),
+            reads=settings.reward.reads,
             reads_likelihood=settings.reward.reads_likelihood,
             weigh_raters=settings.reward.weigh_raters,
             heads=settings.reward.heads,
@@ -307,8 +308,11 @@ def improve(
         watch_prompts=prompts[:watched],
         output_dir=output_dir,
         settings=ppo,
-        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy.
-        value_init=reward_folder / "proxy" if ppo.critic == "separate" else None,
+        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy,
+        # where that is of the policy's kind.
+        value_init=reward_folder / "proxy"
+        if ppo.critic == "separate" and settings.reward.base is None
+        else None,
         base=base,
         user=None if settings.training.simulated_user is None else customers,
         feedback_count=feedback_count,
@@ -420,7 +424,8 @@ def judges_of(turn: Turn) -> dict[Job, LearnedReward]:
 
     settings, baseline = turn.settings, _need(turn.baseline, "a baseline", "sft_policy")
     device, dtype = settings.policy.device, settings.policy.frozen_dtype
-    base = bare_base(baseline, device=device, dtype=dtype) if settings.reward.lora_rank else None
+    shares = settings.reward.lora_rank > 0 and settings.reward.base is None
+    base = bare_base(baseline, device=device, dtype=dtype) if shares else None
     return {
         job: load_reward_model(turn.work / "reward" / job, device=device, dtype=dtype, base=base)
         for job in JOBS

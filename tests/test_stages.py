@@ -14,7 +14,9 @@ from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.records import ignore_progress
 from rlhf_pipeline.registry.reproduce import recorded_turn
+from rlhf_pipeline.reward.model import load_reward_model
 from tests.assets.world import FirstTurn, Loop
+from tests.reward.conftest import save_encoder
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "dpo"])
@@ -34,3 +36,25 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
     decision = GateDecision.from_json(judged["gate"])
     assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
+
+
+@pytest.mark.slow
+def test_reward_models_on_an_encoder_guide_a_policy_that_writes_other_tokens(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    base = save_encoder(tmp_path / "encoder", "bert", context=512)
+    changes = {"base": str(base), "reads": "mean", "reads_likelihood": False, "epochs": 1}
+    reward = turn.settings.reward.model_copy(update=changes)
+    ppo = replace(turn.settings.ppo, updates=1, critic="separate")
+    turn = replace(turn, settings=turn.settings.model_copy(update={"reward": reward, "ppo": ppo}))
+    reports = stages.train_reward_models(turn, ignore_progress, lambda: None)
+    assert all(0 < report["accuracy"] < 1 for report in reports.values())
+    proxy = load_reward_model(turn.work / "reward" / "proxy", device="cpu")
+    assert (proxy.model.encoder, proxy.model.reads) == (True, "mean")
+    outcome = stages.train_policy(turn, ignore_progress, lambda: None)
+    assert TrainingResult.load(outcome["result"]).updates == 1
+    judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
+    assert GateDecision.from_json(judged["gate"]).results

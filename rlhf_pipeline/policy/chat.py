@@ -58,7 +58,8 @@ def encode_prompt(
 ) -> list[int]:
     """Return the prompt's tokens, ending with the assistant's header; the latest are kept.
 
-    Where the layout begins with a beginning-of-text token, a shortened prompt keeps that too.
+    Where the layout begins with a beginning-of-text token, a shortened prompt keeps that too; an
+    encoder's is [CLS], where reward models read.
     """
     return encode_prompts(tokenizer, [prompt], max_tokens=max_tokens)[0]
 
@@ -119,7 +120,7 @@ def decode_completions(
 def _keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens: int) -> list[int]:
     if len(row) <= max_tokens:
         return row
-    if max_tokens > 1 and row[0] == tokenizer.bos_token_id:
+    if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
         return [row[0], *row[1 - max_tokens :]]
     return row[-max_tokens:]
 

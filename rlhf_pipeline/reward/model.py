@@ -10,6 +10,8 @@ trunk do not teach. The mean log-likelihood as a reward is SimPO's (arXiv:2405.1
 is an input beside the hidden state, and its weight is learnt like any other.
 A model may have several heads (heads.py): then the weight has a row for each, and the settings say
 how their scores become one.
+The trunk is a causal model's, which the head reads at the last token, or an encoder's (BERT,
+RoBERTa, DeBERTa, ...), read at the first. It has a tokenizer of its own: what is scored is text.
 Nothing is pickled, and no code from a model is run.
 """
 
@@ -234,14 +236,15 @@ def new_reward_model(
 ) -> tuple[RewardModel, PreTrainedTokenizerBase]:
     """Return an untrained reward model on a policy's trunk (output layer dropped) or an encoder.
 
-    It reads the last token, an encoder the first, unless told otherwise; with `likelihood` it keeps
-    the output layer and reads the completion's likelihoods too.
+    It reads the last token, an encoder the first (BERT's [CLS]), or the mean where told so; with
+    `likelihood` it keeps the output layer and reads the completion's likelihoods too.
     on_base: the trunk stays the base's, frozen, of this dtype, and is not saved; with lora_rank it
     gets adapters.
     The head starts with deviation 1 / sqrt(H + 1) and no bias, so first scores are small.
+    Raises ModelError where the base cannot be read that way.
     Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
     """
-    trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, base, dtype)
+    trunk = _load_trunk(base, likelihood, dtype)
     tokenizer = load_tokenizer(base)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
@@ -260,6 +263,12 @@ def new_reward_model(
             "false, or take a causal base"
         )
     reads = reads or ("first" if encoder else "last")
+    if reads == ("last" if encoder else "first"):
+        kind, place = ("an encoder", "first") if encoder else ("a causal base", "last")
+        raise ModelError(
+            f"of {kind} the head reads the {place} token or the mean, found {reads}; set "
+            f"reward.reads to mean, or leave it out"
+        )
     if on_base:
         trunk.requires_grad_(False)
         if lora_rank:
@@ -348,9 +357,8 @@ def load_reward_model(
         trunk = causal if likelihood else trunk_of(causal)
         device = str(base.policy.device)
     else:
-        auto_class = AutoModelForCausalLM if likelihood else AutoModel
         source: str | Path = root / TRUNK if facts is None else _base_source(facts, root)
-        trunk = load_weights(auto_class, source, "float32" if facts is None else dtype)
+        trunk = _load_trunk(source, likelihood, "float32" if facts is None else dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
         weights = load_file(root / HEAD)
@@ -396,6 +404,24 @@ def reward_version(directory: Path) -> str:
     digests = folder_sha256(directory)
     names = [n for n in digests if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]
     return hashed(*(f"{name}:{digests[name]}" for name in names))[:16]
+
+
+def check_lengths(model: RewardModel, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
+    """Raise ModelError where prompts and completions may be longer than the trunk can read.
+
+    An encoder's tokenizer knows too: RoBERTa's positions begin at 2, and it reads 512 of its 514.
+    """
+    config: Any = model.trunk.config
+    known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    known += [tokenizer.model_max_length] if model.encoder else []
+    most = min((int(n) for n in known if n and n > 0), default=None)
+    needed = limits.max_prompt_tokens + limits.max_completion_tokens
+    if most is not None and needed > most:
+        raise ModelError(
+            f"the reward model's base reads at most {most} tokens, found prompts and completions "
+            f"of up to {limits.max_prompt_tokens} + {limits.max_completion_tokens}; lower "
+            "policy.max_prompt_tokens or max_completion_tokens, or take another reward.base"
+        )
 
 
 def encode_rows(
@@ -490,6 +516,14 @@ def _assemble(
         combined=combined,
     )
     return model.to(choose_device(device)).eval()
+
+
+def _load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:
+    """Return the trunk at source, with its output layer where likelihoods are read."""
+    trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, source, dtype)
+    if isinstance(getattr(trunk, "pooler", None), nn.Module):
+        trunk.pooler = None  # a layer for BERT's own tasks, random where a checkpoint lacks it
+    return trunk
 
 
 def _inner(model: RewardModel) -> nn.Module:

@@ -55,9 +55,11 @@ from rlhf_pipeline.reward.model import (
     TOKENS_AT_ONCE,
     Calibration,
     Limits,
+    Reads,
     RewardModel,
     Row,
     batches_by_length,
+    check_lengths,
     encode_rows,
     features_of,
     new_reward_model,
@@ -144,6 +146,7 @@ def train_reward_model(
     max_prompt_tokens: int,
     max_completion_tokens: int,
     seed: int,
+    reads: Reads | None = None,
     reads_likelihood: bool = False,
     weigh_raters: bool = False,
     heads: int = 1,
@@ -160,7 +163,8 @@ def train_reward_model(
     1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
     `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
     pairs; 6. save model, report.json and plots in one rename.
-    `base` is a policy folder or an encoder. With reads_likelihood the head is solved on the frozen
+    `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head alone is
+    fitted and nothing else is asked for. With reads_likelihood the head is solved on the frozen
     trunk before all of it is trained: few votes then bend the features less (arXiv:2202.10054).
     With freeze_trunk, epochs, learning_rate and batch_size
     are unused: the head's problem is convex and is solved. With `kinds` (kind -> weight, kinds.py;
@@ -191,13 +195,14 @@ def train_reward_model(
     model, tokenizer = new_reward_model(
         base,
         seed=seed,
-        reads="mean" if freeze_trunk or reads_likelihood else None,
+        reads=reads or ("mean" if freeze_trunk or reads_likelihood else None),
         likelihood=reads_likelihood,
         on_base=lora_rank > 0,
         lora_rank=0 if freeze_trunk else lora_rank,
         dtype=dtype if lora_rank else "float32",
         device=device,
     )
+    check_lengths(model, tokenizer, limits)
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
     weighed: dict[str, RaterWeight] = {}

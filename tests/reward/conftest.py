@@ -6,8 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -58,3 +62,57 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     save_policy(policy, base)
     centre = [RewardInput(p.prompt, p.rejected) for p in train[:40]]
     return Planted(base, train, test, centre)
+
+
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "deberta-v2": {  # as DeBERTa-v3 sets it: relative positions alone, shared with the keys
+        "relative_attention": True,
+        "position_buckets": 16,
+        "pos_att_type": ["p2c", "c2p"],
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+}
+
+
+def save_encoder(
+    folder: Path,
+    model_type: Literal["bert", "deberta-v2"],
+    *,
+    width: int = 16,
+    layers: int = 1,
+    context: int = 96,
+) -> Path:
+    """Save an encoder that has learnt nothing, and a tokenizer of whole words."""
+    words = [*SPECIAL, "User", "Assistant", ":", "please", "question", *sorted(set(WORDS))]
+    wordlevel = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    wordlevel.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    wordlevel.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=wordlevel,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        model_max_length=context - 6,
+    )
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(words),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        max_position_embeddings=context,
+        **ENCODERS[model_type],
+    )
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder
@@ -37,34 +35,6 @@ LIMITS = Limits(32, 40)
 def items_of(planted: Planted) -> list[RewardInput]:
     items = [RewardInput(p.prompt, p.chosen) for p in planted.test[:12]]
     return [*items, RewardInput(items[0].prompt, "")]
-
-
-def save_bert(folder: Path) -> None:
-    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "user", "assistant", "please", "order", ":", "no"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    wordlevel = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    wordlevel.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    wordlevel.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=wordlevel,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
-    )
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.mark.parametrize("reads", ["last", "mean"])
@@ -96,25 +66,6 @@ def test_the_head_starts_small_and_the_output_layer_is_gone(planted: Planted) ->
     assert float(model.head.weight.detach().std()) == pytest.approx(1 / math.sqrt(33), rel=0.3)
     assert float(model.head.bias.detach()) == 0
     assert not [n for n, _ in model.named_parameters() if "lm_head" in n]
-
-
-def test_an_encoder_reads_its_first_token_and_loads_again(tmp_path: Path) -> None:
-    save_bert(tmp_path / "bert")
-    model, tokenizer = new_reward_model(tmp_path / "bert", seed=0, device="cpu")
-    assert (model.encoder, model.reads) == (True, "first")
-    conversations = [(user_prompt("order"), "please"), (user_prompt("order no"), "no please order")]
-    rows = encode_rows(tokenizer, conversations, LIMITS)
-    assert rows[0].ids[0] == tokenizer.cls_token_id
-    assert rows[0].ids.count(tokenizer.sep_token_id) == 1
-    with torch.no_grad():
-        states = [model.trunk(torch.tensor([row.ids])).last_hidden_state[0, 0] for row in rows]
-        expected = [float(model.head(state)) for state in states]
-    assert score_rows(model, rows) == pytest.approx(expected, abs=1e-5)
-    with new_folder(tmp_path / "rm") as folder:
-        save_reward_model(model, tokenizer, folder, limits=LIMITS, calibration=Calibration(0.5))
-    reward = load_reward_model(tmp_path / "rm", device="cpu")
-    items = [RewardInput(p, c) for p, c in conversations]
-    assert reward(items) == pytest.approx([s - 0.5 for s in expected], abs=1e-5)
 
 
 def test_batches_keep_within_the_token_budget_and_lose_nothing() -> None:
@@ -207,9 +158,3 @@ def test_the_likelihoods_are_those_of_the_completion_alone(planted: Planted) -> 
         ]
         expected = [sum(logprobs) / len(logprobs), min(logprobs), sum(logprobs) / 16]
         assert found[-3:].tolist() == pytest.approx(expected, abs=1e-4)
-
-
-def test_an_encoder_has_no_likelihood_to_read(tmp_path: Path) -> None:
-    save_bert(tmp_path / "bert")
-    with pytest.raises(ModelError, match="no likelihood"):
-        new_reward_model(tmp_path / "bert", seed=0, likelihood=True, device="cpu")
