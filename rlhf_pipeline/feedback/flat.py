@@ -1,5 +1,6 @@
 """Feedback as flat cells of text (CSV), and back: what is written reads as the same event.
 
+A workbook (.xlsx) is read too: its first sheet, each cell as the text it would be in a CSV file.
 A cell that a spreadsheet would run as a formula is written with an apostrophe before it, and read
 without. What this does not protect: a program that runs cells which begin with an apostrophe.
 """
@@ -11,10 +12,13 @@ import gzip
 import io
 import json
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position
 
 COLUMNS = (
@@ -26,6 +30,7 @@ STRUCTURED = ("prompt", "other_prompt", "messages", "chosen", "rejected", "tags"
 NUMBERS = ("quality", "chosen_score", "rejected_score", "score_chosen", "score_rejected", "number")
 SWITCHES = ("tie", "label")
 RUNS = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")  # OWASP, CSV injection; the wide forms run too
+LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
 
@@ -81,6 +86,61 @@ def csv_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[st
             values = {n: value_of(n, c, kind) for n, c in named.items() if c != "" and n}
             yield reader.line_num, json.dumps(cells, ensure_ascii=False), values
     position.bytes_read = position.bytes_total
+
+
+def sheet_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield row number, the row as it stands, and its values, of a workbook's first sheet.
+
+    Formulas give what they last came to. Raises SourceError where the file is no workbook, unpacks
+    to more than LARGEST_WORKBOOK, or openpyxl is not installed.
+    """
+    try:
+        import openpyxl
+    except ImportError as error:
+        raise SourceError(
+            f"a workbook needs openpyxl, found none to read {path} with; pip install '.[xlsx]', "
+            "or save the sheet as .csv"
+        ) from error
+    position.bytes_total = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as packed:
+            unpacked = sum(member.file_size for member in packed.infolist())
+        if unpacked > LARGEST_WORKBOOK:
+            raise SourceError(
+                f"a workbook of at most {LARGEST_WORKBOOK:,} bytes unpacked is needed, found "
+                f"{unpacked:,} in {path}; save the sheet as .csv"
+            )
+        book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
+    except (zipfile.BadZipFile, KeyError, ValueError, SyntaxError) as error:
+        raise SourceError(
+            f"a workbook is needed at {path}, found: {error}; save the sheet as .csv"
+        ) from error
+    try:
+        rows = book.worksheets[0].iter_rows(values_only=True)
+        header = [_cell_text(name).strip() for name in next(rows, ())]
+        for number, cells in enumerate(rows, 2):
+            texts = [_cell_text(cell) for cell in cells]
+            named = {n: c for n, c in zip(header, texts, strict=False) if n and c != ""}
+            if not named:
+                continue
+            position.line = number
+            kind = named.get("kind")
+            values = {name: value_of(name, text, kind) for name, text in named.items()}
+            yield number, json.dumps(named, ensure_ascii=False), values
+    finally:
+        book.close()
+    position.bytes_read = position.bytes_total
+
+
+def _cell_text(cell: Any) -> str:
+    """Return a cell as CSV would hold it: 3 for 3.0, true, 2024-05-01T12:00:00."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return str(cell).lower()
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return cell.isoformat() if isinstance(cell, date | time) else str(cell)
 
 
 def write_csv(file: IO[str], rows: Iterator[Mapping[str, Any]]) -> int:

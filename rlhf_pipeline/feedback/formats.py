@@ -7,6 +7,7 @@
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
+| judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), `evaluator`; optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
 | quality | `messages` ending with the assistant's, or `prompt` and `completion`, or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
@@ -14,7 +15,7 @@ is refused as `no_prompt`. Fields a format does not name are ignored, but in our
 unknown field is refused: a misspelt one would lose what somebody said.
 
 Sources of the formats: arXiv:2204.05862 (HH-RLHF), arXiv:2304.07327 (OASST), arXiv:2306.01693 (answers:
-fine-grained feedback).
+fine-grained feedback), arXiv:2306.04751 (judgements: how the Tulu models were compared by people).
 """  # noqa: E501 - table rows cannot be broken
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ STORE_FIELDS = {
     "target",
     "voter",
 }  # our own, ignored
+SIGNED = ("rater", "annotator", "evaluator")  # the fields that may name the rater
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_TURN = "\n\nAssistant:"
@@ -420,6 +422,54 @@ def answers(row: Row) -> Iterator[Feedback]:
         )
 
 
+# -- judgements of two models' answers ----------------------------------------------------------
+
+LEVELS = {
+    "a-is-better": ("left", ()),
+    "a-is-slightly-better": ("left", ("slightly",)),
+    "tie": ("tie", ()),
+    "b-is-slightly-better": ("right", ("slightly",)),
+    "b-is-better": ("right", ()),
+}
+"""What is said -> the choice, and the tag that keeps how strongly."""
+ACCEPTABLE = {"yes": 1.0, "no": 0.0}
+
+
+def judgements(row: Row) -> Iterator[Feedback]:
+    """Yield the preference a rater gave between two answers, and their thumbs for each."""
+    values = row.values
+    prompt = messages_of(values["prompt"], "prompt")
+    sides = [_needed_text(values, name) for name in ("completion_a", "completion_b")]
+    level = _needed_text(values, "preference")
+    if level not in LEVELS:
+        refuse(Rule.value_out_of_range, f"preference out of {', '.join(LEVELS)}", level)
+    choice, tags = LEVELS[level]
+    rater = _rater(row)
+    accepted = [_acceptable(values, f"completion_{side}_is_acceptable") for side in "ab"]
+    yield row.said(
+        FeedbackKind.preference,
+        prompt=prompt,
+        completion=sides[0],
+        other_completion=sides[1],
+        choice="both_bad" if choice == "tie" and accepted == [0.0, 0.0] else choice,
+        tags=tags,
+        comment=_text(values, "comment"),
+        rater_id=rater,
+    )
+    for text, number in dict(zip(sides, accepted, strict=True)).items():
+        if number is not None:
+            yield row.said(
+                FeedbackKind.thumbs, prompt=prompt, completion=text, number=number, rater_id=rater
+            )
+
+
+def _acceptable(values: Values, name: str) -> float | None:
+    said = _text(values, name)
+    if said is not None and said not in ACCEPTABLE:
+        refuse(Rule.value_out_of_range, f"{name} as yes or no", said)
+    return None if said is None else ACCEPTABLE[said]
+
+
 # -- quality and labels -------------------------------------------------------------------------
 
 
@@ -487,7 +537,7 @@ def _rater(row: Row) -> str | None:
         if not isinstance(ready, str) or not HASHED_RATER.fullmatch(ready):
             refuse(Rule.wrong_type, "rater_id as 32 hex digits; else name it rater", type(ready))
         return ready
-    rater = row.values.get("rater", row.values.get("annotator"))
+    rater = next((row.values[name] for name in SIGNED if name in row.values), None)
     if rater is None or rater == "":
         return None
     if isinstance(rater, bool) or not isinstance(rater, str | int):
@@ -554,6 +604,11 @@ FORMATS: tuple[Format, ...] = (
     OASST,
     Format(
         "answers", lambda row: {"question", "prediction 1", "preference"} <= row.keys(), answers
+    ),
+    Format(
+        "judgements",
+        lambda row: {"prompt", "completion_a", "completion_b", "preference"} <= row.keys(),
+        judgements,
     ),
     Format(
         "quality",

@@ -24,7 +24,7 @@ from rlhf_pipeline.feedback.claims import check_token
 from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
 
 HASH = re.compile(r"[0-9a-f]{32}")
-SIGNATURE = re.compile(r'"(rater|annotator|rater_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
+SIGNATURE = re.compile(r'"(rater|annotator|evaluator|rater_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
 MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
 WORDS = ("prompt", "completion", "text", "other_completion", "other_prompt", "comment", "topic")
 SOME = 400  # ids per IN (...): SQLite takes 999 variables in its oldest builds

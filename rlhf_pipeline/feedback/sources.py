@@ -15,14 +15,15 @@ from typing import Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
-from rlhf_pipeline.feedback.flat import csv_rows
+from rlhf_pipeline.feedback.flat import csv_rows, sheet_rows
 from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
 TABLES = (".csv", ".csv.gz")
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz", *TABLES)
+WORKBOOK = ".xlsx"
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz", *TABLES, WORKBOOK)
 HUB = "hf://"
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
@@ -87,6 +88,9 @@ def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Pa
     try:
         if path.name.lower().endswith(TABLES):
             yield from csv_rows(path, position)
+            return
+        if path.name.lower().endswith(WORKBOOK):
+            yield from sheet_rows(path, position)
             return
         for row in raw_rows(path, position, longest_row):
             try:

@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.feedback.validation import ValidationReport, validate
@@ -92,3 +93,23 @@ def test_judged_answers_give_pairs_with_ties_and_corrections(
     assert kinds["correction"] >= 470
     assert Counter(report.clean["choice"])["tie"] > 300
     report.require_fit()
+
+
+def test_signed_judgements_say_how_far_their_raters_agree(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    pytest.importorskip("openpyxl")
+    path = DATA / "tulu_human_eval" / "eval_annotations_tulu_1.xlsx"
+    summary, report = run(store, path, tmp_path)
+    assert summary.quarantined == {}
+    preferences = report.clean[report.clean["kind"] == "preference"]
+    choices = Counter(preferences["choice"])
+    assert (choices["tie"], choices["both_bad"]) == (285, 50)
+    assert preferences["voter"].nunique() == 16
+    units = units_of(report.clean)
+    found = agreement_of([list(unit.values()) for unit in units["pairs"]])
+    assert found.answers > 80
+    assert 0 < found.alpha < 1
+    table = by_rater(units["pairs"], Counter(report.clean["voter"]))
+    assert sum(one.alike is not None for one in table) >= 10
+    assert ingest(store, path, "real").stored == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -569,7 +570,9 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
 
 def test_a_file_of_no_known_format_lists_the_formats(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "u.jsonl", [b"{", {"apples": 3}])
-    with pytest.raises(SourceError, match=r"events, hh_rlhf, pairs, oasst, answers, quality"):
+    with pytest.raises(
+        SourceError, match=r"events, hh_rlhf, pairs, oasst, answers, judgements, quality"
+    ):
         read_all(path)
     events, aside = read_all(path, format="pairs")
     assert (events, len(aside)) == ([], 2)
@@ -587,3 +590,76 @@ def test_the_judge_of_a_whole_file_can_be_named(tmp_path: Path) -> None:
     events, _ = read_all(path, source="model")
     assert [e.source for e in events] == ["model", "code"]
     assert replace(events[0], source="code") != events[0]
+
+
+# -- judgements, and workbooks ------------------------------------------------------------------
+
+JUDGED = {
+    "prompt": "Name a bird.",
+    "completion_a": "A finch.",
+    "completion_b": "A cat.",
+    "completion_a_is_acceptable": "yes",
+    "completion_b_is_acceptable": "no",
+    "preference": "a-is-slightly-better",
+    "evaluator": "ann",
+}
+
+
+def test_a_judgement_is_a_preference_and_a_thumb_for_each_answer(tmp_path: Path) -> None:
+    poor = {"completion_a_is_acceptable": "no"}
+    rows = [
+        JUDGED,
+        {**JUDGED, "preference": "b-is-better"},
+        {**JUDGED, "preference": "tie"},
+        {**JUDGED, "preference": "tie", **poor},  # neither will do
+        {**JUDGED, "preference": "a", "evaluator": "bob"},
+        {**JUDGED, "completion_b_is_acceptable": "perhaps"},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    said = [event for event in events if event.kind is FeedbackKind.preference]
+    assert [event.choice for event in said] == ["left", "right", "tie", "both_bad"]
+    assert [event.tags for event in said] == [("slightly",), (), (), ()]
+    assert {event.rater_id for event in events} == {hash_rater("tea", "ann")}
+    assert [(e.completion, e.number) for e in events if e.kind is FeedbackKind.thumbs][:2] == [
+        ("A finch.", 1.0),
+        ("A cat.", 0.0),
+    ]
+    assert rules_of(aside) == [(5, "value_out_of_range"), (6, "value_out_of_range")]
+
+
+def test_a_workbook_says_what_the_same_table_would(tmp_path: Path) -> None:
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    book.active.append([*JUDGED, "id", "timestamp"])
+    when = datetime(2023, 5, 19, 13, 11, tzinfo=None)  # noqa: DTZ001 - a workbook knows no zones
+    book.active.append([*JUDGED.values(), 213.0, when])
+    book.active.append([])  # a gap
+    book.active.append([*(JUDGED | {"completion_a": 42, "preference": "c"}).values()])
+    book.active.append([*(JUDGED | {"completion_a": 42}).values()])
+    book.save(tmp_path / "judged.xlsx")
+    events, aside = read_all(tmp_path / "judged.xlsx")
+    as_lines, _ = read_all(
+        write_lines(tmp_path / "f.jsonl", [JUDGED, {**JUDGED, "completion_a": "42"}])
+    )
+    assert [to_row(event) for event in events] == [to_row(event) for event in as_lines]
+    assert rules_of(aside) == [(4, "value_out_of_range")]
+    assert '"evaluator": "ann"' in str(aside[0].raw)  # so that an erasure finds it
+
+
+def test_what_is_no_workbook_is_refused_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "votes.xlsx"
+    path.write_bytes(b"kind,value")
+    with pytest.raises(SourceError, match=r"a workbook is needed at .*save the sheet as \.csv"):
+        read_all(path)
+    import openpyxl
+
+    openpyxl.Workbook().save(path)
+    monkeypatch.setattr("rlhf_pipeline.feedback.flat.LARGEST_WORKBOOK", 1_000)
+    with pytest.raises(SourceError, match="at most 1,000 bytes"):
+        read_all(path)
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(SourceError, match=r"needs openpyxl, found none .*pip install"):
+        read_all(path)
