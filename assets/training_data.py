@@ -32,7 +32,7 @@ def training_data(
     with pipeline.turn(context) as turn:
         feedback = turn.settings.feedback
         built = datasets.build(
-            snapshot.read(turn.data / VALIDATED),
+            stages.without_gold(turn, snapshot.read(turn.data / VALIDATED)),
             evaluation_share=feedback.evaluation_share,
             min_rating=feedback.min_rating,
             max_samples=feedback.max_samples,

@@ -186,7 +186,10 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             for job in JOBS
             if (turn.work / "reward" / job).is_dir()
         }
-        files = (stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS)
+        files = (
+            *(stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS),
+            stages.GOLD,
+        )
         lines = {name: turn.data / name for name in files}
         return {
             "fingerprint": turn.fingerprint,

@@ -148,6 +148,11 @@ class FeedbackSettings(Section):
     )
     max_samples: Positive | None = Field(None, description="Rows per data set; None keeps all.")
     evaluation_share: Share = Field(0.15, description="Prompts kept from training, by hash.")
+    gold_questions: str | None = Field(
+        None,
+        description="File of pairs whose better answer is known: how a rater answers them counts "
+        "in how far their word goes, and nothing said on their prompts is trained or tested on.",
+    )
     redact: bool = Field(
         True, description="Take e-mails, phones, cards, keys and IPs out of what is trained on."
     )

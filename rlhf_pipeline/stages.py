@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
-from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
@@ -30,6 +30,8 @@ from rlhf_pipeline.records import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from rlhf_pipeline.evaluation.behaviour import BehaviourItem
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.ppo.result import TrainingResult
@@ -44,6 +46,7 @@ PAIRS = "preference_pairs.jsonl"
 EXAMPLES = "reward_examples.jsonl"
 SFT_EXAMPLES = "sft_examples.jsonl"
 PROMPTS = "evaluation_prompts.jsonl"
+GOLD = "gold_answers.jsonl"
 
 MOST_REFERENCES = 4  # completions of one prompt that others are compared with
 CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average
@@ -150,6 +153,20 @@ def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:
     return build_tiny(_texts(examples), vocabulary=tiny.vocabulary, **sizes)
 
 
+def without_gold(turn: Turn, frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the votes that data sets are made of; answers to gold questions are kept beside."""
+    settings = turn.settings.feedback
+    answers = turn.data / GOLD
+    answers.unlink(missing_ok=True)
+    if settings.gold_questions is None:
+        return frame
+    path = Path(settings.gold_questions)
+    better = gold.read_questions(path, turn.agent_id, redacts=settings.redact)
+    rest, found = gold.set_apart(frame, better)
+    gold.write_answers(answers, found)
+    return rest
+
+
 def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
     """Train proxy, stopping and gate model, each on voters of its own; returns their reports."""
     from rlhf_pipeline.reward.training import train_reward_model
@@ -161,6 +178,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     examples = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample) if every else []
     train, test = reward_splits(pairs, settings, examples)
     said = _examples_by_job(examples, settings)
+    known = gold.tallies(gold.read_answers(turn.data / GOLD))
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
     for job in JOBS:
@@ -184,6 +202,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             reads=settings.reward.reads,
             reads_likelihood=settings.reward.reads_likelihood,
             weigh_raters=settings.reward.weigh_raters,
+            gold=known,
             heads=settings.reward.heads,
             combine=settings.reward.combine,
             disagreement_weight=settings.reward.disagreement_weight,

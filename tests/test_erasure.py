@@ -31,6 +31,7 @@ from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, prompt_to_rows
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.gold import GoldAnswer, write_answers
 from rlhf_pipeline.feedback.raters import Person, erased_rows, is_signed_by
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
@@ -195,6 +196,11 @@ def _turn(world: World) -> None:
     datasets.write_jsonl(data / stages.EXAMPLES, built.reward_examples)
     datasets.write_jsonl(data / stages.SFT_EXAMPLES, built.sft_examples)
     datasets.write_jsonl(data / stages.PROMPTS, built.evaluation_prompts)
+    answers = [
+        GoldAnswer(str(row["feedback_id"]), str(row["voter"]), True)
+        for row in frame.to_dict("records")
+    ]
+    write_answers(data / stages.GOLD, answers)
     (data / "preference_pairs.partial").write_text(SECRET)
     support = support_to_json(support_of(frame), frame)
     support["associations"] = [{"ngram": SECRET, "net": 4}, {"ngram": "cherry", "net": 5}]

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.event_logs import ERASED
-from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
@@ -147,7 +147,11 @@ def _clean_datasets(folder: Path, gone: Collection[str], built: datasets.Dataset
         asked = datasets.read_jsonl(prompts, EvaluationPrompt)
         left = [held_out[p.prompt_id] for p in asked if p.prompt_id in held_out]
         changed += _rewritten(prompts, asked, left)
-    return changed
+    answers = gold.read_answers(folder / stages.GOLD)
+    others = [answer for answer in answers if answer.feedback_id not in gone]
+    if others != answers:
+        gold.write_answers(folder / stages.GOLD, others)
+    return changed + (others != answers)
 
 
 def _rewritten(path: Path, before: list[Any], after: list[Any]) -> bool:

@@ -15,13 +15,15 @@ criteria    the same around a head of its own, which is the score's plus what se
 u is the rater's leniency, shrunk to 0 (a normal prior): who is always kind moves no score. The
 slopes a are near 1 unless the votes say otherwise. A rater may be careless: with some probability,
 learnt, everything they say (but their corrections, which nobody writes without a look) is drawn
-from what people say of anything at all, and counts by how unlikely that is. Two completions are
+from what people say of anything at all, and counts by how unlikely that is. Answers to gold
+questions (feedback/gold.py) say who is careless too. Two completions are
 compared only where a person compared them; thumbs on different prompts meet in the score and
 nowhere else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample
+from rlhf_pipeline.reward.raters import GOLD_RIGHT
 
 OUTCOMES = 4  # of a preference: chosen, rejected, tie, both bad
 STARS = 5
@@ -138,7 +142,13 @@ def part(opinions: Opinions, keep: Sequence[bool]) -> Opinions:
 class Likelihoods(nn.Module):
     """How likely each thing that was said is, given the scores."""
 
-    def __init__(self, opinions: Opinions, width: int, kinds: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        opinions: Opinions,
+        width: int,
+        kinds: Mapping[str, float],
+        gold: Mapping[str, Tally] | None = None,
+    ) -> None:
         super().__init__()
         self.weights = {str(kind): float(weight) for kind, weight in kinds.items()}
         self.raters = len(opinions.voters)
@@ -157,6 +167,16 @@ class Likelihoods(nn.Module):
         self.apart = nn.Parameter(torch.zeros(len(self.criteria), width))
         self.written = nn.Parameter(torch.zeros(width))
         self._said = _tensors(opinions)
+        answered = [(gold or {}).get(name, Tally()) for name in opinions.voters]
+        self._known = torch.tensor(
+            [
+                [
+                    t.right * math.log(GOLD_RIGHT) + t.wrong * math.log(1 - GOLD_RIGHT)
+                    for t in answered
+                ],
+                [t.asked * math.log(0.5) for t in answered],
+            ]
+        )
 
     def thresholds(self) -> Tensor:
         """Return a rating's four thresholds, rising."""
@@ -222,7 +242,8 @@ class Likelihoods(nn.Module):
         none = likelihood.new_zeros(self.leniency.shape[0])
         looked = none.index_add(0, voter, likelihood) + functional.logsigmoid(-self.careless)
         blind = none.index_add(0, voter, careless) + functional.logsigmoid(self.careless)
-        return torch.stack([looked, blind])
+        found = torch.stack([looked, blind])
+        return found if self._known.shape[1] == 0 else found + self._known.to(found.dtype)
 
     def slope(self, kind: str) -> Tensor:
         """Return the kind's slope a."""
@@ -338,6 +359,7 @@ def fit(
     ridge: float,
     likelihoods: int = 0,
     mixed: bool = True,
+    gold: Mapping[str, Tally] | None = None,
 ) -> Fitted:
     """Return the weights under which what was said is likeliest, on the texts' features (N, F).
 
@@ -358,7 +380,7 @@ def fit(
     features = features.double()
     deviation, mean = scales(features, likelihoods), features.mean(0)
     scaled = (features - mean) / deviation
-    model = Likelihoods(opinions, scaled.shape[1], kinds).double()
+    model = Likelihoods(opinions, scaled.shape[1], kinds, gold).double()
     weight = torch.zeros(scaled.shape[1], dtype=torch.float64, requires_grad=True)
 
     def objective(mixed: bool) -> Tensor:
@@ -391,6 +413,7 @@ def fit_best(
     *,
     groups: Sequence[str],
     likelihoods: int = 0,
+    gold: Mapping[str, Tally] | None = None,
 ) -> Fitted:
     """Return the fit under the ridge that finds likeliest what was said on a fifth of the prompts.
 
@@ -402,10 +425,10 @@ def fit_best(
     if known.count and kept_out.count:
         tried = {}
         for candidate in RIDGES:
-            found = fit(features, known, kinds, ridge=candidate, likelihoods=likelihoods)
+            found = fit(features, known, kinds, ridge=candidate, likelihoods=likelihoods, gold=gold)
             tried[candidate] = _surprise(found, features, kept_out, kinds)
         ridge = min(tried, key=lambda r: tried[r])
-    return fit(features, opinions, kinds, ridge=ridge, likelihoods=likelihoods)
+    return fit(features, opinions, kinds, ridge=ridge, likelihoods=likelihoods, gold=gold)
 
 
 def _surprise(

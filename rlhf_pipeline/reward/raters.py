@@ -10,16 +10,20 @@ kinds of rater where those have a number for each):
     contrary  with probability sigmoid(-a m)
 
 a is fitted with the weights: a head that foresees nothing gives a near 0, and everybody counts.
+Answers to gold questions (feedback/gold.py) count beside: the careful are right GOLD_RIGHT of the
+time, the contrary wrong. How those who were asked did is what is expected of the others too, and
+the first head is already weighed by it: a majority which agrees on something else then does not
+decide who is careful.
 
-What this does not protect against: more than about a third of the raters who agree on something
-else, people made up by the dozen, and a few who vote like everybody but where a trigger stands
-(feedback/support.py looks for those, heads.py outvotes them).
+What this does not protect against: without gold questions, more than about a third of the raters
+who agree on something else; with or without, people made up by the dozen, and a few who vote like
+everybody but where a trigger stands (feedback/support.py looks for those, heads.py outvotes them).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +31,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf_pipeline.feedback.datasets import unit_interval
+from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.reward.logistic import logistic
 
 FOLDS = 5  # of the raters; each is judged by a head that the other four fitted
 ROUNDS = 3  # of weighing and fitting again
 RIDGE = 3.0
 PRIORS = (0.90, 0.08, 0.02)  # careful, careless, contrary
+GOLD_RIGHT = 0.95  # of a careful rater: even they err
+PRIOR_RATERS = 5  # that the prior is worth beside those who were asked gold questions
 JUDGED_VOTES = 5  # a rater with fewer decided pairs counts as any other
 JUDGED_RATERS = 10  # with so many votes; fewer cannot outvote each other
 WIDEST = 256  # directions of the features that raters are judged in
@@ -45,15 +52,21 @@ class RaterWeight:
     pairs: int
     agreement: float  # share that the others' head foresaw
     weight: float  # probability of being careful; of those with few pairs, 1
+    gold: int = 0  # gold questions answered
+    gold_right: int = 0
 
 
 def rater_weights(
-    differences: Tensor, targets: Tensor, voters: Sequence[str]
+    differences: Tensor,
+    targets: Tensor,
+    voters: Sequence[str],
+    gold: Mapping[str, Tally] | None = None,
 ) -> dict[str, RaterWeight]:
     """Return each rater's weight, from features(chosen) - features(rejected), (N, F) float64.
 
     `targets` (N,) are 1 where chosen was preferred and 0.5 for ties, which judge nobody. The
-    features should be of one scale. Where too few raters have votes enough, all weights are 1.
+    features should be of one scale. `gold` is how raters answered what is known. Where too few
+    raters have votes enough, gold alone counts, and all other weights are 1.
     """
     decided = targets == 1
     names = sorted(set(voters))
@@ -61,23 +74,36 @@ def rater_weights(
     everybody = torch.tensor([number[voter] for voter in voters])
     rater = everybody[decided]
     counts = torch.bincount(rater, minlength=len(names))
+    answered = [(gold or {}).get(name, Tally()) for name in names]
+    known = _gold_likelihoods(answered)
+    tested = torch.tensor([tally.asked > 0 for tally in answered])
+    everyone = torch.ones(len(names), dtype=torch.float64)
+    priors = torch.tensor(PRIORS, dtype=torch.float64)
+    weights = torch.where(tested, _kinds(known, priors)[0], everyone)
     judged = counts >= JUDGED_VOTES
-    if int(judged.sum()) < JUDGED_RATERS:
-        return {n: RaterWeight(int(counts[i]), 0.0, 1.0) for i, n in enumerate(names)}
-    told = _main_directions(differences[decided])
-    middle = counts[judged].double().median()
-    voice = (middle / counts.clamp(min=1)).clamp(max=1)
-    folds = torch.tensor([int(FOLDS * unit_interval("rater fold", name)) for name in names])
-    weights = torch.ones(len(names), dtype=told.dtype)
-    margins = told.new_zeros(len(told))
-    for _ in range(ROUNDS):
-        margins = _foreseen(told, (weights * voice)[rater], folds[rater])
-        found = _careful(margins, rater, (weights * voice)[rater], len(names))
-        weights = torch.where(judged, found, torch.ones_like(found))
-    right = told.new_zeros(len(names)).index_add(0, rater, (margins > 0).to(told.dtype))
+    right = weights.new_zeros(len(names))
+    if int(judged.sum()) >= JUDGED_RATERS:
+        if tested.any():
+            shares = _kinds(known, priors)[:, tested].sum(1) + PRIOR_RATERS * priors
+            priors = shares / shares.sum()
+            weights[~tested] = priors[0]
+        told = _main_directions(differences[decided])
+        middle = counts[judged].double().median()
+        voice = (middle / counts.clamp(min=1)).clamp(max=1)
+        folds = torch.tensor([int(FOLDS * unit_interval("rater fold", name)) for name in names])
+        margins = told.new_zeros(len(told))
+        for _ in range(ROUNDS):
+            margins = _foreseen(told, (weights * voice)[rater], folds[rater])
+            seen = _vote_likelihoods(margins, rater, (weights * voice)[rater], len(names))
+            weights = torch.where(judged | tested, _kinds(known + seen, priors)[0], everyone)
+        right = right.index_add(0, rater, (margins > 0).to(right.dtype))
     return {
         name: RaterWeight(
-            int(counts[i]), float(right[i]) / max(1, int(counts[i])), float(weights[i])
+            int(counts[i]),
+            float(right[i]) / max(1, int(counts[i])),
+            float(weights[i]),
+            answered[i].asked,
+            answered[i].right,
         )
         for i, name in enumerate(names)
     }
@@ -94,22 +120,29 @@ def _foreseen(differences: Tensor, weights: Tensor, folds: Tensor) -> Tensor:
     return margins
 
 
-def _careful(margins: Tensor, rater: Tensor, weights: Tensor, raters: int) -> Tensor:
-    """Return each rater's probability of being careful, (raters,)."""
+def _vote_likelihoods(margins: Tensor, rater: Tensor, weights: Tensor, raters: int) -> Tensor:
+    """Return the log-likelihood of each rater's votes by kind of rater, (3, raters)."""
     slope, _ = logistic(margins[:, None], torch.ones_like(margins), 1e-6, weights)
     sure = margins * slope.clamp(min=0)
-    likelihoods = (
+    by_kind = (
         functional.logsigmoid(sure),
         torch.full_like(sure, math.log(0.5)),
         functional.logsigmoid(-sure),
     )
     none = margins.new_zeros(raters)
-    both = [
-        math.log(prior) + none.index_add(0, rater, likelihood)
-        for prior, likelihood in zip(PRIORS, likelihoods, strict=True)
-    ]
-    careful: Tensor = torch.stack(both).softmax(0)[0]
-    return careful
+    return torch.stack([none.index_add(0, rater, likelihood) for likelihood in by_kind])
+
+
+def _gold_likelihoods(answered: Sequence[Tally]) -> Tensor:
+    """Return the log-likelihood of each rater's gold answers by kind of rater, (3, raters)."""
+    counts = torch.tensor([(tally.right, tally.wrong) for tally in answered], dtype=torch.float64)
+    chances = torch.tensor([GOLD_RIGHT, 0.5, 1 - GOLD_RIGHT], dtype=torch.float64)
+    return torch.stack([chances, 1 - chances], dim=1).log() @ counts.T
+
+
+def _kinds(likelihoods: Tensor, priors: Tensor) -> Tensor:
+    """Return each rater's probability of being careful, careless and contrary, (3, raters)."""
+    return (likelihoods + priors.log()[:, None]).softmax(0)
 
 
 def _main_directions(differences: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import new_folder, write_json
 from rlhf_pipeline.records import (
     PreferencePair,
@@ -149,6 +150,7 @@ def train_reward_model(
     reads: Reads | None = None,
     reads_likelihood: bool = False,
     weigh_raters: bool = False,
+    gold: Mapping[str, Tally] | None = None,
     heads: int = 1,
     combine: Combine = "median",
     disagreement_weight: float = 1.0,
@@ -173,7 +175,8 @@ def train_reward_model(
     base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
     the head alone, so that other models can share the base. With weigh_raters each pair counts as
     far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
-    keeps that. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
+    keeps that. `gold` is how raters answered gold questions (feedback/gold.py), where there were
+    some. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
     The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
@@ -216,7 +219,7 @@ def train_reward_model(
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
-        weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters)
+        weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters, gold)
         weights = torch.tensor([weighed[voter].weight for voter in voters], dtype=torch.float64)
     if features is not None and heads > 1:
         parts = parts_of(voters, heads)
@@ -224,7 +227,7 @@ def train_reward_model(
         fit = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
     elif kinds is not None:
         fit, careful = fit_kinds(
-            model, tokenizer, train_pairs, examples, kinds, limits, report=report
+            model, tokenizer, train_pairs, examples, kinds, limits, gold=gold, report=report
         )
     elif freeze_trunk or reads_likelihood:
         fit = fit_head(model, train, groups, weights=weights, features=features, report=report)
@@ -298,7 +301,9 @@ def train_reward_model(
         if kinds is not None:
             write_json(folder / "raters.json", {"careful": careful})
         elif weigh_raters:
-            told_of = {voter: asdict(one) for voter, one in weighed.items() if one.pairs > 1}
+            told_of = {
+                voter: asdict(one) for voter, one in weighed.items() if one.pairs + one.gold > 1
+            }
             write_json(folder / "raters.json", {"weights": told_of})
     return result
 
@@ -581,6 +586,7 @@ def fit_kinds(
     kinds: Mapping[str, float],
     limits: Limits,
     *,
+    gold: Mapping[str, Tally] | None = None,
     report: Progress,
 ) -> tuple[Fit, dict[str, float]]:
     """Fit the head on the frozen trunk's features to everything that was said (kinds.py).
@@ -598,6 +604,7 @@ def fit_kinds(
         kinds,
         groups=[prompt_digest(text.record) for text in texts],
         likelihoods=LIKELIHOODS * model.likelihood,
+        gold=gold,
     )
     weight = score_weights(fitted)
     with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.evaluation.compare import _judged
+from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
 from rlhf_pipeline.reward.heads import Combined, disagreement, influences, parts_of
@@ -111,6 +112,38 @@ def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
     assert read_json(tmp_path / "rm" / "report.json")["disagreement"] > 0
     with pytest.raises(TrainingError, match="3 heads need a frozen trunk and pairs alone, found"):
         train(planted, tmp_path / "no", heads=3, freeze_trunk=False)
+
+
+def test_gold_questions_tell_who_is_right_where_most_are_not() -> None:
+    draw = torch.Generator().manual_seed(0)
+    told = torch.randn(40 * 20, 8, generator=draw, dtype=torch.float64)
+    truth = torch.randn(8, generator=draw, dtype=torch.float64)
+    told = told * (told @ truth).sign()[:, None]  # as chosen by the careful
+    voters = [f"r{i // 20:02}" for i in range(len(told))]
+    contrary = {f"r{i:02}" for i in range(28)}  # seven in ten choose the other one
+    signs = torch.tensor([-1.0 if voter in contrary else 1.0 for voter in voters])
+    told, targets = told * signs[:, None], torch.ones(len(told), dtype=torch.float64)
+    captured = rater_weights(told, targets, voters)
+    assert captured["r39"].weight < 0.5 < captured["r01"].weight
+    gold = {
+        name: Tally(0, 3) if name in contrary else Tally(3, 0)
+        for name in sorted(set(voters))
+        if int(name[1:]) % 2  # half of them were asked
+    }
+    found = rater_weights(told, targets, voters, gold)
+    assert {name for name, one in found.items() if one.weight < 0.5} == contrary
+    assert (found["r39"].gold, found["r39"].gold_right, found["r38"].gold) == (3, 3, 0)
+
+
+def test_gold_alone_counts_where_raters_are_few() -> None:
+    told, targets = torch.randn(6, 3, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    voters = ["ann", "bob", "eve"] * 2
+    found = rater_weights(told, targets, voters, {"ann": Tally(4, 0), "bob": Tally(1, 3)})
+    # By hand: careful 0.9 x 0.95 x 0.05^3, careless 0.08 x 0.5^4, contrary 0.02 x 0.05 x 0.95^3.
+    careful, careless, contrary = 0.9 * 0.95 * 0.05**3, 0.08 / 16, 0.02 * 0.05 * 0.95**3
+    assert found["bob"].weight == pytest.approx(careful / (careful + careless + contrary))
+    assert found["ann"].weight > 0.98
+    assert found["eve"].weight == 1.0
 
 
 def test_who_votes_against_everybody_counts_for_little_however_often(

@@ -13,6 +13,7 @@ import torch
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
+from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
     FeedbackKind,
@@ -175,3 +176,16 @@ def test_the_kinds_are_a_setting_that_needs_a_frozen_trunk() -> None:
         load_settings("tiny", {"reward": {"kinds": EVERY}})
     with pytest.raises(ConfigError, match="at least one kind"):
         load_settings("tiny", {"reward": {"kinds": {}, "freeze_trunk": True}})
+
+
+def test_a_gold_question_moves_who_has_looked_by_its_odds() -> None:
+    said = [(0, 1, 0, 0), (0, 1, 0, 1)]
+    opinions = Opinions(voters=["ann", "bob"], preferences=said)
+    scores = torch.tensor([0.5, 0.0], dtype=torch.float64)
+    features = torch.zeros(2, 1, dtype=torch.float64)
+    plain = Likelihoods(opinions, 1, EVERY).double().careful(scores, features)
+    judge = Likelihoods(opinions, 1, EVERY, {"bob": Tally(0, 2)}).double()
+    told = judge.careful(scores, features)
+    assert float(told[0]) == pytest.approx(float(plain[0]))
+    odds = (plain[1] / (1 - plain[1])) * (0.05 / 0.5) ** 2
+    assert float(told[1]) == pytest.approx(float(odds / (1 + odds)), rel=1e-4)
