@@ -52,6 +52,7 @@ from rlhf_pipeline.policy.loading import (
     no_progress_bars,
     switch_off_dropout,
 )
+from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import (
     hidden_logprobs,
     pad_left,
@@ -66,6 +67,7 @@ from rlhf_pipeline.reward.heads import Combined, disagreement
 
 Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
+PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
@@ -154,11 +156,8 @@ class RewardModel(nn.Module):
         ids, mask = pad([row.ids for row in rows], self.pad_id)
         ids, mask = ids.to(device), mask.to(device)
         trunk: Any = trunk_of(self.trunk) if self.likelihood else self.trunk
-        places = {} if self.encoder else {"position_ids": position_ids(mask), "use_cache": False}
         with autocast(device):
-            hidden: Tensor = trunk(
-                input_ids=ids, attention_mask=mask.long(), **places
-            ).last_hidden_state
+            hidden = _hidden(trunk, ids, mask, encoder=self.encoder)
         if self.reads == "mean":
             kept = hidden.float().masked_fill(~mask[..., None], 0.0)
             state = kept.sum(1) / mask.sum(1, keepdim=True)
@@ -524,6 +523,27 @@ def _load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:
     if isinstance(getattr(trunk, "pooler", None), nn.Module):
         trunk.pooler = None  # a layer for BERT's own tasks, random where a checkpoint lacks it
     return trunk
+
+
+def _hidden(trunk: Any, ids: Tensor, mask: Tensor, *, encoder: bool) -> Tensor:
+    """Return the trunk's last hidden states (B, S, H); of padding, anything.
+
+    A causal batch with much padding, as the two sides of a pair give, runs packed.
+    """
+    if encoder:
+        found: Tensor = trunk(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        return found
+    if float(mask.float().mean()) < PACKED_BELOW and can_pack(trunk):
+        packed, where = packed_hidden(trunk, ids, mask)
+        flat = packed.new_zeros(ids.numel(), packed.shape[1]).index_copy(0, where, packed)
+        return flat.view(*ids.shape, -1)
+    padded: Tensor = trunk(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=position_ids(mask),
+        use_cache=False,
+    ).last_hidden_state
+    return padded
 
 
 def _inner(model: RewardModel) -> nn.Module:
