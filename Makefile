@@ -60,6 +60,7 @@ bench-peer: $(READY)
 	$(PYTHON) -m venv $(PEER)
 	$(PEER)/bin/python -m pip install --quiet torch==2.13.0 trl==1.12.0 transformers==5.17.0
 	$(BIN)/python -m benchmarks.ppo_throughput --peer $(PEER)/bin/python
+	$(BIN)/python -m benchmarks.reward_throughput --peer $(PEER)/bin/python
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
