@@ -94,10 +94,11 @@ class PolicySettings(Section):
     )
     tiny: TinySettings = TinySettings()
     lora: LoraSettings = LoraSettings()
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="bfloat16 runs forward passes under autocast; weights stay float32, but those "
-        "that adapters leave frozen.",
+        "that adapters leave frozen. float16 is for PPO on GPUs without bfloat16: with a scaled "
+        "loss, and all weights in float32.",
     )
     device: str = Field("auto", description="`auto` takes a GPU where there is one.")
     max_prompt_tokens: Positive = 96
@@ -109,7 +110,7 @@ class PolicySettings(Section):
     @property
     def frozen_dtype(self) -> str:
         """Return the type of weights that nothing trains beside adapters."""
-        return self.dtype if self.lora.enabled else "float32"
+        return "bfloat16" if self.lora.enabled and self.dtype == "bfloat16" else "float32"
 
     @model_validator(mode="after")
     def _tiny_context_holds_both(self) -> PolicySettings:

@@ -91,7 +91,9 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         policy = load_policy(
             source,
             device=settings.policy.device,
-            dtype=settings.policy.dtype if settings.sft.lora_rank else "float32",
+            dtype="bfloat16"
+            if settings.sft.lora_rank and settings.policy.dtype == "bfloat16"
+            else "float32",
         )
     digest = None if source is None else base_digest(source)
     keep_going()

@@ -172,6 +172,7 @@ def _make_trainer(
         gradient_checkpointing=False,
         use_cpu=not on_gpu,
         bf16=settings.precision == "bfloat16",
+        fp16=settings.precision == "float16",
         dataloader_num_workers=0,
         dataloader_pin_memory=on_gpu,
         save_strategy="no",

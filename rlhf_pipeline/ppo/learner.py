@@ -55,6 +55,7 @@ class Learner:
     base_digest: str | None = None  # with LoRA: of the frozen base, kept with the saved adapters
     team: Team = ALONE  # the processes that train it together
     criteria: CriteriaHeads | None = None  # on the critic's states, where the reward has pieces
+    scaler: torch.amp.GradScaler | None = None  # of the loss, in float16
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
@@ -205,7 +206,10 @@ def build_learner(
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
     if policy.device.type == "cpu":
         keep_large_blocks_apart(list(policy.model.parameters()))
-    return Learner(policy, saved_model, reference, critic, optimizer, settings, digest)
+    scaler = new_scaler(policy.device, settings)
+    return Learner(
+        policy, saved_model, reference, critic, optimizer, settings, digest, scaler=scaler
+    )
 
 
 def shared_base(
@@ -252,6 +256,21 @@ def new_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def new_scaler(device: torch.device, settings: PpoSettings) -> torch.amp.GradScaler | None:
+    """Return what scales float16's loss; None for other precisions.
+
+    Raises ConfigError on a CPU, where float16 is slower than what it would take the place of.
+    """
+    if settings.precision != "float16":
+        return None
+    if device.type != "cuda":
+        raise ConfigError(
+            "ppo.precision float16 (policy.dtype) is for GPUs without bfloat16: needed a CUDA "
+            f"device, found {device.type}; take float32, or bfloat16 where the processor has it"
+        )
+    return torch.amp.GradScaler(device.type)
 
 
 def allow_recomputing(trunk: Any) -> None:
@@ -343,9 +362,10 @@ def is_same_model(one: str | Path, other: str | Path) -> bool:
 
 
 def autocast(device: torch.device, settings: PpoSettings) -> AbstractContextManager[Any]:
-    """Return the precision of every forward pass: bfloat16 autocast, or nothing."""
-    wanted = settings.precision == "bfloat16"
+    """Return the precision of every forward pass: autocast to half of float32, or nothing."""
     context: AbstractContextManager[Any] = torch.autocast(
-        device.type, dtype=torch.bfloat16, enabled=wanted
+        device.type,
+        dtype=torch.float16 if settings.precision == "float16" else torch.bfloat16,
+        enabled=settings.precision != "float32",
     )
     return context

@@ -101,6 +101,7 @@ METRICS: Mapping[str, Metric] = {
     "train/kl_coef": Metric("score per nat", ">= 0", "used in this update", "KL penalty weight"),
     "train/learning_rate": Metric("rate", ">= 0", "used in this update", "of the policy"),
     "train/optimizer_steps": Metric("steps", ">= 0", "since the start", "steps taken so far"),
+    "train/loss_scale": Metric("factor", ">= 1", "after the update", "of the loss, in float16"),
     "reward/*/weight": Metric("weight", "any", "used in this update", "how much a function counts"),
     "reward/*/score_mean": Metric("score", "any", _ROLLOUTS, "a function's raw score"),
     "reward/*/added_mean": Metric("score", "any", _ROLLOUTS, "what it added to the composite"),

@@ -32,12 +32,16 @@ def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -
         order = torch.randperm(len(rollouts), generator=generator)
         for members in order.to(rollouts.rewards.device).tensor_split(settings.minibatches):
             facts = accumulate_gradients(learner, rollouts, members)
+            if learner.scaler is not None:
+                facts = without_overflow(learner, rollouts, members, facts)
             if not steps:
                 check_first_ratio(facts, settings.ratio_tolerance)
             facts["policy/grad_norm"] = clipped_step(learner)
             steps.append(facts)
     first, last = steps[0], steps[-1]
     means = {n: statistics.fmean(s[n] for s in steps) for n in first if "/" in n}
+    if learner.scaler is not None:
+        means["train/loss_scale"] = learner.scaler.get_scale()
     return {
         **means,
         "policy/first_ratio": first["ratio"],
@@ -72,7 +76,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
         facts["policy/loss"] = facts["train/loss"] = float(loss.detach())
         if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
             # The two networks share nothing: one's activations go before the other's come.
-            descend(loss)
+            descend(loss, learner.scaler)
             loss, values = torch.zeros_like(loss), learner.values(tokens)
         if values is not None:
             critic_loss, critic_facts = value_loss(
@@ -86,15 +90,42 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
             facts |= {**critic_facts, "critic/loss": float(critic_loss.detach())}
             facts["train/loss"] += settings.value_coef * facts["critic/loss"]
             loss = loss + settings.value_coef * critic_loss
-        descend(loss)
+        descend(loss, learner.scaler)
         for name, share in facts.items():
             sums[name] = sums.get(name, 0.0) + share
     team.add_gradients(trained_weights(learner))
     return team.add_facts(sums)
 
 
-def descend(loss: Tensor) -> None:
-    """Add the loss's gradient to the weights'."""
+def without_overflow(
+    learner: Learner, rollouts: Rollouts, members: Tensor, facts: dict[str, float]
+) -> dict[str, float]:
+    """Make the minibatch's gradient, scaled as it is, one that float16 can hold; return its facts.
+
+    Where it overflowed it is computed again at half the scale: no minibatch is left out. Raises
+    NotFinite where no scale of 1 or more helps.
+    """
+    scaler = learner.scaler
+    assert scaler is not None  # only float16 comes here
+    scaler.unscale_(learner.optimizer)
+    while not all(_is_finite(w) for w in trained_weights(learner)):
+        learner.optimizer.zero_grad()
+        scaler.update()
+        if scaler.get_scale() < 1:
+            raise NotFinite("the loss or its gradient")
+        facts = accumulate_gradients(learner, rollouts, members)
+        scaler.unscale_(learner.optimizer)
+    return facts
+
+
+def _is_finite(weight: nn.Parameter) -> bool:
+    return weight.grad is None or bool(weight.grad.isfinite().all())
+
+
+def descend(loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+    """Add the loss's gradient, scaled where there is a scaler, to the weights'."""
+    if scaler is not None:
+        loss = scaler.scale(loss)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
 
 
@@ -122,4 +153,6 @@ def clipped_step(learner: Learner) -> float:
         raise NotFinite("the loss or its gradient")
     learner.optimizer.step()
     learner.optimizer.zero_grad()
+    if learner.scaler is not None:
+        learner.scaler.update()
     return norm

@@ -499,7 +499,7 @@ def _cache_bytes(config: Any, settings: PpoSettings) -> int:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = 2 if settings.precision == "bfloat16" else FULL
+    size = FULL if settings.precision == "float32" else 2
     B = min(settings.rollouts_per_update, settings.completions_at_once)
     elements: int = text.num_hidden_layers * B * heads * width * room
     return 2 * size * elements

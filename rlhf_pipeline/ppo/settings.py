@@ -145,8 +145,10 @@ class PpoSettings:
     chosen; None sets no bound."""
 
     # the machine
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs forward passes under autocast; weights and sums stay float32."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """bfloat16 and float16 run forward passes under autocast; weights and sums stay float32.
+    float16, for GPUs without the other, also scales the loss: where a gradient overflows it is
+    computed again at half the scale, so no step is lost."""
     gradient_checkpointing: bool = False
     """Keep each layer's input only and compute the layer again in the backward pass: the same
     gradient for a third more time, with memory that hardly grows with the layers."""
@@ -250,7 +252,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "estimator": ("gae", "rloo", "dpo"),
     "reward_timing": ("each_turn", "end"),
     "critic": ("separate", "shared"),
-    "precision": ("float32", "bfloat16"),
+    "precision": ("float32", "bfloat16", "float16"),
 }
 
 

@@ -289,6 +289,11 @@ def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None
             raise ConfigError(
                 f"specialists around one critic need ppo.{name} {needed}, found {found}; change it"
             )
+    if settings.precision == "float16":
+        raise ConfigError(
+            "specialists around one critic need ppo.precision float32 or bfloat16, found float16; "
+            "change it"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "specialists are trained by one process, found WORLD_SIZE "

@@ -117,6 +117,7 @@ def write_state(
             "learning_rates": [group["lr"] for group in learner.optimizer.param_groups],
             "random": random_facts,
             **({} if learner.criteria is None else {"criteria": learner.criteria.names}),
+            **({} if learner.scaler is None else {"scaler": learner.scaler.state_dict()}),
         },
     )
 
@@ -146,4 +147,6 @@ def restore_state(
     replay.restore(saved.tensors["replay"], learner.policy.device)
     if learner.criteria is not None and "criteria" in saved.tensors:
         learner.criteria.restore(saved.tensors["criteria"])
+    if learner.scaler is not None:
+        learner.scaler.load_state_dict(saved.state["scaler"])
     return Progressed.from_json(saved.state["progressed"])
