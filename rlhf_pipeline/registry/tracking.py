@@ -14,7 +14,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,14 @@ def is_missing(error: Exception) -> bool:
 class TrackedRun:
     """One MLflow run that takes parameters, metrics per step, plots, files and data inputs."""
 
-    def __init__(self, client: Any, run_id: str, *, resumed: bool) -> None:
+    def __init__(
+        self, client: Any, run_id: str, *, resumed: bool, logged: Collection[str] = ()
+    ) -> None:
         self.client = client
         self.run_id = run_id
         self.resumed = resumed
+        self._logged = frozenset(logged)  # names of metrics that an earlier attempt left
+        self._points: dict[str, set[tuple[int, str]]] = {}  # what it left of them
         self._waiting: list[Any] = []
         self._flushed_at = time.monotonic()
         self._reports = 0
@@ -128,13 +132,26 @@ class TrackedRun:
             log.warning("metrics wait for MLflow", run_id=self.run_id, reason=str(error))
 
     def flush(self) -> None:
-        """Send what waits. Raises RegistryError; what was not sent goes on waiting."""
+        """Send what waits. Raises RegistryError; what was not sent goes on waiting.
+
+        A number that an earlier attempt logged at the same step is not sent again: a step that is
+        retried would draw its curve twice.
+        """
         self._flushed_at = time.monotonic()
         with mlflow_refusals(f"logging metrics of run {self.run_id}"):
+            self._waiting = [metric for metric in self._waiting if not self._is_there(metric)]
             while self._waiting:
                 batch = self._waiting[:METRICS_PER_CALL]
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
                 self._waiting = self._waiting[METRICS_PER_CALL:]
+
+    def _is_there(self, metric: Any) -> bool:
+        if metric.key not in self._logged:
+            return False
+        if metric.key not in self._points:
+            history = self.client.get_metric_history(self.run_id, metric.key)
+            self._points[metric.key] = {(point.step, repr(point.value)) for point in history}
+        return (metric.step, repr(float(metric.value))) in self._points[metric.key]
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags; what is not text is written as JSON, what is too long is cut."""
@@ -261,7 +278,8 @@ def _find_or_create(
         entities = [Param(key, texts[key]) for key in sorted(missing)]
         for first in range(0, len(entities), 100):  # as many as MLflow takes in one call
             client.log_batch(run_id, params=entities[first : first + 100], synchronous=True)
-    return TrackedRun(client, run_id, resumed=bool(found))
+    logged = found[0].data.metrics if found else ()
+    return TrackedRun(client, run_id, resumed=bool(found), logged=logged)
 
 
 def as_tag(value: Any) -> str:

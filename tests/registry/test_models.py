@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,6 +318,22 @@ def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> 
     assert [(m.step, m.value) for m in curve] == [(1, 0.5), (2, 0.7)]
     with registry.run(agent, **(work | {"parameters": {"rate": 1e-4}})) as other:
         assert not other.resumed
+
+
+def test_a_retried_step_draws_its_curve_once(registry: ModelRegistry, agent: str) -> None:
+    work: dict[str, Any] = {"fingerprint": "f2", "stage": "ppo", "parameters": {}}
+    curves = ((0.5, 0.1 + 0.2, math.nan), (0.5, 0.1 + 0.2, math.nan, 0.9))
+    for curve in curves:
+        with registry.run(agent, **work) as run:
+            for step, value in enumerate(curve, 1):
+                run.log_metrics({"score_mean": value}, step=step)
+            run.log_metrics(
+                {"final": curve[-1]}
+            )  # another number at a step it has: the newer holds
+    history = registry.client.get_metric_history(run.run_id, "score_mean")
+    assert [(m.step, m.value) for m in history[:2]] == [(1, 0.5), (2, 0.1 + 0.2)]
+    assert [m.step for m in history] == [1, 2, 3, 4]
+    assert registry.client.get_run(run.run_id).data.metrics["final"] == 0.9
 
 
 def test_a_run_that_a_kill_left_open_is_ended_and_taken_up_again_whole(
