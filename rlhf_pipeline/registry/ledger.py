@@ -9,18 +9,22 @@ protect against: somebody who edits the tables by hand.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import sqlalchemy as sa
 
 from rlhf_pipeline import records
 from rlhf_pipeline.database import Database, claims, model_versions, promotions
 from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
+
+PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
+LOOK_SECONDS = 0.05
 
 Action = Literal["baseline", "promote", "rollback", "adopt"]
 
@@ -349,27 +353,38 @@ class PromotionLedger:
             return Outcome(entry, True, f"rolled back from {newest.version} to {version}")
 
     @contextmanager
-    def one_projection_at_a_time(self, agent_id: str) -> Iterator[None]:
+    def one_projection_at_a_time(
+        self, agent_id: str, *, wait_seconds: float = PROJECTION_WAIT_SECONDS
+    ) -> Iterator[None]:
         """Hold an agent's projection lock: across processes of one machine with SQLite, across
         machines with PostgreSQL. It does not keep others from appending to the ledger.
+
+        Raises RegistryError where another holds it for longer than wait_seconds.
         """
         if self.database.is_sqlite:
-            import fcntl
-
             if self.database.url.database in (None, "", ":memory:"):
                 yield  # nobody else can see this database
                 return
             name = records.hashed(agent_id)[:16]
             file = Path(f"{self.database.url.database}.projection-{name}.lock")
             with file.open("w") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go when the process dies
-                yield
+                deadline = time.monotonic() + wait_seconds
+                while not _locked(handle):
+                    if time.monotonic() > deadline:
+                        raise _held_too_long(agent_id, wait_seconds)
+                    time.sleep(LOOK_SECONDS)
+                yield  # the kernel lets go when the process dies
         else:
             with self.database.engine.begin() as connection:
-                connection.execute(
-                    sa.text("SELECT pg_advisory_xact_lock(712008, hashtext(:agent))"),
-                    {"agent": agent_id},
-                )
+                milliseconds = max(1, int(1000 * wait_seconds))
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
+                try:
+                    connection.execute(
+                        sa.text("SELECT pg_advisory_xact_lock(712008, hashtext(:agent))"),
+                        {"agent": agent_id},
+                    )
+                except sa.exc.OperationalError as error:
+                    raise _held_too_long(agent_id, wait_seconds) from error
                 yield
 
     # ---- inside a transaction
@@ -451,6 +466,25 @@ class PromotionLedger:
                 "it taken by another writer just now; ask again"
             ) from error
         return self._version(connection, agent_id, version)
+
+
+def _locked(handle: IO[str]) -> bool:
+    """Take the lock of an open file, and say whether nobody else had it."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _held_too_long(agent_id: str, seconds: float) -> RegistryError:
+    return RegistryError(
+        f"projecting agent {agent_id} needs its turn within {seconds:g} s, found another process "
+        "at it all the while; the ledger holds, and the aliases follow with the next look: see "
+        "whether MLflow answers"
+    )
 
 
 def _history(connection: sa.Connection, agent_id: str) -> list[Promotion]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ log = structlog.get_logger(__name__)
 PROJECTED = "rlhf.projected_entry"
 FILES_DIGEST = "rlhf.files_digest"
 UI_ACTOR = "mlflow-ui"
+PROJECTION_SECONDS = 60.0  # for the aliases; uploads take what they take
 
 
 def model_name(agent_id: str) -> str:
@@ -194,18 +196,25 @@ class ModelRegistry:
             if standing.champion is None:
                 return Reconciled(agent_id, ())
             changes += self._register_missing(standing)
+            deadline = time.monotonic() + PROJECTION_SECONDS
             model = self.client.get_registered_model(model_name(agent_id))
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
             adopted = self._hear(standing, aliases.get("champion"), model.tags, changes)
             standing = self.ledger.standing(agent_id)
-            changes += self._set_aliases(standing, aliases)
+            changes += self._set_aliases(standing, aliases, deadline)
             if model.tags.get(PROJECTED) != str(standing.entry):
                 self._tag_model(agent_id, PROJECTED, str(standing.entry))
         if changes:
             log.info("registry reconciled", agent_id=agent_id, changes=changes)
         return Reconciled(agent_id, tuple(changes), adopted)
 
-    def _set_aliases(self, standing: Standing, found: Mapping[str, str]) -> list[str]:
+    def _set_aliases(
+        self, standing: Standing, found: Mapping[str, str], deadline: float
+    ) -> list[str]:
+        """Set what differs. Raises RegistryError after the deadline: then others have their turn.
+
+        Cut short, it is a projection that the next one does again, as after a crash.
+        """
         changes = []
         for alias in ("champion", "challenger", "previous"):
             version: ModelVersion | None = getattr(standing, alias)
@@ -213,6 +222,12 @@ class ModelRegistry:
             wanted = self._number(version) if version else None
             if wanted == found.get(alias):
                 continue
+            if time.monotonic() > deadline:
+                raise RegistryError(
+                    f"projecting the aliases needs MLflow to answer within {PROJECTION_SECONDS:g} "
+                    f"s in all, found it slower before {alias} was set; the ledger holds, and the "
+                    "next look goes on"
+                )
             name = model_name(standing.history[-1].agent_id)
             if wanted is None:
                 self.client.delete_registered_model_alias(name, alias)

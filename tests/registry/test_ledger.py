@@ -384,6 +384,11 @@ def test_on_postgresql_one_of_many_promoters_wins(tmp_path: Path) -> None:
         assert sorted(results) == ["stale", "stale", "stale", "won"]
         with ledger.one_projection_at_a_time(AGENT):
             assert ledger.standing(AGENT).entry == 2
+            with (
+                pytest.raises(RegistryError, match=r"needs its turn within 0\.2 s"),
+                ledger.one_projection_at_a_time(AGENT, wait_seconds=0.2),
+            ):
+                pass
     finally:
         database.close()
         server.cleanup()

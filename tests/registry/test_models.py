@@ -336,6 +336,27 @@ def test_a_retried_step_draws_its_curve_once(registry: ModelRegistry, agent: str
     assert registry.client.get_run(run.run_id).data.metrics["final"] == 0.9
 
 
+def test_a_projection_that_hangs_holds_nobody_for_ever(
+    registry: ModelRegistry, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = registry.ledger
+    with (
+        ledger.one_projection_at_a_time(agent),
+        pytest.raises(RegistryError, match=r"needs its turn within 0\.1 s, found another process"),
+        ledger.one_projection_at_a_time(agent, wait_seconds=0.1),
+    ):
+        pass
+    add(registry, agent, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf_pipeline.registry.models.PROJECTION_SECONDS", -1.0)
+        ledger.promote(agent, 1, actor="ann", reason="better", expected_champion=0)
+        with pytest.raises(RegistryError, match="found it slower before champion was set"):
+            registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
+    assert registry.reconcile(agent).adopted is None
+    assert aliases(registry, agent) == {"champion": 1, "previous": 0}
+
+
 def test_a_run_that_a_kill_left_open_is_ended_and_taken_up_again_whole(
     registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
