@@ -28,6 +28,7 @@ from rlhf_pipeline.experiment.decision import (
     Action,
     Arms,
     Bounds,
+    Metric,
     Verdict,
     decide,
 )
@@ -64,6 +65,11 @@ class _Person:
     heard: set[str] = field(default_factory=set)  # interactions with any feedback
     downs: int = 0
     satisfaction: list[float] = field(default_factory=list)
+
+
+def guardrails_under(settings: ExperimentSettings) -> list[Metric]:
+    """Return the guardrails with the margins that the settings give them."""
+    return [replace(m, margin=settings.margins.get(m.name, m.margin)) for m in GUARDRAILS]
 
 
 def measured(
@@ -154,7 +160,7 @@ def look(
         arms,
         steps,
         bounds=Bounds(promote=settings.promote, roll_back=settings.roll_back),
-        guardrails=[replace(m, margin=settings.margins.get(m.name, m.margin)) for m in GUARDRAILS],
+        guardrails=guardrails_under(settings),
         timed_out=over,
     )
     book.record(experiment, verdict.action, verdict.to_json())

@@ -94,6 +94,7 @@ def create_app(
     if pages:
         from rlhf_pipeline.serving.pages.dashboard import add_dashboard
         from rlhf_pipeline.serving.pages.desk import Desk
+        from rlhf_pipeline.serving.pages.experiment_page import add_experiment_page
         from rlhf_pipeline.serving.pages.explain_page import PATH as EXPLAIN
         from rlhf_pipeline.serving.pages.explain_page import add_explain_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
@@ -105,6 +106,7 @@ def create_app(
             links["MLflow"] = tracked
         add_dashboard(app, gateway, store.agents, {**links, "Answers": EXPLAIN})
         add_explain_page(app, gateway, store.agents)
+        add_experiment_page(app, gateway, store.agents)
     add_access(app, store, Keys(settings.state_dir), open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)

@@ -6,8 +6,6 @@ content security policy lets nothing else in. It shows no words that anybody wro
 
 from __future__ import annotations
 
-import base64
-import io
 import resource
 import sys
 import time
@@ -27,6 +25,7 @@ from rlhf_pipeline.serving.pages.parts import (
     answer,
     inert,
     new_nonce,
+    picture,
     table,
     when,
 )
@@ -116,9 +115,9 @@ def render(
         ),
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
-        _picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
+        picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
         "<h2>Versions</h2>",
-        _picture(satisfaction_figure(o.standings), "how good people find each version")
+        picture(satisfaction_figure(o.standings), "how good people find each version")
         if any(s.satisfaction is not None for s in o.standings)
         else "",
         _versions(o.standings),
@@ -264,8 +263,9 @@ def _experiment(o: Overview) -> str:
         return f"<p>{told}</p><p>Not looked at yet.</p>"
     last = o.looks[-1]
     why = "; ".join(last.verdict["reasons"])
-    drawn = _picture(experiment_figure(o), "the difference over time, with its interval")
-    return f"<p>{told}</p><p>Last look: {inert(last.action)}. {inert(why)}</p>{drawn}"
+    drawn = picture(experiment_figure(o), "the difference over time, with its interval")
+    more = f'<a href="/experiments/{quote(o.agent_id)}">Every metric</a>'
+    return f"<p>{told}</p><p>Last look: {inert(last.action)}. {inert(why)} {more}</p>{drawn}"
 
 
 def _drift(found: Mapping[str, Any] | None) -> str:
@@ -274,13 +274,6 @@ def _drift(found: Mapping[str, Any] | None) -> str:
     told = '<b class="bad">Drifted.</b>' if found["drifted"] else "No drift."
     most = sorted(found["psi"].items(), key=lambda item: -item[1])[:5]
     return f"<p>{told}</p>" + table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
-
-
-def _picture(figure: Figure, what: str) -> str:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=100)
-    encoded = base64.b64encode(content.getvalue()).decode()
-    return f'<img alt="{inert(what)}" src="data:image/png;base64,{encoded}">'
 
 
 def _memory() -> str:

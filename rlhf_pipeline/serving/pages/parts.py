@@ -6,12 +6,18 @@ pictures inside the page; so what somebody wrote could not act even where escapi
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import secrets
 from collections.abc import Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from starlette.responses import HTMLResponse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
@@ -59,6 +65,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for row in rows
     )
     return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def picture(figure: Figure, what: str) -> str:
+    """Return a figure as a PNG inside the page; `what` is read out instead of it."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=100)
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return f'<img alt="{inert(what)}" src="data:image/png;base64,{encoded}">'
 
 
 def when(moment: datetime) -> str:

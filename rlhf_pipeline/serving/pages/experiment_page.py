@@ -1,0 +1,213 @@
+"""`/experiments/AGENT`: a live experiment, every metric drawn over its looks, told in plain words.
+
+Differences are signed so that above 0 the challenger is better. The bounds hold at any look: when
+one is past a line it stays so, up to the chances that `experiments` in the settings allows. The
+page shows nothing that anybody wrote, and to whom which version answered stands nowhere on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
+from rlhf_pipeline.experiment.decision import PRIMARY, Metric
+from rlhf_pipeline.experiment.live import guardrails_under
+from rlhf_pipeline.serving.pages.parts import (
+    STYLE,
+    Html,
+    answer,
+    inert,
+    new_nonce,
+    picture,
+    table,
+    when,
+)
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from matplotlib.figure import Figure
+
+    from rlhf_pipeline.serving.gateway import Gateway
+
+PATH = "/experiments"
+SHOWN = 10  # looks in the table
+WORDS = {
+    "running": "goes on",
+    "promoted": "ended: the challenger was promoted",
+    "rolled_back": "ended: the challenger was rolled back",
+    "timed_out": "ended: time was up and the champion stayed",
+    "invalid": "ended without a verdict: users did not arrive as planned",
+    "stopped": "was stopped by hand",
+}
+
+
+def add_experiment_page(
+    app: FastAPI, gateway: Gateway, agents: Callable[[], Sequence[str]]
+) -> None:
+    """Add the page. `agents` names everybody known."""
+
+    def made(agent_id: str, experiment_id: str | None) -> Response:
+        nonce = new_nonce()
+        book = ExperimentBook(gateway.store.database)
+        every = book.history(agent_id) if agent_id in agents() else []
+        chosen = [e for e in every if experiment_id in (None, e.experiment_id)]
+        if not chosen:
+            words = "No such experiment." if every else "No experiment of such an agent yet."
+            return answer(_whole(agent_id, f"<p>{words}</p>", nonce), nonce, 404)
+        settings = gateway.champions.settings_of(agent_id).experiments
+        metrics = [PRIMARY, *guardrails_under(settings)]
+        looks = book.looks(chosen[0].experiment_id)
+        return answer(render(chosen[0], looks, metrics, every, nonce), nonce)
+
+    async def page(agent_id: str, experiment: str | None = None) -> Response:
+        """Show an agent's newest experiment, or the one that is named."""
+        return await run_in_threadpool(made, agent_id, experiment)
+
+    app.add_api_route(PATH + "/{agent_id}", page, include_in_schema=False)
+
+
+def render(
+    experiment: Experiment,
+    looks: Sequence[Look],
+    metrics: Sequence[Metric],
+    every: Sequence[Experiment],
+    nonce: str,
+) -> str:
+    """Return the page of one experiment; `every` are the agent's, newest first."""
+    e = experiment
+    links = " ".join(
+        f'<a href="{PATH}/{quote(e.agent_id)}?experiment={quote(other.experiment_id)}">'
+        f"{when(other.started_at)}</a>"
+        for other in every
+    )
+    parts = [
+        f'<nav><a href="/dashboard/{quote(e.agent_id)}">{inert(e.agent_id)}</a> {links}</nav>',
+        f"<h1>Version {e.challenger} beside champion {e.champion}</h1>",
+        "".join(f"<p>{inert(line)}</p>" for line in told(e, looks, metrics)),
+    ]
+    if looks:
+        newest = looks[-1].verdict["differences"]
+        head = ("metric", "what", "found", "surely between", "users", "verdict")
+        rows = [_row(metric, newest[metric.name]) for metric in metrics if metric.name in newest]
+        drawn = sequences_figure(looks, metrics)
+        parts += [
+            "<h2>Now</h2>",
+            table(head, rows),
+            "<h2>Over time</h2>",
+            picture(drawn, "each metric's difference over the looks, with its bounds"),
+            f"<h2>The last {SHOWN} looks</h2>",
+            table(
+                ("look", "UTC", "share", "then", "why"),
+                [
+                    (
+                        look.look,
+                        when(look.looked_at),
+                        f"{look.share:.0%}",
+                        look.action,
+                        "; ".join(look.verdict["reasons"]),
+                    )
+                    for look in reversed(looks[-SHOWN:])
+                ],
+            ),
+        ]
+    return _whole(e.agent_id, "".join(parts), nonce)
+
+
+def told(experiment: Experiment, looks: Sequence[Look], metrics: Sequence[Metric]) -> list[str]:
+    """Return where the experiment stands, in plain sentences."""
+    e = experiment
+    state = f"It {WORDS[e.state]}" + (f": {e.reason}" if e.reason else "") + "."
+    lines = [f"Since {when(e.started_at)} UTC, {e.share:.0%} of the users meet it. {state}"]
+    if not looks:
+        return [*lines, "Nobody has looked at it yet."]
+    newest = looks[-1].verdict["differences"]
+    by_verdict: dict[str, list[str]] = {}
+    for metric in metrics:
+        if metric.name in newest:
+            by_verdict.setdefault(verdict_on(metric, newest[metric.name]), []).append(metric.name)
+    lines += [f"{words.capitalize()}: {', '.join(names)}." for words, names in by_verdict.items()]
+    return lines
+
+
+def verdict_on(metric: Metric, found: Mapping[str, Any]) -> str:
+    """Return what a metric's bounds say, in plain words."""
+    low, high = found["low"], found["high"]
+    if high is not None and high < 0:
+        return "surely worse"
+    if low is not None and low > 0:
+        return "surely better"
+    if low is not None and metric is not PRIMARY and low > -metric.margin:
+        return "not worse than allowed"
+    return "not yet sure"
+
+
+def sequences_figure(looks: Sequence[Look], metrics: Sequence[Metric]) -> Figure:
+    """Return each metric's difference and bounds over the looks, and the ramp, as small pictures.
+
+    The dotted line is how much worse a guardrail may be and the challenger still be promoted.
+    """
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+    from matplotlib.figure import Figure
+
+    rows = -(-(len(metrics) + 1) // 3)
+    figure = Figure(figsize=(10, 2.1 * rows))
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.1, top=0.94, hspace=0.35)
+    places = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
+    for axes, metric in zip(places, metrics, strict=False):
+        known = [look for look in looks if metric.name in look.verdict["differences"]]
+        moments = [look.looked_at for look in known]
+        found = [look.verdict["differences"][metric.name] for look in known]
+        # A bound not yet known is the widest there is: shares differ by at most one.
+        low = [-1.0 if d["low"] is None else d["low"] for d in found]
+        high = [1.0 if d["high"] is None else d["high"] for d in found]
+        axes.fill_between(moments, low, high, alpha=0.25, step="post")
+        axes.step(moments, [d["value"] for d in found], where="post")
+        axes.axhline(0, color="#666666", linewidth=1)
+        if metric.margin:
+            axes.axhline(-metric.margin, color="#b2182b", linewidth=1, linestyle=":")
+        axes.set_title(metric.name, fontsize="small")
+        axes.set_yscale("symlog", linthresh=0.1)  # margins are a tenth of the widest bound
+        axes.set_ylim(-1, 1)
+        axes.set_yticks([-1, -0.1, 0, 0.1, 1], ["−1", "−.1", "0", ".1", "1"], fontsize="x-small")
+        axes.minorticks_off()
+    ramp = places[len(metrics)]
+    ramp.step(
+        [look.looked_at for look in looks], [100 * look.share for look in looks], where="post"
+    )
+    ramp.set_title("share of users, %", fontsize="small")
+    ramp.set_ylim(0, 100)
+    for spare in places[len(metrics) + 1 :]:
+        spare.set_axis_off()
+    ticks = AutoDateLocator(maxticks=4)
+    ramp.xaxis.set_major_locator(ticks)
+    ramp.xaxis.set_major_formatter(ConciseDateFormatter(ticks))
+    return figure
+
+
+def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
+    sides = ["?" if found[side] is None else f"{found[side]:+.3f}" for side in ("low", "high")]
+    words = verdict_on(metric, found)
+    colour = {"surely worse": "bad", "surely better": "good"}.get(words, "")
+    allowed = f", may be {metric.margin:g} worse" if metric.margin else ""
+    return (
+        metric.name,
+        metric.meaning + allowed,
+        f"{found['value']:+.3f}",
+        " to ".join(sides),
+        f"{found['challenger_users']} and {found['champion_users']}",
+        Html(f'<span class="{colour}">{words}</span>'),
+    )
+
+
+def _whole(agent_id: str, body: str, nonce: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>Experiments of {inert(agent_id)}</title>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<style nonce="{nonce}">{STYLE}</style></head><body>{body}</body></html>'
+    )

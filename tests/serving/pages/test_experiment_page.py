@@ -1,0 +1,82 @@
+"""The page of an experiment: its words follow from the bounds, and nothing on it can act."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Metric
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.serving.pages.experiment_page import (
+    add_experiment_page,
+    sequences_figure,
+    told,
+    verdict_on,
+)
+
+HOSTILE = '<script>alert("x")</script>'
+METRICS = (PRIMARY, *GUARDRAILS)
+
+
+def difference(low: float | None, high: float | None) -> dict[str, Any]:
+    return {"value": 0.01, "low": low, "high": high, "challenger_users": 7, "champion_users": 9}
+
+
+@pytest.mark.parametrize(
+    ("metric", "low", "high", "words"),
+    [
+        (PRIMARY, None, None, "not yet sure"),
+        (PRIMARY, -0.2, 0.3, "not yet sure"),
+        (PRIMARY, 0.01, 0.3, "surely better"),
+        (PRIMARY, -0.3, -0.01, "surely worse"),
+        (GUARDRAILS[0], -0.04, 0.1, "not worse than allowed"),  # 0.05 are allowed
+        (GUARDRAILS[0], -0.06, 0.1, "not yet sure"),
+    ],
+)
+def test_the_bounds_say_it_in_words(
+    metric: Metric, low: float | None, high: float | None, words: str
+) -> None:
+    assert verdict_on(metric, difference(low, high)) == words
+
+
+def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store, book = FeedbackStore(database), ExperimentBook(database)
+    store.ensure_agent("tea")
+    begun = book.start("tea", champion=1, challenger=2, share=0.1, actor="test")
+    for low in (None, -0.2, 0.02):
+        found = {m.name: difference(low, 0.3) for m in METRICS}
+        book.record(begun, "continue", {"reasons": [HOSTILE], "differences": found})
+    figure = sequences_figure(book.looks(begun.experiment_id), METRICS)
+    titled = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert titled == [*(m.name for m in METRICS), "share of users, %"]
+    line = figure.axes[1].lines[0]
+    assert np.asarray(line.get_ydata()).tolist() == [0.01] * 3
+    app = FastAPI()
+    champions = SimpleNamespace(settings_of=lambda agent_id: Settings())
+    gateway = SimpleNamespace(store=store, champions=champions)
+    add_experiment_page(app, cast("Any", gateway), store.agents)
+    client = TestClient(app)
+    page = client.get("/experiments/tea")
+    assert page.status_code == 200
+    assert "<script" not in page.text
+    assert page.text.count("&lt;script&gt;") == 3
+    assert "Surely better: satisfaction, thumbs_down," in page.text
+    assert "<td>7 and 9</td>" in page.text
+    assert page.text.count("data:image/png;base64,") == 1
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    book.end(begun, "rolled_back", HOSTILE)
+    ended, looks = book.history("tea")[0], book.looks(begun.experiment_id)
+    assert told(ended, looks, METRICS)[0].endswith(f"the challenger was rolled back: {HOSTILE}.")
+    assert client.get("/experiments/tea?experiment=other").status_code == 404
+    assert client.get("/experiments/nobody").status_code == 404
+    database.close()
