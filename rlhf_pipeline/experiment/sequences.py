@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 SPREAD = 0.25  # typical log odds ratio of an imbalance the ratio test looks for; 55/45 is 0.2
 FEWEST = 100  # users per arm below which no bound is given: the theory is asymptotic
@@ -83,6 +85,13 @@ def boundary(n: int, alpha: float, tuned_for: int) -> float:
     return math.sqrt(2 * scaled / (n * n * rho2) * math.log(1 + math.sqrt(scaled) / (2 * alpha)))
 
 
+@cache
+def _mixture() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return Normal(0, SPREAD^2) as points and the logarithms of their weights."""
+    points, weights = np.polynomial.hermite_e.hermegauss(41)
+    return SPREAD * points, np.log(weights / weights.sum())
+
+
 @dataclass(frozen=True, slots=True)
 class RampStep:
     """How many users were first seen while the challenger had a share of them."""
@@ -101,9 +110,7 @@ def sample_ratio_evidence(steps: Sequence[RampStep]) -> float:
     Source: Lindon & Malek, "Anytime-Valid Inference for Multinomial Count Data", arXiv:2011.03567,
     with a normal mixture in place of the Dirichlet one.
     """
-    points, weights = np.polynomial.hermite_e.hermegauss(41)
-    logs = np.log(weights / weights.sum())
-    shift = SPREAD * points
+    shift, logs = _mixture()
     for step in steps:
         if not 0.0 < step.share < 1.0:
             continue
