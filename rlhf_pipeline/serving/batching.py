@@ -7,6 +7,10 @@ its own: it gets the tokens that `streaming.stream` gives for the same seed, who
 
 Whoever asked and is gone (its generator was closed, or its event loop) leaves at the next token.
 What this does not bound is how many wait: the gateway does (serving/gateway.py).
+
+The first tokens are handed on one by one, until there is text to show; later ones that come faster
+than anybody reads are handed on together. What a token costs the event loop is then paid less often
+than tokens are drawn, and the loop's work is what requests wait for that have no text yet.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from rlhf_pipeline.records import Prompt
 
 log = structlog.get_logger(__name__)
 
+TOGETHER_SECONDS = 0.03  # tokens drawn within this time are handed on together
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -63,8 +69,11 @@ class _Row:
     sampling: Sampling
     uniforms: Tensor  # (T,)
     loop: asyncio.AbstractEventLoop
-    tokens: asyncio.Queue[int | Exception]
+    tokens: asyncio.Queue[list[int] | Exception]
     written: int = 0
+    held: list[int] = field(default_factory=list)  # drawn, and not handed on yet
+    handed: float = 0.0  # the time.monotonic() moment when tokens were last handed on
+    shown: bool = False  # whoever asked has text
     gone: bool = False
 
 
@@ -131,30 +140,38 @@ class Decoder:
         """
         generator = torch.Generator().manual_seed(sampling.seed)
         uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0]
-        row = _Row(ids, sampling, uniforms, asyncio.get_running_loop(), asyncio.Queue())
+        loop = asyncio.get_running_loop()
+        row = _Row(ids, sampling, uniforms, loop, asyncio.Queue())
         with self._changed:
             if self._retired:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
             self._waiting.append(row)
             self._changed.notify()
-        text = Text(self.policy, sampling.stop)
+        text, eos_id, n = Text(self.policy, sampling.stop), self.policy.eos_id, 0
+        late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
-            for n in range(1, sampling.max_completion_tokens + 1):
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    token = await row.tokens.get()
-                if isinstance(token, Exception):
-                    raise token
-                finished = token == self.policy.eos_id
-                piece = "" if finished else text.add(token)
+            while True:
+                tokens = await row.tokens.get()
+                if isinstance(tokens, Exception):
+                    raise tokens
+                piece, ended = "", False
+                for token in tokens:
+                    n += 1
+                    finished = token == eos_id
+                    piece += "" if finished else text.add(token)
+                    ended = finished or text.stopped or n == sampling.max_completion_tokens
+                    if ended:
+                        piece += text.rest()
+                        break
                 if piece:
                     yield piece
-                if finished or text.stopped or n == sampling.max_completion_tokens:
-                    if rest := text.rest():
-                        yield rest
+                    row.shown = True
+                if ended:
                     yield Completion(text.shown, n, finished or text.stopped)
                     return
         finally:
             row.gone = True
+            late.cancel()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -182,6 +199,8 @@ class Decoder:
                 with torch.inference_mode():
                     if joining:
                         batch = self._join(batch, joining)
+                        if self._waiting and batch is not None and len(batch.rows) < self._most:
+                            continue  # who came meanwhile reads first: a first text is waited for
                     if batch is not None:
                         batch = self._step(batch)
             except Exception as error:  # one batch's trouble must not end the service
@@ -235,15 +254,19 @@ class Decoder:
                 break
             drawn, _ = draw(logits[members], uniforms[members], temperature, 0, top_p)
             tokens[members] = drawn
-        told: list[tuple[_Row, int | Exception]] = []
+        told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
+        eos_id, moment = self.policy.eos_id, time.monotonic()
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if not sound[i]:
                 told.append((row, ModelError("the model's logits are no numbers; retrain it")))
                 continue
             row.written += 1
-            told.append((row, token))
-            ended = token == self.policy.eos_id or row.written == len(row.uniforms)
+            row.held.append(token)
+            ended = token == eos_id or row.written == len(row.uniforms)
+            if ended or not row.shown or moment - row.handed >= TOGETHER_SECONDS:
+                told.append((row, row.held))
+                row.held, row.handed = [], moment
             if not ended and not row.gone:
                 keep.append(i)
         _deliver(told)
@@ -269,9 +292,9 @@ def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:
     return batch
 
 
-def _deliver(told: Sequence[tuple[_Row, int | Exception]]) -> None:
+def _deliver(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:
     """Put what each row is told into its queue: one call a loop; a closed loop's rows are gone."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Row, int | Exception]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Row, list[int] | Exception]]] = {}
     for row, what in told:
         by_loop.setdefault(row.loop, []).append((row, what))
     for loop, some in by_loop.items():
@@ -282,7 +305,7 @@ def _deliver(told: Sequence[tuple[_Row, int | Exception]]) -> None:
                 row.gone = True
 
 
-def _put(told: Sequence[tuple[_Row, int | Exception]]) -> None:
+def _put(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:
     for row, what in told:
         row.tokens.put_nowait(what)
 
