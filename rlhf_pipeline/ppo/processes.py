@@ -11,6 +11,14 @@ Processes are joined through accelerate's PartialState, whoever launched them (`
 torchrun, Slurm). Every process holds all weights: DDP's way; sharded weights (FSDP, DeepSpeed) are
 refused. Nothing but tensors goes between processes. What this does not protect: processes trust
 each other and the network between them.
+
+Why sharded weights are refused: a layer that is spread out has to be gathered by all processes at
+once, so all must make the same forward calls, and here each decodes until its own completions end
+and cuts its own share into microbatches. The arithmetic would stand: tests/ppo/sharded.py spreads
+the layers of a policy over two CPU processes with torch's FSDP2, and log-probabilities, gradients
+(FSDP's are the mean of the processes, ours the sum) and samples of equal length are those of whole
+ones. It spreads layers alone: the trunk is called without its model, and the head's weights are
+read as they are.
 """
 
 from __future__ import annotations

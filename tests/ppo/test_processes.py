@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -22,16 +23,16 @@ from tests.ppo.launched import RUNS, reward_of
 from tests.ppo.world import changed, lower_share, train, weights_of
 
 
-@pytest.fixture(scope="module")
-def launched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes left of RUNS."""
-    folder = tmp_path_factory.mktemp("launched")
+def launch(module: str, *words: str) -> str:
+    """Run the module, which forks processes that meet at a port, its last word; return its output.
+
+    It has to end well.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.ppo.launched", str(base), str(folder), str(port)]
     told = subprocess.run(
-        command,
+        [sys.executable, "-m", module, *words, str(port)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -40,7 +41,25 @@ def launched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout
+
+
+@pytest.fixture(scope="module")
+def launched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left of RUNS."""
+    folder = tmp_path_factory.mktemp("launched")
+    launch("tests.ppo.launched", str(base), str(folder))
     return folder
+
+
+@pytest.mark.slow
+def test_layers_that_are_spread_over_processes_compute_what_whole_ones_do() -> None:
+    """What sharded weights would have to keep to; processes.py says why PPO refuses them."""
+    found = json.loads(launch("tests.ppo.sharded"))
+    assert found["logprobs"] < 1e-6
+    assert found["gradients"] < 1e-6
+    assert found["same_samples"] == 1.0
+    assert found["held"] < 0.7  # the embeddings of a model this small are most of it
 
 
 @pytest.mark.slow
@@ -123,3 +142,12 @@ def test_launched_processes_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert choose_device("cuda") == torch.device("cuda", 1)
     assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_the_launchers_configuration_is_one_that_accelerate_and_we_take() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(Path(__file__).parents[2] / "docs/accelerate.yaml"))
+    assert found.distributed_type.value == "MULTI_GPU"
+    assert found.num_processes > 1
+    assert str(found.mixed_precision) == "no"  # autocast is ours
