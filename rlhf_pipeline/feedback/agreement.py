@@ -78,7 +78,11 @@ def agreement_of(judgements: Iterable[Sequence[Hashable]]) -> Agreement:
 
 
 def units_of(frame: pd.DataFrame) -> dict[str, list[Unit]]:
-    """Return what several people may have judged in a snapshot frame: "pairs" and "thumbs"."""
+    """Return what several people may have judged in a snapshot frame: "pairs" and "thumbs".
+
+    Of a pair the better one is "first" or "second" in the order of their texts: by its text no two
+    pairs would share an answer, and agreement by chance would seem next to impossible.
+    """
     pairs: dict[Hashable, dict[str, Hashable]] = defaultdict(dict)
     thumbs: dict[Hashable, dict[str, Hashable]] = defaultdict(dict)
     columns = ("kind", "voter", "prompt", "completion", "other_completion", "choice", "shown_first")
@@ -90,7 +94,8 @@ def units_of(frame: pd.DataFrame) -> dict[str, list[Unit]]:
         elif kind == FeedbackKind.preference:
             better: Hashable = choice
             if choice in ("left", "right"):
-                better = this if (choice == "left") == (first != "other") else other
+                is_this = (choice == "left") == (first != "other")
+                better = "first" if is_this == (str(this) < str(other)) else "second"
             pairs[prompt, frozenset((this, other))][voter] = better
     return {"pairs": list(pairs.values()), "thumbs": list(thumbs.values())}
 

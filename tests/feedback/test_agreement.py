@@ -48,7 +48,7 @@ def test_a_pair_is_one_unit_however_it_was_shown() -> None:
         {"kind": "thumbs", "prompt": "p", "completion": "good", "voter": ["ann", "bob"]}
     ).assign(number=[1.0, 0.0])
     units = units_of(pd.concat([frame, thumbs], ignore_index=True))
-    assert units["pairs"] == [{"ann": "good", "bob": "good", "cat": "bad", "dan": "tie"}]
+    assert units["pairs"] == [{"ann": "second", "bob": "second", "cat": "first", "dan": "tie"}]
     assert units["thumbs"] == [{"ann": True, "bob": False}]
     table = by_rater(units["pairs"], {"ann": 2, "bob": 9, "cat": 2, "eve": 5, "one": 1})
     assert [(r.voter, r.compared, r.alike) for r in table] == [
