@@ -78,11 +78,16 @@ def start_mlflow(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
 
 
 def start_service(
-    state_dir: Path, port: int, environment: Mapping[str, str] | None = None
+    state_dir: Path,
+    port: int,
+    environment: Mapping[str, str] | None = None,
+    *,
+    pages: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start the service on loopback: pages, feedback, policies."""
+    """Start the service on loopback: pages, feedback, policies; without `pages` the API alone."""
     command = [sys.executable, "-m", "rlhf_pipeline.cli", "--state", str(state_dir.absolute())]
-    return start("service", [*command, "serve", "--port", str(port)], state_dir, environment)
+    command += ["serve", "--port", str(port), "--pages" if pages else "--no-pages"]
+    return start("service", command, state_dir, environment)
 
 
 def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:

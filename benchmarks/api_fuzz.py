@@ -1,6 +1,6 @@
 """Schemathesis over every operation of the service: no error of ours, no undocumented answer.
 
-    python -m benchmarks.api_fuzz [--cases 100000] [--seed 0]
+    python -m benchmarks.api_fuzz [--cases 100000] [--seed 0] [--seconds 1200]
 
 Requests follow the OpenAPI description, or break it on purpose (half of them, where they can). Each
 goes with an admin's key, a client's, one agent's, or none. Judged: the status is documented and
@@ -12,6 +12,7 @@ function here; Dagster is one too, which trains that agent already. Exit code 1 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 from collections import Counter
@@ -48,6 +49,7 @@ CHECKS = (
     checks.response_headers_conformance,
 )
 AGENT, INTERACTION = "tea", "i-1"
+ROUND = 5000  # cases under one seed
 
 
 @dataclass
@@ -106,12 +108,13 @@ def world(state: Path) -> Iterator[World]:
     database.close()
 
 
-def fuzz(made: World, cases: int, *, start: int = 0) -> Found:
+def fuzz(made: World, cases: int, *, start: int = 0, found: Found | None = None) -> Found:
     """Send about so many requests, spread over all operations, and return what was met.
 
-    An operation without parameters has but a few different requests.
+    An operation without parameters has but a few different requests. What was met is added to
+    `found` where that is given.
     """
-    found = Found()
+    found = Found() if found is None else found
     schema = schemathesis.openapi.from_dict(made.app.openapi())
     schema.config.generation.with_security_parameters = False  # rights are ours to send
     operations: list[Any] = [each.ok() for each in schema.get_all_operations()]  # type: ignore[union-attr]
@@ -120,6 +123,7 @@ def fuzz(made: World, cases: int, *, start: int = 0) -> Found:
     ways += [(op, unfit) for op in operations if op.body or op.query]  # any path is a fit one
     each = -(-cases // sum(_varies(op) for op, _ in ways))
     with asgi.get_client(made.app, max_stream_events=100) as client:
+        client.trust_env = False  # nor does it look for a proxy, each time
         for operation, mode in ways:
             many = each if _varies(operation) else min(each, 4)
             _send(made, client, operation, mode, many, start, found)
@@ -197,10 +201,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="Then no new round.")
     asked = parser.parse_args()
     began = time.monotonic()
+    found, rounds = Found(), 0
     with tempfile.TemporaryDirectory() as folder, world(Path(folder)) as made:
-        found = fuzz(made, asked.cases, start=asked.seed)
+        while found.cases < asked.cases and time.monotonic() - began < asked.seconds:
+            # Rounds of other seeds: one long run would remember all it drew, and slow down.
+            fuzz(
+                made, min(ROUND, asked.cases - found.cases), start=asked.seed + rounds, found=found
+            )
+            rounds += 1
+            took = time.monotonic() - began
+            print(f"{found.cases} cases, {found.faulty} faulty, {took:.0f} s", flush=True)
     for (operation, status), count in sorted(found.statuses.items()):
         print(f"{operation:45} {status}  {count}")
     for kind, words in found.faults.items():

@@ -21,6 +21,7 @@ from rlhf_pipeline.commands import (
     score,
     serve,
     settings,
+    simulate,
     state,
     tokenizer,
     training,
@@ -50,7 +51,7 @@ SETTINGS = "Settings and recipes"
 
 COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (feedback.ingest, FEEDBACK, "rlhf ingest votes.jsonl exports/ --agent tea"),
-    (feedback.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
+    (simulate.simulate, FEEDBACK, "rlhf simulate --agent demo --events 500 --seed 7"),
     (chat.chat, MODELS, 'rlhf chat --agent demo --once "how much is the lamp?"'),
     (serve.serve, MODELS, "rlhf serve --port 8080"),
     (tokenizer.tokenizer, MODELS, "rlhf tokenizer tiktoken:cl100k_base"),

@@ -476,6 +476,11 @@ class PagesSettings(Section):
     active_learning: bool = Field(
         True, description="Sample two answers more, and ask, or show a pair, where they differ."
     )
+    reward_disagreement: bool = Field(
+        True,
+        description="Do so too where the heads of the champion's reward model differ, if it has "
+        "several; that model is then held in memory beside the champion.",
+    )
     log_traces: bool = Field(
         False,
         description="Log each answer as an MLflow trace, and take what people say of it there.",

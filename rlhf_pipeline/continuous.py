@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -63,6 +64,10 @@ def due(
         return NotDue(
             agent_id, f"run {held.holder[:8]} holds attempt {held.attempt} (token {held.token})"
         )
+    if (running := ExperimentBook(database).running(agent_id)) is not None:
+        # A turn now would begin from a champion that may be replaced before it ends, and its
+        # version could meet nobody while this one does.
+        return NotDue(agent_id, f"version {running.challenger} is in an experiment")
     last = claims.last_done(agent_id)
     new = store.new_since(agent_id, last.watermark if last else 0)
     needed = min_new_feedback or rules.min_new_feedback

@@ -594,6 +594,12 @@ def test_simulated_people_send_what_was_asked_for(shop: Path, rlhf: Run) -> None
     assert cells(rlhf("status").stdout)["votes"].startswith("45 (")
 
 
+def test_a_simulation_needs_events_or_nights(rlhf: Run) -> None:
+    assert "needed --events, or --nights" in rlhf("simulate", "--agent", "tea", code=2).stderr
+    words = ("simulate", "--agent", "tea", "--events", "5", "--out", "there")
+    assert "--out goes with --nights" in rlhf(*words, code=2).stderr
+
+
 def test_an_agent_without_a_version_has_nobody_to_talk_to(rlhf: Run) -> None:
     for words in (["chat", "--once", "hello"], ["simulate", "--events", "5"]):
         assert "trains version 0" in rlhf(*words, "--agent", "tea", code=1).stderr

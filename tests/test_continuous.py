@@ -13,6 +13,7 @@ import pytest
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.continuous import BACK_OFF, Due, NotDue, due, minutes_since
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -153,6 +154,15 @@ def test_one_turn_at_a_time(agent: Agent) -> None:
     assert agent.refusal() == f"run run-1234 holds attempt 1 (token {claim.token})"
     agent.at += timedelta(days=1)  # stale, and still the watchdog's business
     assert "holds attempt 1" in agent.refusal()
+
+
+def test_the_next_turn_waits_for_a_running_experiment(agent: Agent) -> None:
+    agent.send(5)
+    book = ExperimentBook(agent.database)
+    experiment = book.start("tea", champion=0, challenger=3, share=0.1, actor="promotion")
+    assert agent.refusal() == "version 3 is in an experiment"
+    book.end(experiment, "rolled_back", "worse")
+    assert isinstance(agent.asks(), Due)
 
 
 def test_the_next_turn_waits_for_the_last_to_cool_down(agent: Agent) -> None:

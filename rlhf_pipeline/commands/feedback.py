@@ -1,4 +1,4 @@
-"""`rlhf ingest · simulate · feedback export`: feedback from files and simulated people, and out."""
+"""`rlhf ingest · feedback export`: feedback from files, and out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
-    from rlhf_pipeline.records import Progress, Prompt
+    from rlhf_pipeline.records import Progress
 
 
 def ingest(
@@ -122,77 +122,6 @@ def _print_summary(summary: IngestSummary, agent_id: str) -> None:
     console().print(table)
     for name, why in summary.unreadable.items():
         typer.echo(f"not read: {name}: {why}", err=True)
-
-
-def simulate(
-    agent: Agent,
-    events: Annotated[
-        int, typer.Option("--events", "-n", min=1, help="Feedback events they send in all.")
-    ],
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", min=0, help="The same seed, the same questions. Default: another every time."
-        ),
-    ] = None,
-    people: Annotated[
-        int, typer.Option("--people", min=3, help="How many people there are.")
-    ] = 200,
-) -> None:
-    """Let simulated people chat with the champion and send feedback.
-
-    They ask a small shop's helpdesk, like some completions better than others for reasons no
-    training stage ever sees, and say so with noise; about one in ten is careless. Made for the
-    recipe `tiny`, whose seed conversations are the same people's.
-    """
-    here = workspace()
-    champion = here.version(agent, "champion")
-    folder, settings = here.registry.folder_of(champion), here.settings_of(agent)
-    limits = settings.policy
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
-    from rlhf_pipeline.feedback import snapshot
-    from rlhf_pipeline.policy.loading import load_policy
-    from rlhf_pipeline.policy.sampling import complete
-    from rlhf_pipeline.simulation.people import population
-    from rlhf_pipeline.simulation.play import play
-
-    policy = load_policy(folder, device=limits.device)
-    # Where nobody chose, the questions follow from what is stored: another day, other questions.
-    chosen = seed if seed is not None else snapshot.newest_seq(here.database, agent)
-    asked = 0
-
-    def answer(prompts: Sequence[Prompt]) -> list[str]:
-        nonlocal asked
-        asked += 1
-        completions = complete(
-            policy,
-            prompts,
-            max_completion_tokens=limits.max_completion_tokens,
-            max_prompt_tokens=limits.max_prompt_tokens,
-            temperature=limits.temperature,
-            seed=1_000_003 * (chosen + 1) + asked,
-        )
-        return [completion.text for completion in completions]
-
-    columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn())
-    with progress(*columns) as bar:
-        task = bar.add_task("events", total=events)
-        day = play(
-            here.store,
-            agent,
-            answer,
-            population(people, settings.training.seed),
-            model_version=champion.version,
-            events=events,
-            seed=chosen,
-            report=lambda facts: bar.update(task, completed=int(facts["events"])),
-        )
-    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(day.by_kind.items()))
-    typer.echo(
-        f"{day.events} events about {day.interactions} completions of version "
-        f"{champion.version}: {kinds}"
-    )
 
 
 def export(

@@ -1,8 +1,9 @@
 """Who may do what: the one place every request passes, whatever route or mount answers it.
 
 A right is an API key (`Authorization: Bearer …`), a session cookie that a browser got for a key at
-/sign-in, or, for one vote on one interaction, a feedback token (`X-Feedback-Token`). A path that no
-rule here names is for admins. While no key was ever made, and the service listens on loopback, it
+/sign-in, or, for votes on one interaction, a feedback token (`X-Feedback-Token`); whoever holds one
+votes as the person who was answered, and as nobody else. A path that no rule here names is for
+admins. While no key was ever made, and the service listens on loopback, it
 is open. What this does not protect against: who can read a key or a token on its way; off this
 machine, put TLS in front.
 """
@@ -33,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.records import hash_rater
 from rlhf_pipeline.serving.contract import Closed, Told, refusals
 from rlhf_pipeline.serving.feedback_api import NOT_JSON, REFUSED, TOO_LARGE, is_json
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
@@ -137,11 +139,11 @@ class Access:
         path, method = scope["path"], scope.get("method", "GET")
         if path in OPEN:
             return None, receive
-        if self.open_without_keys and not self.keys.all():
-            return EVERYTHING, receive
         token = headers.get("x-feedback-token")
         if token is not None and (method, path) == ("POST", "/v1/feedback"):
-            return await self._admit_token(token, receive)
+            return await self._admit_token(token, receive)  # where all is open too
+        if self.open_without_keys and not self.keys.all():
+            return EVERYTHING, receive
         right = self._right(scope, headers)
         self._spend(right.key_id)
         if _role_of(method, path) == "admin" and right.role != "admin":
@@ -180,17 +182,21 @@ class Access:
 
     async def _admit_token(self, token: str, receive: Receive) -> tuple[Right, Receive]:
         told = unsign(self.secret, "feedback", token)
-        if told is None:
+        if told is None or "rater" not in told:
             raise _Refused(401, "needed a feedback token that holds, found another")
         self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
-        values, again = await _read_json(receive)
+        values, _ = await _read_json(receive)
         if values.get("interaction_id") != told["interaction"]:
             raise _Refused(403, "interaction_id: needed the one the feedback token is for")
         if values.get("agent_id") != told["agent"]:
             raise _Refused(403, "agent_id: needed the one the feedback token is for")
         if more := sorted(set(values) - TOKEN_FIELDS):
             raise _Refused(403, f"{more[0][:64]!a}: a feedback token does not reach this field")
-        return Right(str(told["key"]), "client", str(told["agent"])), again
+        named, rater = values.pop("rater", None), told["rater"]
+        if named not in (None, "") and hash_rater(told["agent"], str(named)) != rater:
+            raise _Refused(403, "rater: needed the one the feedback token is for, or none")
+        signed = json.dumps({**values, "rater_id": rater}).encode()
+        return Right(str(told["key"]), "client", str(told["agent"])), _giving(signed, receive)
 
     def _spend(self, who: str, rate: float = RATE_PER_SECOND, burst: float = BURST) -> None:
         """Take one request out of the bucket. Raises _Refused where it is empty."""
@@ -247,12 +253,17 @@ async def _read_json(receive: Receive) -> tuple[dict[str, Any], Receive]:
         raise _Refused(422, str(refusal)) from refusal
     if not isinstance(values.get("events", []), list):
         raise _Refused(422, "events: needed a list of rows; mend it and send again")
-    kept: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+    return values, _giving(bytes(body), receive)
+
+
+def _giving(body: bytes, receive: Receive) -> Receive:
+    """Return a receive that gives a whole body, and then what comes after it."""
+    kept: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
         return kept.pop() if kept else await receive()
 
-    return values, again
+    return again
 
 
 def sign(secret: bytes, purpose: str, facts: dict[str, str], seconds: float) -> str:
@@ -309,7 +320,7 @@ def add_access(
         return answer
 
     async def make_token(request: Request) -> Response:
-        """Return a token with which a browser may vote on one interaction: {"interaction_id"}."""
+        """Return a token with which a browser votes on one interaction, as who was answered."""
         try:
             if not is_json(request):
                 raise _Refused(NOT_JSON, "needed content-type application/json")
@@ -325,7 +336,13 @@ def add_access(
         found = await run_in_threadpool(store.interaction, asked)
         if found is None or not right.reaches(found.agent_id):
             return JSONResponse({"error": "interaction_id: no such interaction"}, 404)
-        facts = {"key": right.key_id, "interaction": asked, "agent": found.agent_id}
+        who = found.session_id or found.interaction_id  # where nobody was named, as on our pages
+        facts = {
+            "key": right.key_id,
+            "interaction": asked,
+            "agent": found.agent_id,
+            "rater": found.user_id or hash_rater(found.agent_id, who),
+        }
         token = sign(secret, "feedback", facts, TOKEN_SECONDS)
         return JSONResponse({"token": token, "expires_in_seconds": TOKEN_SECONDS})
 

@@ -61,7 +61,8 @@ def create_app(
     database = open_database(settings.resolved_database_url)
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
-    inbox = Inbox(store, RaterLimit(settings.feedback.votes_per_minute))
+    limit = RaterLimit(settings.feedback.votes_per_minute)  # one for the API and the pages
+    inbox = Inbox(store, limit)
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
 
     @asynccontextmanager
@@ -99,7 +100,7 @@ def create_app(
         from rlhf_pipeline.serving.pages.explain_page import add_explain_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
-        mount_pages(app, Desk(settings, store, registry, gateway))
+        mount_pages(app, Desk(settings, store, registry, gateway, limit))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
         tracked = settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -133,8 +133,9 @@ class Gateway:
     ) -> AsyncGenerator[str | Reply, None]:
         """Yield the reply piece by piece, and last the stored `Reply`.
 
-        `others` more completions are drawn beside it, in the same batch; `note` gets the text and
-        them and returns what is to be stored with the sampling settings.
+        `others` more completions are drawn beside it, in the same batch (an upstream gives as many
+        of them as it can); `note` gets the text and them once it is shown, and returns what is to
+        be stored with the sampling settings.
         Raises ChatRefused for a prompt that is empty or too long; ChatAway, or what failed first,
         where neither the arm nor the baseline can answer.
         """
@@ -194,6 +195,7 @@ class Gateway:
         if done is None:
             assert first is not None
             raise first
+        took = time.monotonic() - began
         extra = note(done.text, done.others) if note else {}
         in_trial = {} if trial is None else {"challenger_share": trial.share, "ending": done.ending}
         interaction = Interaction(
@@ -213,7 +215,7 @@ class Gateway:
                 **({"events": trouble} if trouble else {}),
                 **extra,
             },
-            latency_seconds=time.monotonic() - began,
+            latency_seconds=took,
         )
         await asyncio.to_thread(self._store, interaction)
         if self.metrics is not None:
@@ -260,7 +262,7 @@ class Gateway:
         deadline = time.monotonic() + self.settings.serving.timeout_seconds
         upstream = self.settings.serving.upstreams.get(agent_id)
         if upstream is not None and draft.arm == "champion":
-            source = self._from_upstream(upstream, prompt, wishes, draft, deadline)
+            source = self._from_upstream(upstream, prompt, wishes, draft, deadline, others)
         else:
             source = self._from_model(agent_id, prompt, wishes, draft, deadline, others)
         async with aclosing(source) as pieces:
@@ -301,7 +303,13 @@ class Gateway:
             "model_sha256": seat.digest,
         }
         beside = [
-            asyncio.ensure_future(_whole(seat, ids, sampling, seed + 1 + n, deadline))
+            asyncio.ensure_future(
+                _whole(
+                    seat.decoder.pieces(
+                        ids, replace(sampling, seed=seed + 1 + n), deadline=deadline
+                    )
+                )
+            )
             for n in range(others)
         ]
         try:
@@ -332,6 +340,7 @@ class Gateway:
         wishes: Wishes,
         draft: _Draft,
         deadline: float,
+        others: int,
     ) -> AsyncGenerator[str, None]:
         asked = {
             "max_tokens": wishes.max_completion_tokens,
@@ -343,18 +352,35 @@ class Gateway:
         settings = {name: value for name, value in asked.items() if value is not None}
         draft.version = NO_VERSION if upstream.version is None else upstream.version
         draft.sampling = {**settings, "upstream": upstream.model}
-        async with aclosing(
-            upstream_pieces(upstream, prompt, settings, deadline=deadline)
-        ) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, str):
-                    yield piece
-                    continue
-                usage = piece["usage"] or {}
-                draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
-                draft.completion_tokens = int(usage.get("completion_tokens", 0))
-                reason = piece["finish_reason"]
-                draft.ending = reason if reason in ("length", "content_filter") else "stop"
+        seeds = [
+            {} if wishes.seed is None else {"seed": wishes.seed + 1 + n} for n in range(others)
+        ]
+        beside = [
+            asyncio.ensure_future(
+                _whole(upstream_pieces(upstream, prompt, {**settings, **seed}, deadline=deadline))
+            )
+            for seed in seeds
+        ]
+        try:
+            async with aclosing(
+                upstream_pieces(upstream, prompt, settings, deadline=deadline)
+            ) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, str):
+                        yield piece
+                        continue
+                    usage = piece["usage"] or {}
+                    draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
+                    draft.completion_tokens = int(usage.get("completion_tokens", 0))
+                    reason = piece["finish_reason"]
+                    draft.ending = reason if reason in ("length", "content_filter") else "stop"
+            # An upstream that gives one answer but not three gives one: others are a courtesy.
+            found = await asyncio.gather(*beside, return_exceptions=True)
+            draft.others = tuple(text for text in found if isinstance(text, str))
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     # -- the store --------------------------------------------------------------------------------
 
@@ -377,13 +403,10 @@ class Gateway:
             log.exception("chat event not stored", interaction=interaction_id)
 
 
-async def _whole(seat: Seat, ids: Sequence[int], sampling: Any, seed: int, deadline: float) -> str:
-    """Return a completion's whole text under another seed."""
-    from dataclasses import replace
-
+async def _whole(written: AsyncGenerator[Any, None]) -> str:
+    """Return a completion's whole text."""
     text = ""
-    other = replace(sampling, seed=seed)
-    async with aclosing(seat.decoder.pieces(ids, other, deadline=deadline)) as pieces:
+    async with aclosing(written) as pieces:
         async for piece in pieces:
             text += piece if isinstance(piece, str) else ""
     return text

@@ -67,10 +67,7 @@ def play(
     one question (left and right in random order), the rest of every other kind.
     """
     rng = random.Random(f"play {agent_id} {seed}")
-    pairs = round(events * pair_share)
-    kinds = rng.choices(list(OTHER_KINDS), list(OTHER_KINDS.values()), k=events - pairs)
-    plan: list[FeedbackKind] = [*kinds, *[FeedbackKind.preference] * pairs]
-    rng.shuffle(plan)
+    plan = kinds_of_a_day(events, pair_share, rng)
     day = Day()
     store.ensure_agent(agent_id)
     for start in range(0, len(plan), BATCH):
@@ -88,15 +85,11 @@ def play(
             person = rng.choice(people)
             first = _interaction(agent_id, prompt, next(completions), model_version, person)
             said.append(first)
-            if kind is not FeedbackKind.preference:
-                votes.append(say(person, first, kind, rng))
-                continue
-            second = _interaction(agent_id, prompt, next(completions), model_version, person)
-            said.append(second)
-            if first.completion != second.completion:  # nobody is shown the same text twice
-                votes.append(compare(person, first, second, rng))
-            else:
-                votes.append(say(person, first, FeedbackKind.thumbs, rng))
+            second = None
+            if kind is FeedbackKind.preference:
+                second = _interaction(agent_id, prompt, next(completions), model_version, person)
+                said.append(second)
+            votes.append(vote_of(person, kind, first, second, rng))
         store.add_interactions(said)
         store.append(votes)
         day.interactions += len(said)
@@ -105,6 +98,30 @@ def play(
             day.by_kind[vote.kind.value] = day.by_kind.get(vote.kind.value, 0) + 1
         report({"events": day.events, "of": events})
     return day
+
+
+def kinds_of_a_day(events: int, pair_share: float, rng: random.Random) -> list[FeedbackKind]:
+    """Return what kind each event of a day is, shuffled; `pair_share` of them preferences."""
+    pairs = round(events * pair_share)
+    kinds = rng.choices(list(OTHER_KINDS), list(OTHER_KINDS.values()), k=events - pairs)
+    plan: list[FeedbackKind] = [*kinds, *[FeedbackKind.preference] * pairs]
+    rng.shuffle(plan)
+    return plan
+
+
+def vote_of(
+    person: Person,
+    kind: FeedbackKind,
+    first: Interaction,
+    second: Interaction | None,
+    rng: random.Random,
+) -> Feedback:
+    """Return what the person says of one completion, or which of two they prefer."""
+    if second is None:
+        return say(person, first, kind, rng)
+    if first.completion == second.completion:  # nobody is shown the same text twice
+        return say(person, first, FeedbackKind.thumbs, rng)
+    return compare(person, first, second, rng)
 
 
 def assistant(folder: Path, settings: Settings, seed: int) -> Answer:

@@ -6,18 +6,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Interaction, now, user_prompt
+from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
 from rlhf_pipeline.serving.access import COOKIE, OPEN, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.keys import Keys
@@ -178,6 +181,58 @@ def test_a_feedback_token_takes_votes_on_its_interaction_and_nothing_else(world:
     assert world.ask("POST", "/v1/feedback/tokens", milk, asked).status_code == 404
 
 
+def test_a_feedback_token_votes_as_who_was_answered_and_nobody_else(world: World) -> None:
+    """Whatever rater a browser names, what is stored is signed by the interaction's own."""
+    database = open_database(f"sqlite:///{world.keys.folder.parent}/feedback.db")
+    store, ann = FeedbackStore(database), hash_rater("tea", "ann")
+    whose = {"i-ann": ("ann", "s-1"), "i-session": (None, "s-2"), "i-nobody": (None, None)}
+    for number, (name, (user, session)) in enumerate(whose.items()):
+        said = Interaction(name, "tea", user_prompt(f"hi {number}"), "hello", 0, now(), session)
+        store.add_interactions([replace(said, user_id=ann if user else None)])
+
+    def vote(name: str, **more: Any) -> httpx.Response:
+        body = {**ABOUT, "interaction_id": name, **more}
+        return world.ask("POST", "/v1/feedback", None, body, x_feedback_token=tokens[name])
+
+    asked = {name: {"interaction_id": name} for name in whose}
+    tokens = {
+        name: world.ask("POST", "/v1/feedback/tokens", world.client, body).json()["token"]
+        for name, body in asked.items()
+    }
+    for other in ("bob", "Ann", "ann ", ann, "i-ann", "s-1", 7, True, ["ann"], {"ann": 1}):
+        answer = vote("i-ann", rater=other)
+        assert (answer.status_code, "rater" in answer.text) == (403, True), other
+    assert "'rater_id'" in vote("i-ann", rater_id=hash_rater("tea", "bob")).json()["error"]
+    assert vote("i-ann").status_code == 200
+    assert vote("i-ann", rater="ann", value="down").status_code == 200  # a change of mind
+    assert vote("i-session", rater="").status_code == 200
+    assert vote("i-nobody", rater=None).status_code == 200
+    assert vote("i-session", rater="i-session").status_code == 403
+    with database.read() as connection:
+        query = "SELECT interaction_id, rater_id, number FROM effective_feedback ORDER BY seq"
+        rows = [tuple(row) for row in connection.exec_driver_sql(query)]
+    database.close()
+    assert [row for row in rows if row[0] in whose] == [
+        ("i-ann", ann, 0.0),
+        ("i-session", hash_rater("tea", "s-2"), 1.0),
+        ("i-nobody", hash_rater("tea", "i-nobody"), 1.0),
+    ]
+    without = sign(world.keys.signing_secret(), "feedback", {"interaction": "i-ann"}, 60)
+    answer = world.ask("POST", "/v1/feedback", None, ABOUT, x_feedback_token=without)
+    assert answer.status_code == 401
+
+
+@given(st.data())
+def test_a_forged_token_says_nothing_else(data: st.DataObject) -> None:
+    facts = {"interaction": "i-1", "agent": "tea", "rater": hash_rater("tea", "ann")}
+    signed = sign(b"s" * 32, "feedback", facts, 60)
+    place = data.draw(st.integers(0, len(signed)))
+    cut = data.draw(st.integers(0, 3))
+    forged = f"{signed[:place]}{data.draw(st.text(max_size=3))}{signed[place + cut :]}"
+    told = unsign(b"s" * 32, "feedback", forged)
+    assert told is None or told == unsign(b"s" * 32, "feedback", signed)
+
+
 def test_what_was_signed_holds_for_its_purpose_and_its_time() -> None:
     signed = sign(b"s" * 32, "feedback", {"key": "k"}, 60)
     told = unsign(b"s" * 32, "feedback", signed)
@@ -237,6 +292,8 @@ def test_the_service_is_open_until_a_key_is_made_but_only_on_loopback(tmp_path: 
     opened = World(create_app(settings, pages=False), Keys(tmp_path), "", "", "")
     assert opened.ask("GET", "/v1/models").status_code == 200
     assert opened.ask("GET", "/v1/models", host="evil.example").status_code == 400
+    forged = opened.ask("POST", "/v1/feedback", None, ABOUT, x_feedback_token="forged")
+    assert forged.status_code == 401
     closed = World(
         create_app(settings, pages=False, open_without_keys=False), Keys(tmp_path), "", "", ""
     )

@@ -23,4 +23,4 @@ def test_no_acknowledged_vote_is_lost_to_five_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_acknowledged_vote_is_lost_to_a_hundred_kills(tmp_path: Path) -> None:
-    check(play(tmp_path / "state", 100, seed=1), votes=2000)
+    check(play(tmp_path / "state", 100, seed=1, forked=True), votes=2000)

@@ -197,3 +197,22 @@ def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], vot
         eventually(lambda: page.input_value("#completion textarea") != shown)  # noqa: B023
         assert votes()[-1][6] == "review"
     assert "greement" in page.input_value("#agreement textarea, #agreement input")
+
+
+def test_the_dashboard_shows_where_an_agent_stands(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    ask(page, service[0], "how much is the lamp?")
+    page.wait_for_selector("#up")
+    page.click("#up")
+    counted(page, votes, 1)
+    page.goto(f"{service[0]}/dashboard")
+    assert page.url == f"{service[0]}/dashboard/shop"
+    assert page.inner_text("nav b") == "shop"
+    assert page.inner_text("body").count("how much is the lamp?") == 0
+    widths = "Array.from(document.images).map(image => image.naturalWidth)"
+    assert min(page.evaluate(widths)) > 0  # the votes' picture at least, which the policy lets in
+    assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none"  # and the style
+    picture(page, "dashboard")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

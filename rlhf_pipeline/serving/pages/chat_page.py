@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import PipelineError, TooManyVotes
 from rlhf_pipeline.records import FeedbackKind, uuid7
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
 
@@ -249,10 +249,17 @@ def _vote(desk: Desk) -> Callable[..., str]:
             chosen = [want for want in wants or () if want in WANTS]
             desk.vote(answer.interaction, kind, person=who, wants=chosen, **value)
         except PipelineError as error:
-            return f"Not stored: {error}"[:300]
+            return not_stored(error)
         return THANKS
 
     return vote
+
+
+def not_stored(error: PipelineError) -> str:
+    """Return what a person is told whose vote was not stored."""
+    if isinstance(error, TooManyVotes):
+        return f"Thank you, but that was too fast to count. Please vote again in {error.seconds} s."
+    return f"Not stored: {error}"[:300]
 
 
 def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., tuple[Any, ...]]:

@@ -29,8 +29,10 @@ from rlhf_pipeline.records import (
     now,
     uuid7,
 )
+from rlhf_pipeline.serving.doubts import HeadDoubts
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import output_block
+from rlhf_pipeline.serving.limits import RaterLimit
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -42,6 +44,9 @@ log = structlog.get_logger(__name__)
 REMEMBERED = 200  # answers that say what a usual disagreement is
 ENOUGH = 20  # of them before anything counts as unusual
 T = TypeVar("T")
+
+ABOUT_ONE = ("disagreement", "reward_disagreement", "reward_model", "events")
+"""What an answer's sampling holds that is not so of another answer drawn with it."""
 
 ALTERNATIVES = 2  # further answers sampled to see whether the model agrees with itself
 
@@ -64,11 +69,14 @@ class Desk:
         store: FeedbackStore,
         registry: ModelRegistry,
         gateway: Gateway | None = None,
+        limit: RaterLimit | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
         self.registry = registry
         self.gateway = gateway or Gateway(settings, store, registry)
+        self.limit = limit or RaterLimit(settings.feedback.votes_per_minute)
+        self.doubts = HeadDoubts(registry.ledger, self.gateway.champions.limits)
         self._tracing = ThreadPoolExecutor(1, "traces")  # nobody waits for MLflow to answer
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
@@ -83,14 +91,16 @@ class Desk:
     ) -> Iterator[str | Answer]:
         """Yield the champion's answer piece by piece, then the stored `Answer`.
 
-        Two more answers are sampled beside it: how far the three differ says how sure the model is.
-        With `pair`, or where they differ more than nine out of ten did before, one of them comes
-        along to be compared. Raises RegistryError where the agent has no model.
+        Two more answers are sampled beside it: how far the three differ says how sure the model is,
+        and how far the reward model's heads differ on the answer how sure its judges are. With
+        `pair`, or where either is above nine out of ten before it, one of them comes along to be
+        compared. Raises RegistryError where the agent has no model.
         """
         others = ALTERNATIVES if pair or self.settings.pages.active_learning else 0
 
         def note(text: str, also: Sequence[str]) -> dict[str, Any]:
-            return {"disagreement": disagreement_of([text, *also]) if also else None}
+            doubts = self.doubts.about(agent_id, prompt, text) if self._asks_heads else {}
+            return {"disagreement": disagreement_of([text, *also]) if also else None, **doubts}
 
         reply: Reply | None = None
         pieces = self.gateway.reply(
@@ -109,21 +119,21 @@ class Desk:
                 reply = piece
         assert reply is not None  # a reply ends with a Reply
         this = reply.interaction
-        disagreement = this.sampling["disagreement"]
-        unusual = disagreement is not None and self._is_unusual(agent_id, disagreement)
+        unusual = self._is_doubtful(this)
         text, rules = this.completion.strip(), self.settings.serving.guardrails
         fit = (o for o in reply.others if not output_block(o, prompt, rules, whole=True))
         different = next((other for other in fit if other.strip() != text), None)
         shown = None
         if different is not None and (pair or unusual):
-            drawn = {k: v for k, v in this.sampling.items() if k not in ("disagreement", "events")}
-            n = 1 + reply.others.index(different)
+            drawn = {k: v for k, v in this.sampling.items() if k not in ABOUT_ONE}
+            if "seed" in drawn:  # an upstream draws its own
+                drawn["seed"] += 1 + reply.others.index(different)
             shown = replace(
                 this,
                 interaction_id=uuid7(),
                 completion=different,
                 created_at=now(),
-                sampling={**drawn, "seed": drawn["seed"] + n},
+                sampling=drawn,
                 latency_seconds=None,
             )
             self.store.add_interactions([shown])
@@ -144,9 +154,25 @@ class Desk:
         except Exception:  # nobody waits for this result: the log is where it is heard
             log.exception("trace not logged", interaction=interaction.interaction_id)
 
-    def _is_unusual(self, agent_id: str, disagreement: float) -> bool:
-        """Say whether it is above nine tenths of those before it, and remember it."""
-        before = self._disagreements[agent_id]
+    @property
+    def _asks_heads(self) -> bool:
+        return self.settings.pages.active_learning and self.settings.pages.reward_disagreement
+
+    def _is_doubtful(self, this: Interaction) -> bool:
+        """Say whether the answers drawn or the reward model's heads disagree unusually far."""
+        drawn, heads = (this.sampling.get(n) for n in ("disagreement", "reward_disagreement"))
+        # Each reward model has a scale of its own, so its disagreements are compared among them.
+        kinds = (("drawn", drawn), (this.sampling.get("reward_model", ""), heads))
+        found = [
+            self._is_unusual(f"{this.agent_id} {kind}", value)
+            for kind, value in kinds
+            if value is not None
+        ]
+        return any(found)
+
+    def _is_unusual(self, kind: str, disagreement: float) -> bool:
+        """Say whether it is above nine tenths of its kind before it, and remember it."""
+        before = self._disagreements[kind]
         ordered = sorted(before)
         before.append(disagreement)
         if len(ordered) < ENOUGH:
@@ -168,7 +194,8 @@ class Desk:
         """Store one vote and return its id once it is synced.
 
         `value` are the fields the kind needs. `wants` is what the person said matters to them; it
-        stays with the vote as tags. Raises FeedbackRefused where the vote breaks a rule.
+        stays with the vote as tags. Raises FeedbackRefused where the vote breaks a rule,
+        TooManyVotes where the person votes faster than the settings allow.
         """
         if not self.settings.feedback.enabled:
             raise FeedbackError("feedback.enabled is off in this recipe; nothing was stored")
@@ -184,6 +211,7 @@ class Desk:
             **value,
         )
         check_event(event)
+        self.limit.admit([event])
         return self.store.append([event])[0].feedback_id
 
 

@@ -7,6 +7,7 @@ random moment, both along an index.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,7 +27,7 @@ def queue(
 ) -> list[Interaction]:
     """Return answers this rater has not judged: the most uncertain, every other one random."""
     newest = _unjudged(database, agent_id, rater_id, _newest(database, agent_id))
-    uncertain = sorted(newest, key=_disagreement, reverse=True)
+    uncertain = most_uncertain(newest)
     anywhere = _unjudged(database, agent_id, rater_id, _random(database, agent_id, size))
     chosen: dict[str, Interaction] = {}
     for a, b in zip(_padded(uncertain, size), _padded(anywhere, size), strict=True):
@@ -103,9 +104,34 @@ def _interactions(database: db.Database, query: sa.Select[tuple[object, ...]]) -
     return [Interaction(**{**row._mapping, "prompt": prompt_from_json(row.prompt)}) for row in rows]
 
 
-def _disagreement(one: Interaction) -> float:
-    value = one.sampling.get("disagreement")
-    return value if isinstance(value, float) else 0.0
+def most_uncertain(some: Sequence[Interaction]) -> list[Interaction]:
+    """Return the answers, the most uncertain first.
+
+    What counts is the share of them with less disagreement, the larger of two: among answers drawn
+    to one prompt, and among the heads of a reward model. Those with neither come last.
+    """
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for one in some:
+        for kind, value in _disagreements(one):
+            kinds[kind].append(value)
+    for values in kinds.values():
+        values.sort()
+    shares = {
+        one.interaction_id: max(
+            (bisect_left(kinds[k], v) / len(kinds[k]) for k, v in _disagreements(one)), default=-1.0
+        )
+        for one in some
+    }
+    return sorted(some, key=lambda one: shares[one.interaction_id], reverse=True)
+
+
+def _disagreements(one: Interaction) -> list[tuple[str, float]]:
+    """Return an answer's disagreements, each with what it can be compared with."""
+    found = (
+        ("drawn", one.sampling.get("disagreement")),
+        (str(one.sampling.get("reward_model")), one.sampling.get("reward_disagreement")),
+    )
+    return [(kind, value) for kind, value in found if isinstance(value, float)]
 
 
 def _padded(some: Sequence[Interaction], size: int) -> list[Interaction | None]:

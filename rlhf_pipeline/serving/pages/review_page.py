@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
 from rlhf_pipeline.serving.pages import review
-from rlhf_pipeline.serving.pages.chat_page import assistants
+from rlhf_pipeline.serving.pages.chat_page import assistants, not_stored
 from rlhf_pipeline.serving.pages.desk import Desk
 
 KEYS = (
@@ -124,7 +124,7 @@ def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
                 desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
         except PipelineError as error:
             words = review.agreement(desk.store.database, agent).words()
-            return _shown(waiting, f"Not stored: {error}"[:300], words)
+            return _shown(waiting, not_stored(error), words)
         rest = waiting[1:]
         if not rest:
             return _fetch(desk)(agent, who)

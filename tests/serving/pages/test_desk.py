@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import statistics
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, HashMismatch, RegistryError
-from rlhf_pipeline.records import FeedbackKind, hash_rater, user_prompt
+from rlhf_pipeline.config import UpstreamSettings
+from rlhf_pipeline.errors import (
+    FeedbackError,
+    FeedbackRefused,
+    HashMismatch,
+    ModelError,
+    RegistryError,
+)
+from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.records import Feedback, FeedbackKind, RewardInput, hash_rater, user_prompt
+from rlhf_pipeline.reward.model import (
+    Calibration,
+    LearnedReward,
+    Limits,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+)
+from rlhf_pipeline.serving import gateway
+from rlhf_pipeline.serving.limits import Buckets, RaterLimit
+from rlhf_pipeline.serving.pages import chat_page, review_page
 from rlhf_pipeline.serving.pages import desk as desk_module
 from rlhf_pipeline.serving.pages.desk import Answer, Desk
 from tests.serving.pages.world import made_desk
@@ -71,6 +96,28 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
         desk.vote(this, FeedbackKind.thumbs, person="ann", number=1.0)
 
 
+def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> None:
+    now = [0.0]
+    desk.limit = RaterLimit(3, Buckets(lambda: now[0]))
+    _, answer = ask(desk)
+    sent = Feedback("shop", FeedbackKind.comment, "k", rater_id=hash_rater("shop", "ann"))
+    desk.limit.admit([sent])  # as the API's inbox does, which has the same limit
+    chat = chat_page._vote(desk)
+    thumb = (answer, "ann", ["shorter"], FeedbackKind.thumbs)
+    said = [chat(*thumb, number=n) for n in (0.0, 1.0, 0.0)]
+    assert said[:2] == [chat_page.THANKS] * 2
+    assert said[2] == "Thank you, but that was too fast to count. Please vote again in 20 s."
+    assert chat(answer, "bob", [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
+    assert desk.store.counts("shop") == {"thumbs": 2}
+    judge, waiting = review_page._judge(desk), [answer.interaction] * 5
+    for _ in range(4):
+        waiting, _, _, notice, *_ = judge(waiting, "shop", "Eve", FeedbackKind.thumbs, number=1.0)
+    assert notice == "Thank you, but that was too fast to count. Please vote again in 20 s."
+    assert len(waiting) == 2  # the one that did not count is still to judge
+    now[0] = 20.0
+    assert chat(*thumb, number=0.0) == chat_page.THANKS
+
+
 def test_the_collection_rate_is_how_often_people_are_asked(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +139,158 @@ def test_the_unusually_unsure_tenth_is_asked_about(desk: Desk) -> None:
     assert not any(found[: desk_module.ENOUGH])
     assert all(found[desk_module.ENOUGH :])  # each is above all before it
     assert not desk._is_unusual("other", 0.5)
+
+
+def with_heads(desk: Desk, heads: int) -> LearnedReward:
+    """Promote a version whose reward model has so many heads, untaught, and return that."""
+    state = desk.settings.state_dir
+    turn = state / f"turn-{heads}"
+    shutil.copytree(state / "agents/shop/v0", turn / "ppo/policy")
+    model, tokenizer = new_reward_model(state / "agents/shop/v0", seed=0, device="cpu")
+    torch.manual_seed(0)
+    model.head = torch.nn.Linear(model.head.in_features, heads)
+    folder = turn / "reward/proxy"
+    limits = Limits(max_prompt_tokens=60, max_completion_tokens=60)
+    save_reward_model(model, tokenizer, folder, limits=limits, calibration=Calibration(offset=0.5))
+    ledger = desk.registry.ledger
+    version = ledger.add_version(
+        "shop",
+        label=f"v{heads}",
+        path=turn / "ppo/policy",
+        files=folder_sha256(turn / "ppo/policy"),
+        lineage={"reward_models": {"proxy": folder_sha256(folder)}},
+        gate=None,
+        fingerprint=f"f{heads}",
+    )
+    before = ledger.champion("shop")
+    assert before is not None
+    ledger.promote(
+        "shop",
+        version.version,
+        actor="test",
+        reason="test",
+        expected_champion=before.version,
+        force=True,
+    )
+    return load_reward_model(folder, device="cpu")
+
+
+def loaded(desk: Desk) -> LearnedReward | None:
+    """Return the champion's reward model of several heads once it is loaded, if it has them."""
+    desk.doubts.about("shop", user_prompt("hi"), "hello")
+    return desk.doubts._loaded["shop"][1].result()
+
+
+def test_heads_that_disagree_unusually_far_are_a_reason_to_ask_and_to_show_a_pair(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = desk.settings.pages.model_copy(update={"collection_rate": 0.0})
+    desk.settings = desk.settings.model_copy(update={"pages": pages})
+    _, answer = ask(desk)
+    assert "reward_disagreement" not in answer.interaction.sampling  # version 0 has no such model
+    reward = with_heads(desk, 3)
+    _, answer = ask(desk)
+    assert "reward_disagreement" not in answer.interaction.sampling  # nobody waits while it loads
+    assert loaded(desk) is not None
+    happened: list[str] = []
+    about = desk.doubts.about
+
+    def told(*asked: Any) -> dict[str, Any]:
+        happened.append("judged")
+        return about(*asked)
+
+    monkeypatch.setattr(desk.doubts, "about", told)
+    for piece in desk.answer("shop", user_prompt("how much?"), **ASKED):
+        if isinstance(piece, Answer):
+            answer = piece
+        else:
+            happened.append("shown")
+    assert happened[0] == "shown"
+    assert happened[-1] == "judged"  # once, when every word was shown
+    assert happened.count("judged") == 1
+    assert not answer.asks
+    this = answer.interaction
+    heads = reward.judge([RewardInput(this.prompt, this.completion)]).by_member
+    assert len(heads) == 3
+    spread = statistics.pstdev(scores[0] for scores in heads.values())
+    assert this.sampling["reward_disagreement"] == pytest.approx(spread, rel=1e-5)
+    assert this.sampling["reward_model"] == reward.version
+    assert desk.store.interaction(this.interaction_id) == this
+    usual = desk._disagreements
+    usual["shop drawn"].extend([1.0] * desk_module.REMEMBERED)  # nothing is above that
+    usual[f"shop {reward.version}"].extend([spread / 100] * desk_module.ENOUGH)
+    _, answer = ask(desk)
+    assert answer.asks
+    assert answer.other is not None
+    assert not {"disagreement", "reward_disagreement"} & set(answer.other.sampling)
+    off = pages.model_copy(update={"reward_disagreement": False})
+    desk.settings = desk.settings.model_copy(update={"pages": off})
+    _, answer = ask(desk)
+    assert not answer.asks
+
+
+def test_a_reward_model_of_one_head_or_of_other_files_says_nothing(desk: Desk) -> None:
+    with_heads(desk, 1)
+    assert loaded(desk) is None
+    with_heads(desk, 2)
+    settings = desk.settings.state_dir / "turn-2/reward/proxy/reward_model.json"
+    whole = settings.read_text()
+    settings.write_text(whole.replace("{", "{ ", 1))
+    with capture_logs() as logs:
+        assert loaded(desk) is None
+    assert "must be the files of its lineage" in logs[0]["why"]
+    settings.write_text(whole)
+    desk.doubts._loaded.clear()
+    reward = loaded(desk)
+    assert reward is not None
+    with torch.no_grad():
+        reward.model.head.bias.fill_(float("nan"))
+    with capture_logs() as logs:
+        assert desk.doubts.about("shop", user_prompt("hi"), "hello") == {}
+    assert logs[0]["event"] == "reward disagreement not known"
+
+
+def test_answers_of_an_upstream_are_compared_too(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that gives fewer answers than were asked of it still answers."""
+    texts = iter(["It is nine.", "Nine euros.", "It is nine.", "Ten."])
+    asked: list[dict[str, Any]] = []
+
+    async def upstream(
+        _: Any, prompt: Any, settings: dict[str, Any], **__: Any
+    ) -> AsyncIterator[Any]:
+        asked.append(settings)
+        number = len(asked)
+        await asyncio.sleep(0)
+        if number > 4:  # beside the second answer
+            raise ModelError("it is busy")
+        yield next(texts)
+        yield {"usage": {"prompt_tokens": 1, "completion_tokens": 3}, "finish_reason": "stop"}
+
+    monkeypatch.setattr(gateway, "upstream_pieces", upstream)
+    there = UpstreamSettings(url="http://127.0.0.1:9/v1", model="far")
+    serving = desk.settings.serving.model_copy(update={"upstreams": {"far": there}})
+    far = Desk(desk.settings.model_copy(update={"serving": serving}), desk.store, desk.registry)
+    *_, answer = far.answer("far", user_prompt("how much?"), pair=True, **ASKED)
+    assert isinstance(answer, Answer)
+    assert answer.other is not None
+    assert {answer.interaction.completion, answer.other.completion} == {
+        "It is nine.",
+        "Nine euros.",
+    }
+    for one in (answer.interaction, answer.other):
+        kept = far.store.interaction(one.interaction_id)
+        assert kept is not None
+        assert kept.sampling["upstream"] == "far"
+    assert 0 < answer.interaction.sampling["disagreement"] < 1
+    choice: dict[str, Any] = {"other_interaction_id": answer.other.interaction_id, "choice": "left"}
+    far.vote(answer.interaction, FeedbackKind.preference, person="ann", **choice)
+    assert far.store.counts("far") == {"preference": 1}
+    *_, answer = far.answer("far", user_prompt("and that?"), pair=True, **ASKED)
+    assert isinstance(answer, Answer)
+    assert (answer.interaction.completion, answer.other) == ("Ten.", None)
+    assert len(asked) == 6
 
 
 def test_nobody_answers_without_a_sound_champion(desk: Desk, tmp_path: Path) -> None:

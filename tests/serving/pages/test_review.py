@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,31 @@ def test_the_queue_holds_uncertain_and_random_answers_not_judged_yet(store: Feed
     assert "i59" not in [one.interaction_id for one in queue(store.database, "tea", "ann")]
     assert "i59" in [one.interaction_id for one in queue(store.database, "tea", "bob")]
     assert queue(store.database, "nobody", "ann") == []
+
+
+def test_answers_the_reward_models_heads_disagree_about_are_uncertain_too() -> None:
+    """Each by its place among its own kind: scores have no common scale."""
+    said: dict[str, dict[str, Any]] = {
+        "drawn most": {"disagreement": 0.9},
+        "drawn least": {"disagreement": 0.1},
+        "heads most": {"disagreement": 0.5, "reward_disagreement": 70.0, "reward_model": "a"},
+        "heads least": {"disagreement": 0.3, "reward_disagreement": 60.0, "reward_model": "a"},
+        "other scale": {"disagreement": 0.2, "reward_disagreement": 0.1, "reward_model": "b"},
+        "nothing": {},
+    }
+    some = [
+        replace(interaction(n, None), completion=name, sampling=sampling)
+        for n, (name, sampling) in enumerate(said.items())
+    ]
+    found = [one.completion for one in review.most_uncertain(some)]
+    assert found == [
+        "drawn most",  # above 4 of 5
+        "heads most",  # above 3 of 5; and above 1 of 2
+        "heads least",  # above 2 of 5
+        "other scale",  # above 1 of 5
+        "drawn least",
+        "nothing",
+    ]
 
 
 def test_agreement_reads_the_votes_of_the_newest_answers(store: FeedbackStore) -> None:
