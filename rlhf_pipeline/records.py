@@ -148,6 +148,7 @@ class EvaluationPrompt:
     prompt: Prompt
     references: tuple[str, ...] = ()
     topic: str | None = None  # what people filed it under, where they did
+    cohort: str | None = None  # where the first vote on it came from: chat, api, a file
 
 
 @dataclass(frozen=True, slots=True)

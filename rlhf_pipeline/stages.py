@@ -7,7 +7,7 @@ memory is given back. They are plain functions: nothing here knows who calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -375,6 +375,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     from rlhf_pipeline.evaluation.compare import compare
     from rlhf_pipeline.evaluation.facts import disagreement_facts, gate_facts
     from rlhf_pipeline.evaluation.gate import decide
+    from rlhf_pipeline.evaluation.groups import group_facts, judge_by_group
     from rlhf_pipeline.evaluation.page import write_page
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.reward.named import needs_references
@@ -412,6 +413,9 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         dtype=settings.policy.frozen_dtype,
         report=report,
     )
+    pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+    by_group = judge_by_group(judges["gate"], pairs, prompts)
+    comparison = replace(comparison, judge=by_group)
     decision = decide(
         comparison,
         {
@@ -422,6 +426,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         facts={
             **gate_facts(turn.data, turn.work, turn.previous),
             **disagreement_facts(comparison.metrics(), turn.work),
+            **group_facts(by_group),
         },
     )
     drawn = write_plots(comparison, turn.work / "evaluation")

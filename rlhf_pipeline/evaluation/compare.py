@@ -25,8 +25,8 @@ from rlhf_pipeline.evaluation.report import (
     GATE_SCORE,
     KL,
     EvaluationReport,
+    GroupResult,
     Sample,
-    TopicResult,
     prompt_to_rows,
 )
 from rlhf_pipeline.records import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
 OTHERS = ("baseline", "champion")
 OF_REFERENCES = ("bleu_1", "bleu_2", "rouge_l")  # NaN where a prompt has no reference
-FEWEST_OF_TOPIC = 10  # prompts; fewer say nothing
+FEWEST_OF_GROUP = 10  # prompts; fewer say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +369,11 @@ def summarise(
     if same:
         differences["champion"] = differences["baseline"]
         plain["champion"], controlled["champion"] = plain["baseline"], controlled["baseline"]
+
+    def by_group(names: Sequence[str | None]) -> dict[str, GroupResult]:
+        champion = values["champion"][GATE_SCORE]
+        return _by_group(names, here[GATE_SCORE], champion, mean)
+
     shown = [s for s in systems if not (same and s == "champion")]
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
     told = {system: list(systems[system].told.values()) for system in shown}
@@ -396,7 +401,8 @@ def summarise(
         reward=reward_pieces(told, weights, bootstrap_samples=bootstrap_samples, seed=seed)
         if told["candidate"]
         else None,
-        topics=_by_topic(prompts, here[GATE_SCORE], values["champion"][GATE_SCORE], mean),
+        topics=by_group([p.topic for p in prompts]),
+        cohorts=by_group([p.cohort for p in prompts]),
         behaviour=list(behaviour),
     )
 
@@ -405,19 +411,19 @@ def _pieces(told: Breakdown) -> dict[str, float]:
     return {name: piece.added for name, piece in told.pieces.items()}
 
 
-def _by_topic(
-    prompts: Sequence[EvaluationPrompt],
+def _by_group(
+    names: Sequence[str | None],
     here: Floats,
     champion: Floats,
     mean: Callable[[str, Floats], Number],
-) -> dict[str, TopicResult]:
-    """Return candidate against champion on each topic that has enough prompts."""
+) -> dict[str, GroupResult]:
+    """Return candidate against champion on each group (a name per prompt) with enough prompts."""
     found = {}
-    for topic in sorted({p.topic for p in prompts if p.topic is not None}):
-        members = np.array([p.topic == topic for p in prompts])
-        if members.sum() >= FEWEST_OF_TOPIC:
+    for group in sorted({name for name in names if name is not None}):
+        members = np.array([name == group for name in names])
+        if members.sum() >= FEWEST_OF_GROUP:
             rate = metrics.win_rate(here[members], champion[members])
-            found[topic] = TopicResult(rate, mean(GATE_SCORE, (here - champion)[members]))
+            found[group] = GroupResult(rate, mean(GATE_SCORE, (here - champion)[members]))
     return found
 
 

@@ -7,12 +7,20 @@ what a model wrote cannot act even where escaping it was forgotten.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from rlhf_pipeline.evaluation.gate import SIGNS, GateDecision
-from rlhf_pipeline.evaluation.report import MEANING, Against, EvaluationReport, Sample
+from rlhf_pipeline.evaluation.report import (
+    JUDGE_HEAD,
+    MEANING,
+    Against,
+    EvaluationReport,
+    GroupResult,
+    Sample,
+    group_rows,
+)
 from rlhf_pipeline.files import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
@@ -44,7 +52,7 @@ def write_page(
 def page(
     title: str, report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]
 ) -> str:
-    """Return the page: verdict, rules, numbers, topics, behaviour, pictures, samples."""
+    """Return the page: verdict, rules, numbers, groups, behaviour, pictures, samples."""
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
@@ -52,7 +60,9 @@ def page(
         *([] if decision is None else _gate(decision)),
         *(_comparison(report, against) for against in report.others),
         _pieces(report),
-        _topics(report),
+        _groups("topic", report.topics),
+        _groups("cohort", report.cohorts),
+        _judge(report),
         _behaviour(report),
         "<h2>Pictures</h2>" if pictures else "",
         *(_picture(picture) for picture in pictures),
@@ -109,12 +119,19 @@ def _pieces(report: EvaluationReport) -> str:
     )
 
 
-def _topics(report: EvaluationReport) -> str:
-    rows = [list(map(escape, cells)) for cells in report.topic_rows()]
+def _groups(word: str, groups: Mapping[str, GroupResult]) -> str:
+    rows = [list(map(escape, cells)) for cells in group_rows(groups)]
     if not rows:
         return ""
-    head = ["topic", "prompts", "win rate against the champion", "score change", "95 % interval"]
-    return "<h2>By topic</h2>" + _table(head, rows, range(1, 5))
+    head = [word, "prompts", "win rate against the champion", "score change", "95 % interval"]
+    return f"<h2>By {word}</h2>" + _table(head, rows, range(1, 5))
+
+
+def _judge(report: EvaluationReport) -> str:
+    rows = [list(map(escape, cells)) for cells in report.judge_rows()]
+    if not rows:
+        return ""
+    return "<h2>The gate's reward model, by group</h2>" + _table(JUDGE_HEAD, rows, range(1, 4))
 
 
 def _behaviour(report: EvaluationReport) -> str:

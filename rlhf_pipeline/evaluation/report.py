@@ -63,8 +63,8 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class TopicResult:
-    """Candidate against champion on one topic's prompts."""
+class GroupResult:
+    """Candidate against champion on the prompts of one topic or cohort."""
 
     win_rate: Number
     difference: Number  # of the gate's score
@@ -88,7 +88,9 @@ class EvaluationReport:
     samples: list[Sample]
     seconds: float
     reward: RewardPieces | None = None  # where the recipe names reward functions
-    topics: dict[str, TopicResult] = field(default_factory=dict)
+    topics: dict[str, GroupResult] = field(default_factory=dict)
+    cohorts: dict[str, GroupResult] = field(default_factory=dict)  # of who voted on the prompts
+    judge: dict[str, Number] = field(default_factory=dict)  # the gate model's accuracy, by group
     behaviour: list[ItemResult] = field(default_factory=list)
 
     @property
@@ -153,9 +155,10 @@ class EvaluationReport:
         fields["samples"] = [Sample(**sample) for sample in fields["samples"]]
         if fields.get("reward") is not None:
             fields["reward"] = RewardPieces.from_json(fields["reward"])
-        fields["topics"] = {
-            topic: TopicResult(**_numbers(numbers)) for topic, numbers in fields["topics"].items()
-        }
+        for name in ("topics", "cohorts"):
+            groups = fields.get(name, {})
+            fields[name] = {group: GroupResult(**_numbers(of)) for group, of in groups.items()}
+        fields["judge"] = _numbers(fields.get("judge", {}))
         fields["behaviour"] = [ItemResult(**result) for result in fields["behaviour"]]
         return cls(**fields)
 
@@ -167,9 +170,12 @@ class EvaluationReport:
             parts += [self._table("champion")]
         if self.reward is not None:
             parts += [self.reward.to_markdown()]
-        if topics := self.topic_rows():
-            rows = [(quoted(topic), *numbers) for topic, *numbers in topics]
-            parts += [_markdown(TOPIC_HEAD, rows, "### By topic, against the champion")]
+        for word, groups in (("topic", self.topics), ("cohort", self.cohorts)):
+            if rows := [(quoted(name), *numbers) for name, *numbers in group_rows(groups)]:
+                head = (word, *GROUP_HEAD)
+                parts += [_markdown(head, rows, f"### By {word}, against the champion")]
+        if rows := [(quoted(name), *numbers) for name, *numbers in self.judge_rows()]:
+            parts += [_markdown(JUDGE_HEAD, rows, "### The gate's reward model, by group")]
         if self.behaviour:
             worse = worse_at(self.behaviour, "champion")
             parts += [
@@ -201,18 +207,10 @@ class EvaluationReport:
             found.append(Row(name, lost, won, beyond, "", interval))
         return found
 
-    def topic_rows(self) -> list[tuple[str, ...]]:
-        """Return topic, prompts, win rate, score change and its interval of each topic."""
-        return [
-            (
-                topic,
-                str(found.win_rate.n),
-                f"{found.win_rate.value:.3f}",
-                f"{found.difference.value:+.3f}",
-                _interval(found.difference, "+.3f"),
-            )
-            for topic, found in self.topics.items()
-        ]
+    def judge_rows(self) -> list[tuple[str, ...]]:
+        """Return group, held-out pairs, accuracy and its interval, the worst first."""
+        ordered = sorted(self.judge.items(), key=lambda item: item[1].value)
+        return [(g, str(n.n), f"{n.value:.3f}", _interval(n, ".3f")) for g, n in ordered]
 
     def _table(self, against: Against) -> str:
         head = ("metric", against, "candidate", "change", "change %", "95 % interval")
@@ -222,7 +220,22 @@ class EvaluationReport:
         return _markdown(head, rows, f"### Candidate against {against}")
 
 
-TOPIC_HEAD = ("topic", "prompts", "win rate", "score change", "95 % interval")
+GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval")
+JUDGE_HEAD = ("group", "held-out pairs", "accuracy", "95 % interval")
+
+
+def group_rows(groups: Mapping[str, GroupResult]) -> list[tuple[str, ...]]:
+    """Return name, prompts, win rate, score change and its interval of each group."""
+    return [
+        (
+            name,
+            str(found.win_rate.n),
+            f"{found.win_rate.value:.3f}",
+            f"{found.difference.value:+.3f}",
+            _interval(found.difference, "+.3f"),
+        )
+        for name, found in groups.items()
+    ]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:

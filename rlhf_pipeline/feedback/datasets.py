@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlhf_pipeline.errors import FeedbackError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", PreferencePair, RewardExample, SftExample, EvaluationPrompt)
 Job = Literal["proxy", "stopping", "gate"]
 JOBS: tuple[Job, ...] = ("proxy", "stopping", "gate")
+MOST_OF_NAME = 80  # characters of a cohort's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def build(
     references: dict[str, list[str]] = {}
     prompts: dict[str, Prompt] = {}
     topics: dict[str, str] = {}
+    cohorts: dict[str, str] = {}
     min_score = (min_rating - 1) / 4
     rows: Iterable[Any] = frame.itertuples(index=False)
     for row in rows:
@@ -95,6 +97,7 @@ def build(
         prompt = prompts[prompt_json]
         if isinstance(topic := getattr(row, "topic", None), str):
             topics.setdefault(prompt_json, topic)  # the first to say so
+        cohorts.setdefault(prompt_json, cohort_of(str(row.origin)))
         split = split_of(prompt_json, evaluation_share)
         kind = FeedbackKind(row.kind)
         good: str | None = None
@@ -127,7 +130,11 @@ def build(
                 references[prompt_json].append(good)
     evaluation = [
         EvaluationPrompt(
-            hashed(text)[:32], prompt, tuple(references.get(text, ())[:4]), topics.get(text)
+            hashed(text)[:32],
+            prompt,
+            tuple(references.get(text, ())[:4]),
+            topics.get(text),
+            cohorts.get(text),
         )
         for text, prompt in prompts.items()
         if split_of(text, evaluation_share) == "evaluation"
@@ -138,6 +145,11 @@ def build(
         tuple(_capped(list(imitate.values()), max_samples, lambda e: hashed(e.completion))),
         tuple(sorted(evaluation, key=lambda prompt: prompt.prompt_id)),
     )
+
+
+def cohort_of(origin: str) -> str:
+    """Return which cohort a vote's rater is of: where votes come in; a file by its name alone."""
+    return PurePath(origin).name[:MOST_OF_NAME] or origin[:MOST_OF_NAME]
 
 
 def _pair(row: Any, kind: FeedbackKind, prompt: Prompt, split: Split) -> PreferencePair | None:

@@ -331,7 +331,10 @@ def test_without_functions_a_report_has_no_table_of_them(folders: dict[str, Path
 def test_behaviour_topics_and_references_are_measured_on_what_is_said(
     folders: dict[str, Path],
 ) -> None:
-    topical = [replace(p, topic="bread" if i < 10 else "few") for i, p in enumerate(PROMPTS)]
+    topical = [
+        replace(p, topic="bread" if i < 10 else "few", cohort="chat" if i else None)
+        for i, p in enumerate(PROMPTS)
+    ]
     items = [
         BehaviourItem("says anything", "own", user_prompt("hello"), must_not=(".", "^$")),
         BehaviourItem("says nothing", "own", user_prompt("hello"), must=(".", "^$")),
@@ -343,6 +346,9 @@ def test_behaviour_topics_and_references_are_measured_on_what_is_said(
     ]
     assert found.metrics()["vs_champion/behaviour_worse"] == 0
     assert list(found.topics) == ["bread"]
+    assert {name: of.win_rate.n for name, of in found.cohorts.items()} == {"chat": 11}
+    assert EvaluationReport.from_json(found.to_json()) == found
+    assert "### By cohort, against the champion" in found.to_markdown()
     pairs = list(zip(found.scores["candidate"], found.scores["champion"], strict=True))[:10]
     assert found.topics["bread"].difference.value == pytest.approx(
         sum(a - b for a, b in pairs) / 10

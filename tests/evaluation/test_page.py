@@ -12,7 +12,7 @@ from rlhf_pipeline.evaluation.behaviour import ItemResult
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number, bleu
 from rlhf_pipeline.evaluation.page import write_page
-from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, TopicResult
+from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample
 from tests.evaluation.test_gate import report
 
 EVIL = "<script>alert(1)</script><img src=http://example.org/x onerror=alert(2)>"
@@ -36,7 +36,9 @@ def full() -> EvaluationReport:
     return replace(
         report(),
         samples=[Sample("p", [["user", EVIL]], {"candidate": EVIL}, {"candidate": 1.0})],
-        topics={EVIL: TopicResult(Number(0.7, 0.5, 0.9, 20), Number(0.2, 0.1, 0.3, 20))},
+        topics={EVIL: GroupResult(Number(0.7, 0.5, 0.9, 20), Number(0.2, 0.1, 0.3, 20))},
+        cohorts={EVIL: GroupResult(Number(0.6, 0.4, 0.8, 20), Number(0.1, 0.0, 0.2, 20))},
+        judge={EVIL: Number(0.55, 0.45, 0.65, 90)},
         behaviour=[ItemResult("polite", "own", 8, failures, EVIL, "says what it must not")],
     )
 
@@ -51,7 +53,7 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
     assert "script" not in parser.tags
     assert parser.addresses == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
     assert "default-src &#x27;none&#x27;" in text
-    assert text.count("&lt;script&gt;") == 6  # title twice, topic, behaviour, prompt, completion
+    assert text.count("&lt;script&gt;") == 8  # title twice, groups, behaviour, sample
 
 
 def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -> None:

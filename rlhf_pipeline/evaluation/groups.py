@@ -1,0 +1,55 @@
+"""How well the judge judges for each topic and each cohort of raters, on held-out pairs.
+
+A reward model may be right on the whole and wrong for the few: on a topic hardly anybody asked
+about, or for people who came another way. A cohort is where a vote came in (a vote's origin).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.feedback.datasets import cohort_of
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    PreferencePair,
+    RewardFunction,
+    RewardInput,
+    prompt_to_json,
+)
+from rlhf_pipeline.reward.calibration import pair_accuracy, wilson_interval
+
+FEWEST_OF_GROUP = 30  # pairs; fewer say nothing
+
+
+def judge_by_group(
+    judge: RewardFunction,
+    pairs: Sequence[PreferencePair],
+    prompts: Sequence[EvaluationPrompt],
+) -> dict[str, Number]:
+    """Return the judge's accuracy on the decided held-out pairs of each group, with its interval.
+
+    A topic is the one its prompt was filed under, of `prompts`. Nothing of groups with few pairs.
+    """
+    topics = {prompt_to_json(p.prompt): p.topic for p in prompts if p.topic is not None}
+    decided = [p for p in pairs if p.split == "evaluation" and not (p.tie or p.both_bad)]
+    chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])
+    rejected = judge([RewardInput(pair.prompt, pair.rejected) for pair in decided])
+    margins: dict[str, list[float]] = defaultdict(list)
+    for pair, better, worse in zip(decided, chosen, rejected, strict=True):
+        topic = topics.get(prompt_to_json(pair.prompt))
+        groups = [f"cohort {cohort_of(pair.origin)}", *([f"topic {topic}"] if topic else [])]
+        for group in groups:
+            margins[group].append(better - worse)
+    return {
+        group: Number(pair_accuracy(of), *wilson_interval(pair_accuracy(of), len(of)), len(of))
+        for group, of in sorted(margins.items())
+        if len(of) >= FEWEST_OF_GROUP
+    }
+
+
+def group_facts(judged: Mapping[str, Number]) -> dict[str, float]:
+    """Return the upper bound of the judge's accuracy on the group it judges worst, for the gate."""
+    bounds = [number.high for number in judged.values() if number.high is not None]
+    return {"reward/worst_group_high": min(bounds)} if bounds else {}
