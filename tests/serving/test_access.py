@@ -56,7 +56,11 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_what_people_wrote_is_shown_to_admins_alone(doors: Any) -> None:
     texts: dict[str, list[str]] = doors["texts"]
-    assert texts == {"admin": ["/v1/raters/rater:path"], "client": [], "tea": []}
+    assert texts == {
+        "admin": ["/explain/agent_id", "/v1/raters/rater:path"],
+        "client": [],
+        "tea": [],
+    }
 
 
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])

@@ -18,7 +18,7 @@ def check(toll: Toll, *, votes: int) -> None:
 
 
 def test_no_acknowledged_vote_is_lost_to_five_kills(tmp_path: Path) -> None:
-    check(play(tmp_path / "state", 5, seed=0), votes=100)
+    check(play(tmp_path / "state", 5, seed=0, forked=True), votes=100)
 
 
 @pytest.mark.slow
