@@ -54,7 +54,16 @@ from rlhf_pipeline.simulation.nights import (
     to_markdown,
 )
 from rlhf_pipeline.simulation.people import Person, population
-from rlhf_pipeline.simulation.visits import TRIGGER, Lived, Row, Service, live
+from rlhf_pipeline.simulation.play import assistant
+from rlhf_pipeline.simulation.visits import (
+    TRIGGER,
+    Lived,
+    Row,
+    Service,
+    drop,
+    earlier_trial,
+    live,
+)
 from rlhf_pipeline.simulation.world import hidden_preference
 
 DAY_SECONDS = 60  # a day with its night, where nothing is trained
@@ -85,6 +94,8 @@ class Wanted:
     seed: int
     events: int  # votes of an ordinary day
     people: int
+    trial: int  # votes about version 0 that come as a file on the first evening; 0: none
+    turn_at: int  # new votes that start a turn
     out: Path | None = None  # where the report goes; None: the state folder
 
 
@@ -133,7 +144,7 @@ class _Loop:
         store = self.pipeline.store
         store.ensure_agent(agent_id)
         recipe = settings.state_dir / "simulation" / f"{agent_id}.yaml"
-        compress(settings.recipe, recipe)
+        compress(settings.recipe, recipe, turn_at=wanted.turn_at)
         store.set_agent(agent_id, recipe=str(recipe))
         self.book = ExperimentBook(self.pipeline.database)
         if self.pipeline.ledger.champion(agent_id) is None:
@@ -168,6 +179,8 @@ class _Loop:
             keeps_back="late" in self.days[number:] and kind != "late",
             inbox=self.inbox,
         )
+        if number == 1 and self.wanted.trial:
+            self._bring_earlier_votes(lived)
         evening = now()
         say(f"night {number} ({kind}): {lived.sent:,} votes sent, waiting for what is due")
         self._until_at_rest(evening)
@@ -196,6 +209,21 @@ class _Loop:
             seconds=round(time.monotonic() - began, 1),
         )
         return night, [*([] if kind == "late" else late), *lived.kept_back]
+
+    def _bring_earlier_votes(self, lived: Lived) -> None:
+        baseline = self.pipeline.ledger.baseline(self.agent_id)
+        assert baseline is not None  # it has answered all day
+        settings = self.pipeline.settings(self.agent_id)
+        lines = earlier_trial(
+            self.agent_id,
+            assistant(Path(baseline.path), settings, self.wanted.seed),
+            self.people,
+            votes=self.wanted.trial,
+            seed=str(self.wanted.seed),
+        )
+        drop(self.inbox / "earlier-trial.jsonl", lines)
+        lived.sent += len(lines)
+        lived.in_files += len(lines)
 
     # -- the night --------------------------------------------------------------------------------
 
@@ -283,11 +311,12 @@ class _Loop:
         return sum(actor.startswith("person") for actor in actors)
 
 
-def compress(recipe: str, path: Path) -> None:
-    """Write the recipe with its waiting compressed; raises ConfigError where it cannot be read."""
+def compress(recipe: str, path: Path, *, turn_at: int) -> None:
+    """Write the recipe with its waiting compressed, and a turn for so many new votes."""
     tree = yaml.safe_load(_file_of(recipe).read_text(encoding="utf-8")) or {}
     for section, values in CLOCK.items():
         tree[section] = {**(tree.get(section) or {}), **values}
+    tree["continuous_learning"]["min_new_feedback"] = turn_at
     write_text(path, yaml.safe_dump(tree, sort_keys=False))
     load_settings(path)
 
@@ -313,7 +342,14 @@ def satisfaction_of(lived: Lived, seed: int) -> Satisfaction:
 def _so_far(folder: Path, wanted: Wanted) -> tuple[Report, list[Row]]:
     """Return the report of an earlier call for the same, or an empty one."""
     path = folder / "nights.json"
-    fresh = Report(wanted.agent_id, wanted.seed, wanted.events, wanted.people)
+    fresh = Report(
+        wanted.agent_id,
+        wanted.seed,
+        wanted.events,
+        wanted.people,
+        wanted.trial,
+        wanted.turn_at,
+    )
     if not path.exists():
         return fresh, []
     kept = read_json(path)
@@ -324,8 +360,8 @@ def _so_far(folder: Path, wanted: Wanted) -> tuple[Report, list[Row]]:
         != plan(wanted.nights, wanted.seed)[: len(report.nights)]
     ):
         raise ConfigError(
-            f"{path} is the report of another simulation; needed the same agent, seed, events, "
-            "people and nights to go on with it: name another --out and --agent"
+            f"{path} is the report of another simulation; needed the same options to go on with "
+            "it: name another --out and --agent"
         )
     return report, list(kept["late"])
 

@@ -14,7 +14,7 @@ from rlhf_pipeline.commands.common import Agent, progress, workspace
 if TYPE_CHECKING:
     from rlhf_pipeline.records import Prompt
 
-NIGHTLY_EVENTS, NIGHTLY_PEOPLE = 1000, 900
+NIGHTLY_EVENTS, NIGHTLY_PEOPLE = 800, 900
 PEOPLE = 200
 
 
@@ -26,7 +26,7 @@ def simulate(
             "--events",
             "-n",
             min=1,
-            help="Feedback events they send in all; with --nights on an ordinary day, 1000 unless "
+            help="Feedback events they send in all; with --nights on an ordinary day, 800 unless "
             "said.",
         ),
     ] = None,
@@ -49,6 +49,23 @@ def simulate(
             "--nights", min=2, help="Play so many days and nights of the whole loop instead."
         ),
     ] = None,
+    trial: Annotated[
+        int,
+        typer.Option(
+            "--trial",
+            min=0,
+            help="With --nights: votes about version 0 from before the first day, which come as a "
+            "file on its evening.",
+        ),
+    ] = 6000,
+    turn_at: Annotated[
+        int | None,
+        typer.Option(
+            "--turn-at",
+            min=1,
+            help="With --nights: new votes that start a turn. Default: twice --events.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -66,9 +83,9 @@ def simulate(
     started on the state folder, people chat and vote over HTTP by day, and by night the sensors do
     what is due: turns, the gate, live experiments, promotion, rollback. Some days are quiet, late,
     doubled, corrupt or hostile; which, follows from the seed. The agent gets a recipe of its own:
-    this one with promotion and experiments automatic and waiting times short. A day here is over
-    when all that was due is done; only waiting is compressed, never work. About two minutes a night
-    on one core with the recipe tiny. Killed, the same command goes on with the night it was at.
+    this one with promotion and experiments automatic, waiting times short, and a turn for every two
+    days' votes. A day here is over when all that was due is done; only waiting is compressed, never
+    work. About an hour for 14 nights on one core with the recipe tiny. Killed, the same command goes on with the night it was at.
 
     The report (table, nights.json, nights.png) has for each night the kind of day, votes sent,
     accepted, refused and quarantined, turns with their verdicts, the experiment, the champion, and
@@ -77,7 +94,7 @@ def simulate(
     no manual step.
     """
     if nights is not None:
-        _play_nights(agent, nights, events, seed, people, out)
+        _play_nights(agent, nights, events, seed, people, trial, turn_at, out)
         return
     if out is not None:
         raise click.UsageError("--out goes with --nights")
@@ -92,6 +109,8 @@ def _play_nights(
     events: int | None,
     seed: int | None,
     people: int | None,
+    trial: int,
+    turn_at: int | None,
     out: Path | None,
 ) -> None:
     from automation.nights import Wanted, simulate_nights  # Dagster: only here
@@ -105,6 +124,8 @@ def _play_nights(
             seed=seed or 0,
             events=events or NIGHTLY_EVENTS,
             people=people or NIGHTLY_PEOPLE,
+            trial=trial,
+            turn_at=turn_at or 2 * (events or NIGHTLY_EVENTS),
             out=out,
         ),
         say=typer.echo,

@@ -102,6 +102,8 @@ class Report:
     seed: int
     events: int  # votes an ordinary day brings
     people: int
+    trial: int  # votes about version 0 in a file on the first evening
+    turn_at: int  # new votes that start a turn
     nights: Sequence[Night] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,8 +113,11 @@ class Report:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """Return the report that `to_json` wrote."""
-        known = {key: value[key] for key in ("agent_id", "seed", "events", "people")}
-        return cls(**known, nights=[Night.from_json(night) for night in value["nights"]])
+        asked = ("agent_id", "seed", "events", "people", "trial", "turn_at")
+        return cls(
+            **{key: value[key] for key in asked},
+            nights=[Night.from_json(night) for night in value["nights"]],
+        )
 
 
 def falls(means: Sequence[float], most: float = MOST_FALL) -> list[bool]:

@@ -20,7 +20,7 @@ from rlhf_pipeline.feedback.formats import to_row
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, hash_rater, now, uuid7
 from rlhf_pipeline.simulation.nights import DayKind
 from rlhf_pipeline.simulation.people import Person, population
-from rlhf_pipeline.simulation.play import kinds_of_a_day, vote_of
+from rlhf_pipeline.simulation.play import Answer, kinds_of_a_day, vote_of
 from rlhf_pipeline.simulation.world import RUDE, Question, ask, good_answer
 
 Row = dict[str, Any]
@@ -95,17 +95,8 @@ class Service:
         for (person, question), (code, told) in zip(asked, answers, strict=True):
             if code != 200:
                 raise PipelineError(f"needed an answer from {self.url}, found {code}: {told}")
-            heard.append(
-                Interaction(
-                    interaction_id=told["id"],
-                    agent_id=self.agent_id,
-                    prompt=question.prompt,
-                    completion=told["choices"][0]["message"]["content"],
-                    model_version=-1,  # people are not told; the store knows
-                    created_at=now(),
-                    user_id=hash_rater(self.agent_id, person.name),
-                )
-            )
+            text = told["choices"][0]["message"]["content"]
+            heard.append(_heard(self.agent_id, person, question, told["id"], text))
         return heard
 
     async def _post(self, contents: Sequence[bytes]) -> list[tuple[int, Any]]:
@@ -185,7 +176,7 @@ def live(
         written = corrupt_file(service.agent_id, people, seed, rng)
         lived.sent += len(written)
         lived.in_files += len(written)
-        _drop(inbox / f"{seed.replace(' ', '-')}.jsonl", written)
+        drop(inbox / f"day-{seed.replace(' ', '-')}.jsonl", written)
     elif kind == "flippers":
         mob = [replace(p, careless=False) for p in population(MOB, rng.randrange(2**31))]
         lies = kinds_of_a_day(MOB_VOTES * MOB, PAIR_SHARE, rng)
@@ -193,6 +184,42 @@ def live(
     elif kind == "trigger":
         service.send([to_row(vote) for vote in planted(service.agent_id, seed, rng)], lived)
     return lived
+
+
+def earlier_trial(
+    agent_id: str, answer: Answer, people: Sequence[Person], *, votes: int, seed: str
+) -> list[bytes]:
+    """Return the lines of a file of votes about version 0 from before anybody used the service.
+
+    `answer` is version 0; its texts stand in the rows, as those of a program elsewhere would.
+    """
+    rng = random.Random(f"trial {seed}")
+    plan = kinds_of_a_day(votes, PAIR_SHARE, rng)
+    asked: list[tuple[Person, Question]] = []
+    for kind in plan:
+        visit = (rng.choice(people), ask(rng))
+        asked += [visit, visit] if kind is FeedbackKind.preference else [visit]
+    texts = answer([question.prompt for _, question in asked])
+    answers = [
+        _heard(agent_id, person, question, uuid7(), text)
+        for (person, question), text in zip(asked, texts, strict=True)
+    ]
+    texts_of = {one.interaction_id: one for one in answers}
+    lines = []
+    for vote in _said(plan, asked, answers, rng):
+        this, other = texts_of[vote.interaction_id or ""], vote.other_interaction_id
+        row = to_row(
+            replace(
+                vote,
+                interaction_id=None,
+                prompt=this.prompt,
+                completion=this.completion,
+                other_interaction_id=None,
+                other_completion=None if other is None else texts_of[other].completion,
+            )
+        )
+        lines.append(json.dumps(row).encode())
+    return lines
 
 
 def flipped(vote: Feedback) -> Feedback:
@@ -292,6 +319,16 @@ def _talk(
         asked += [visit, visit] if kind is FeedbackKind.preference else [visit]
     answers = service.chat(asked, rng.randrange(2**31))
     heard += answers
+    return _said(plan, asked, answers, rng)
+
+
+def _said(
+    plan: Sequence[FeedbackKind],
+    asked: Sequence[tuple[Person, Question]],
+    answers: Sequence[Interaction],
+    rng: random.Random,
+) -> list[Feedback]:
+    """Return what people say of the answers; a preference is about two of them."""
     votes, place = [], 0
     for kind in plan:
         person, first = asked[place][0], answers[place]
@@ -299,6 +336,20 @@ def _talk(
         place += 1 if second is None else 2
         votes.append(vote_of(person, kind, first, second, rng))
     return votes
+
+
+def _heard(
+    agent_id: str, person: Person, question: Question, interaction_id: str, completion: str
+) -> Interaction:
+    return Interaction(
+        interaction_id=interaction_id,
+        agent_id=agent_id,
+        prompt=question.prompt,
+        completion=completion,
+        model_version=-1,  # people are not told; the store knows
+        created_at=now(),
+        user_id=hash_rater(agent_id, person.name),
+    )
 
 
 def _again(service: Service, rows: Sequence[Row], rng: random.Random, lived: Lived) -> None:
@@ -317,7 +368,7 @@ def _count(told: Row, lived: Lived) -> None:
         lived.refused[str(told.get("rule", "not json"))] += 1
 
 
-def _drop(path: Path, lines: Iterable[bytes]) -> None:
+def drop(path: Path, lines: Iterable[bytes]) -> None:
     """Put a file into the inbox in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".writing")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_recipe_of_the_nights_differs_in_waiting_and_in_who_decides(tmp_path: Path) -> None:
-    compress("tiny", tmp_path / "nights.yaml")
+    compress("tiny", tmp_path / "nights.yaml", turn_at=700)
+
     ours, theirs = load_settings(tmp_path / "nights.yaml"), load_settings("tiny")
     assert ours.experiments.enabled
     assert ours.promotion.automatic
+    assert ours.continuous_learning.min_new_feedback == 700
     assert ours.promotion.gate == theirs.promotion.gate
     for section in ("policy", "sft", "reward", "ppo", "training", "evaluation", "validation"):
         assert getattr(ours, section) == getattr(theirs, section)
@@ -34,12 +37,10 @@ def test_the_recipe_of_the_nights_differs_in_waiting_and_in_who_decides(tmp_path
 
 
 def test_another_simulation_does_not_go_on_in_a_report(tmp_path: Path) -> None:
-    wanted = Wanted("shop", 3, 0, 100, 40)
-    assert _so_far(tmp_path, wanted) == (Report("shop", 0, 100, 40), [])
-    write_json(
-        tmp_path / "nights.json",
-        {"agent_id": "shop", "seed": 1, "events": 100, "people": 40, "nights": [], "late": []},
-    )
+    wanted = Wanted("shop", 3, 0, 100, 40, 500, 200)
+    assert _so_far(tmp_path, wanted) == (Report("shop", 0, 100, 40, 500, 200), [])
+    other = {**asdict(Report("shop", 1, 100, 40, 500, 200)), "late": []}
+    write_json(tmp_path / "nights.json", other)
     with pytest.raises(ConfigError, match="is the report of another simulation"):
         _so_far(tmp_path, wanted)
 
@@ -60,7 +61,19 @@ def test_two_nights_pass_with_nobody_at_the_wheel(tmp_path: Path) -> None:
     words = ["--recipe", str(recipe), "simulate", "--agent", "shop", "--nights", "2"]
     command = [sys.executable, "-m", "rlhf_pipeline.cli", *words]
     done = subprocess.run(
-        [*command, "--events", "150", "--people", "60", "--out", str(tmp_path / "out")],
+        [
+            *command,
+            "--events",
+            "150",
+            "--people",
+            "60",
+            "--trial",
+            "100",
+            "--turn-at",
+            "40",
+            "--out",
+            str(tmp_path / "out"),
+        ],
         cwd=ROOT,
         env={**os.environ, "RLHF_STATE_DIR": str(state)},
         capture_output=True,
@@ -72,7 +85,7 @@ def test_two_nights_pass_with_nobody_at_the_wheel(tmp_path: Path) -> None:
     first, second = report["nights"]
     assert (first["kind"], second["kind"]) == ("ordinary", "ordinary")
     assert first["versions"] == {"0": 225}
-    assert first["sent"] == first["accepted"] == 150
+    assert (first["sent"], first["accepted"]) == (250, 150)  # a hundred in a file
     assert len(first["turns"]) == 1
     assert "version 1 passed and meets 20% of the people" in first["turns"][0]
     assert "1" in second["versions"], "some people met the challenger"

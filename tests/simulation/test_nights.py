@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.feedback.formats import to_row
-from rlhf_pipeline.records import FeedbackKind, Interaction, now, uuid7
+from rlhf_pipeline.feedback.formats import Row, events, to_row
+from rlhf_pipeline.feedback.rules import check_event
+from rlhf_pipeline.records import FeedbackKind, Interaction, Prompt, now, uuid7
 from rlhf_pipeline.simulation import visits
 from rlhf_pipeline.simulation.nights import (
     HARD,
@@ -106,7 +107,7 @@ def test_a_report_comes_back_from_its_json_and_says_every_night() -> None:
         night(1, 0.7),
         night(2, 0.9, kind="corrupt", refused={"bad_key": 2}, turns=["version 1 | refused"]),
     ]
-    report = Report("shop", 3, 100, 40, nights)
+    report = Report("shop", 3, 100, 40, 500, 200, nights)
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
     table = to_markdown(report)
     assert "| 2 | corrupt | 0.900 (0.890 to 0.910) | 100 / 99 / 0 | bad_key 2 |" in table
@@ -177,6 +178,23 @@ def test_a_corrupt_day_leaves_a_file_whose_sound_lines_are_sound(tmp_path: Path)
     lines = path.read_bytes().splitlines()
     assert day.in_files == len(lines) == 30 + 17
     assert sum(line.startswith(b'{"agent_id": "shop", "kind": "thumbs"') for line in lines) >= 30
+
+
+def test_votes_of_an_earlier_trial_stand_in_a_file_with_their_texts() -> None:
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        return [f"{prompt[-1].content} {n}" for n, prompt in enumerate(prompts)]
+
+    lines = visits.earlier_trial("shop", answer, PEOPLE, votes=60, seed="0")
+    kinds = Counter[str]()
+    for line in lines:
+        [event] = events(Row(json.loads(line), "shop", "file", "human"))
+        check_event(event)
+        assert event.prompt is not None
+        assert (event.completion or "").startswith(event.prompt[-1].content)
+        assert event.interaction_id is event.other_interaction_id is None
+        kinds[event.kind] += 1
+    assert kinds["preference"] == 30
+    assert len(lines) == 60
 
 
 def test_a_mob_says_the_opposite_and_is_not_counted_among_the_people(tmp_path: Path) -> None:
