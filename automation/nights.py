@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import psutil
 import yaml
 from rich.console import Console
 
@@ -156,7 +157,7 @@ class _Loop:
             processes.start_service(settings.state_dir, port, pages=False),
             processes.start_daemon(settings.state_dir),
         ):
-            stack.callback(processes.stop, child)
+            stack.callback(_stop_with_its_children, child)
             self.children.append(child)
         processes.wait_for(f"{self.service.url}/health", self.children[0])
 
@@ -384,6 +385,17 @@ def _line(night: Night) -> str:
 def _short(result: Mapping[str, Any]) -> str:
     number = "not measured" if result["number"] is None else f"{result['number']:.3g}"
     return f"{number}, limit {result['limit']:g}"
+
+
+def _stop_with_its_children(process: "subprocess.Popen[bytes]") -> None:
+    """End a child and what it started: a turn cut short is found dead and asked for again."""
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+    processes.stop(process)
+    for one in psutil.wait_procs(started, timeout=5)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 @contextlib.contextmanager

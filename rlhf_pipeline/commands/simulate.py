@@ -85,7 +85,8 @@ def simulate(
     doubled, corrupt or hostile; which, follows from the seed. The agent gets a recipe of its own:
     this one with promotion and experiments automatic, waiting times short, and a turn for every two
     days' votes. A day here is over when all that was due is done; only waiting is compressed, never
-    work. About an hour for 14 nights on one core with the recipe tiny. Killed, the same command goes on with the night it was at.
+    work. About an hour for 14 nights on one core with the recipe tiny. Killed, the same command
+    goes on with the night it was at.
 
     The report (table, nights.json, nights.png) has for each night the kind of day, votes sent,
     accepted, refused and quarantined, turns with their verdicts, the experiment, the champion, and
