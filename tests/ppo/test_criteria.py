@@ -26,7 +26,7 @@ from rlhf_pipeline.records import RewardInput
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from tests.ppo.world import PROMPTS, changed, lower_share, train, weights_of
 
-UPDATES = 4
+UPDATES = 2
 SETTINGS = changed(
     updates=UPDATES,
     rollouts_per_update=72,

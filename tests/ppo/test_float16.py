@@ -25,7 +25,7 @@ def _scales_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaler(device: torch.device, settings: PpoSettings) -> torch.amp.GradScaler | None:
         if settings.precision != "float16":
             return None
-        return torch.amp.GradScaler(device.type, init_scale=2.0**40, growth_interval=3)
+        return torch.amp.GradScaler(device.type, init_scale=2.0**26, growth_interval=3)
 
     monkeypatch.setattr("rlhf_pipeline.ppo.learner.new_scaler", scaler)
 
@@ -44,7 +44,7 @@ def test_a_gradient_that_overflows_is_computed_again_at_half_the_scale(base: Pat
     assert any(not w.grad.isfinite().all() for w in _weights(learner) if w.grad is not None)
     facts = without_overflow(learner, rollouts, members, facts)
     assert learner.scaler is not None
-    assert 1 <= learner.scaler.get_scale() < 2.0**40
+    assert 1 <= learner.scaler.get_scale() < 2.0**26
     wanted = accumulate_gradients(plain, rollouts, members)
     assert facts["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=0.01)
     ours, theirs = (torch.cat([w.grad.flatten() for w in _weights(x)]) for x in (learner, plain))  # type: ignore[union-attr]  # accumulate_gradients made them
@@ -52,6 +52,7 @@ def test_a_gradient_that_overflows_is_computed_again_at_half_the_scale(base: Pat
     assert float(ours.norm() / theirs.norm()) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_scales_on_a_cpu")
 def test_a_gradient_that_no_scale_helps_is_not_stepped_with(base: Path) -> None:
     learner = learner_at(base, SETTINGS)

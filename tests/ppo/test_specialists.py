@@ -79,6 +79,7 @@ def test_one_agent_is_trained_as_train_ppo_does(base: Path, tmp_path: Path) -> N
         assert torch.equal(weight, weights[name]), name
 
 
+@pytest.mark.slow
 def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, checkpoint_every=1)
 
@@ -177,6 +178,7 @@ def test_agents_are_checked_before_they_train(
         train_specialists(specialists=two(base), output_dir=tmp_path, settings=SETTINGS)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_its_agent(base: Path, tmp_path: Path) -> None:
     agents = {"good": specialist(base), "loud": specialist(base, reward=lambda i: [1e30] * len(i))}
     with pytest.raises(TrainingError, match="loud has the loss or its gradient"):
