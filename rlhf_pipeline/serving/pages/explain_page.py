@@ -123,8 +123,9 @@ def render(found: Reasons, nonce: str) -> str:
             _tokens(found),
             "<h2>Beside it, the baseline's likeliest</h2>",
             f'<p class="said">{inert(found.baseline_completion)}</p>',
-            f"<p>Version {found.version} finds that {found.baseline_shift:+.2f} nats likelier than "
-            "the baseline does.</p>",
+            f"<p>Version {found.version} finds that {abs(found.baseline_shift):.2f} nats "
+            f"{'likelier' if found.baseline_shift > 0 else 'less likely'} than the baseline does."
+            "</p>",
             "<h2>Rewards</h2>",
             _rewards(found),
             f"<h2>Nearest of {found.trained_on} votes it learned from</h2>",

@@ -95,6 +95,7 @@ def test_tokens_are_coloured_by_shift_and_told_in_numbers_too(
     assert '<span class="d2"> sorry</span>' in page
     assert '<span class="">⏎</span>' in page
     assert "<td>-2.00</td><td>-1.00</td><td>-1.00</td>" in page  # the text alternative
+    assert "finds that 0.25 nats less likely than the baseline does" in page
     for told in ("head 1", "<b>composite</b>", "length, added", "bleu: left out", "3 rows were"):
         assert told in page
 
