@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.adapters import SharedBase, add_adapters, base_digest, load_base, only
-from rlhf_pipeline.policy.loading import Policy, load_policy, switch_off_dropout
+from rlhf_pipeline.policy.loading import (
+    Policy,
+    choose_device,
+    load_policy,
+    switch_off_dropout,
+)
 from rlhf_pipeline.policy.packed import attending_as_now
 from rlhf_pipeline.policy.sampling import (
     completion_hidden,
@@ -184,6 +189,7 @@ def build_learner(
     that base is the reference, the reference is the base with adapters off, otherwise a model of
     its own. `base` is what `shared_base` loaded, for reward models that share it.
     """
+    scaler = new_scaler(choose_device(settings.device), settings)
     if base is None and settings.lora_rank:
         base = shared_base(policy_dir, reference_dir, settings)
     policy = load_policy(policy_dir, device=settings.device) if base is None else base.policy
@@ -206,7 +212,6 @@ def build_learner(
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
     if policy.device.type == "cpu":
         keep_large_blocks_apart(list(policy.model.parameters()))
-    scaler = new_scaler(policy.device, settings)
     return Learner(
         policy, saved_model, reference, critic, optimizer, settings, digest, scaler=scaler
     )

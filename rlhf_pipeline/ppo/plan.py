@@ -41,7 +41,7 @@ from rlhf_pipeline.policy.cache import ROOM, empty_cache
 from rlhf_pipeline.policy.loading import ADAPTER, choose_device, switch_off_dropout
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
-from rlhf_pipeline.ppo.learner import allow_recomputing, autocast
+from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, new_scaler
 from rlhf_pipeline.ppo.memory import LARGE_MODEL, forget_peak, give_back_freed, resident_memory
 from rlhf_pipeline.ppo.optimising import descend
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -115,8 +115,10 @@ def make_plan(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> 
     """Return the plan of a run that trains a model of this configuration.
 
     `reward_models` (the proxy and the stopping one) have the policy's size; with LoRA they, the
-    critic and the reference are the policy's base with adapters. Nothing is loaded.
+    critic and the reference are the policy's base with adapters. Nothing is loaded. Raises
+    ConfigError for a precision that this machine cannot train in.
     """
+    new_scaler(choose_device(settings.device), settings)
     adapts = settings.lora_rank > 0
     frozen = 2 if adapts and settings.precision == "bfloat16" else FULL
     longest = settings.max_prompt_tokens + settings.max_completion_tokens

@@ -13,6 +13,7 @@ import torch
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.optimising import NotFinite, accumulate_gradients, without_overflow
+from rlhf_pipeline.ppo.plan import make_plan, read_config
 from rlhf_pipeline.ppo.settings import PpoSettings
 from tests.ppo.test_resume import Interrupted, assert_same_run, interrupted_after
 from tests.ppo.world import changed, learner_at, lower_share, rollouts_of, train
@@ -33,6 +34,8 @@ def _scales_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float16_on_a_cpu_is_refused_with_what_to_take(base: Path) -> None:
     with pytest.raises(ConfigError, match="needed a CUDA device, found cpu; take float32"):
         learner_at(base, SETTINGS)
+    with pytest.raises(ConfigError, match="needed a CUDA device, found cpu"):
+        make_plan(read_config(base), SETTINGS)
 
 
 @pytest.mark.usefixtures("_scales_on_a_cpu")
