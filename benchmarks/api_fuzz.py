@@ -49,7 +49,7 @@ CHECKS = (
     checks.response_headers_conformance,
 )
 AGENT, INTERACTION = "tea", "i-1"
-ROUND = 5000  # cases under one seed
+ROUND = 2500  # cases under one seed
 
 
 @dataclass
