@@ -358,10 +358,13 @@ def test_a_dead_bootstrap_is_asked_for_again(ticks: Ticks) -> None:
     assert request.run_key == "unborn:bootstrap:2"
 
 
-def test_a_dead_erasure_lets_the_agent_go_and_nothing_is_trained(ticks: Ticks) -> None:
-    agent, claims = "erasing", ticks.pipeline.claims
+@pytest.mark.parametrize("asked_by", ["erasure", "prune"])
+def test_a_dead_erasure_or_prune_lets_the_agent_go_and_nothing_is_trained(
+    ticks: Ticks, asked_by: str
+) -> None:
+    agent, claims = f"agent-of-{asked_by}", ticks.pipeline.claims
     ticks.pipeline.store.ensure_agent(agent)
-    claims.claim(agent, "e" * 64, 0, holder="erasure-1", asked_by="erasure", lease=EXPIRED)
+    claims.claim(agent, "e" * 64, 0, holder=f"{asked_by}-1", asked_by=asked_by, lease=EXPIRED)
     assert ticks.tick("dead_runs").run_requests == []
     assert claims.held(agent) is None
 
