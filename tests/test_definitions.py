@@ -167,6 +167,7 @@ def run_dg(*arguments: str, home: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # `make check` runs the same
 def test_dg_check_defs_finds_nothing_wrong(tmp_path: Path) -> None:
     assert "All definitions loaded successfully" in run_dg("check", "defs", home=tmp_path)
 

@@ -40,6 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     return ran
 
 
+@pytest.mark.slow
 def test_real_trials_are_real_trainings(turn: Turn, tmp_path: Path) -> None:
     found = search(turn, tmp_path, trials=2, updates=2)
     assert [trial.number for trial in found.trials] == [0, 1]

@@ -50,7 +50,10 @@ def train(base: Path, folder: Path, rows: list[PreferencePair], **changes: Any) 
     )
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_alpha": 16.0}], ids=["all", "lora"])
+ADAPTERS = pytest.param({"lora_rank": 4, "lora_alpha": 16.0}, marks=pytest.mark.slow, id="lora")
+
+
+@pytest.mark.parametrize("lora", [pytest.param({}, id="all"), ADAPTERS])
 def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str, Any]) -> None:
     result = train(base, tmp_path, pairs(64), **lora)
     assert result.loss_history[-1] < 0.1 < result.loss_history[0] < math.log(2)
