@@ -34,6 +34,8 @@ def judge_by_group(
     """
     topics = {prompt_to_json(p.prompt): p.topic for p in prompts if p.topic is not None}
     decided = [p for p in pairs if p.split == "evaluation" and not (p.tie or p.both_bad)]
+    if not decided:
+        return {}
     chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = judge([RewardInput(pair.prompt, pair.rejected) for pair in decided])
     margins: dict[str, list[float]] = defaultdict(list)

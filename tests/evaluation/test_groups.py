@@ -42,6 +42,7 @@ def test_the_judge_is_held_against_each_topic_and_cohort() -> None:
     facts = group_facts(found)
     assert facts["reward/worst_group_high"] == pytest.approx(0.1135, abs=1e-4)  # Wilson, 0 of 30
     assert group_facts({}) == {}
+    assert judge_by_group(longer, [tie, seen], prompts) == {}
 
 
 def test_a_cohort_is_where_votes_came_in() -> None:
