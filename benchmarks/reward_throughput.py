@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -38,7 +38,7 @@ class RewardCase:
     """One shape to measure; both trainers get it word for word."""
 
     spread: bool  # completions' lengths are log-normal; False: all are of one length
-    pairs: int = 192
+    pairs: int = 128
     batch: int = 32
     prompt_tokens: int = 32
     completion_tokens: int = 80  # the median, or the length of all
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--peer", default=".venv-peer/bin/python", help="python that has TRL")
     parser.add_argument("--cases", default="spread,full")
     parser.add_argument("--runs", type=int, default=4, help="the first of them is not counted")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
@@ -147,7 +148,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     found: list[tuple[str, str, str, bool]] = []
     for name in arguments.cases.split(","):
-        case = CASES[name]
+        case = replace(CASES[name], threads=arguments.threads)
         with tempfile.TemporaryDirectory() as scratch:
             engines = compare(case, arguments.peer, arguments.runs, Path(scratch))
         slow = engines["TRL"].middle(lambda answer: answer["seconds"])
