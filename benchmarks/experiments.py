@@ -19,13 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.promises import tell
+from rlhf_pipeline.config import ExperimentSettings
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Arms, decide
+from rlhf_pipeline.experiment.live import bounds_under
 from rlhf_pipeline.experiment.sequences import RampStep, Sample, sample_ratio_evidence
 
 Users = NDArray[np.float64]  # (users, ratings) of 0 and 1
 
 RAMP = (0.01, 0.05, 0.10, 0.25, 0.50)
+BOUNDS = bounds_under(ExperimentSettings(ramp=RAMP))  # at the last step, the one that is played
 CORRELATION = 0.3
 RATE = 0.70
 EVERY = 20  # users per arm between looks
@@ -65,7 +68,7 @@ def play(rng: np.random.Generator, lift: float) -> Ended:
         down["thumbs_down"] = Arms(*(Sample(s.users, 1 - s.mean, s.variance) for s in samples))
         arms = {**calm, **down, PRIMARY.name: Arms(*samples)}
         half = RampStep(0.5, users, users)
-        verdict = decide(arms, [half], timed_out=users == MOST)
+        verdict = decide(arms, [half], bounds=BOUNDS, timed_out=users == MOST)
         if verdict.action != "continue":
             return Ended(verdict.action, users)
     raise AssertionError("an experiment that is out of time ends")

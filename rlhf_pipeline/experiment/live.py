@@ -72,6 +72,15 @@ def guardrails_under(settings: ExperimentSettings) -> list[Metric]:
     return [replace(m, margin=settings.margins.get(m.name, m.margin)) for m in GUARDRAILS]
 
 
+def bounds_under(settings: ExperimentSettings) -> Bounds:
+    """Return how sure each step of the ramp must be, for all of them to be as sure as is asked.
+
+    Every step begins its numbers anew, so each may be wrong by itself: they share the chances.
+    """
+    steps = len(settings.ramp)
+    return Bounds(promote=settings.promote / steps, roll_back=settings.roll_back / steps)
+
+
 def measured(
     database: db.Database, experiment: Experiment, settings: ExperimentSettings
 ) -> tuple[dict[str, Arms], list[RampStep]]:
@@ -159,7 +168,7 @@ def look(
     verdict = decide(
         arms,
         steps,
-        bounds=Bounds(promote=settings.promote, roll_back=settings.roll_back),
+        bounds=bounds_under(settings),
         guardrails=guardrails_under(settings),
         timed_out=over,
     )
