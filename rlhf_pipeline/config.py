@@ -424,7 +424,7 @@ class ExperimentSettings(Section):
         description="Shares of the users that meet the challenger, one step after the other.",
     )
     users_per_step: Positive = Field(
-        30, description="New challenger users before the next step of the ramp."
+        30, description="Challenger users at a step of the ramp before the next."
     )
     minutes_per_step: Annotated[float, Field(ge=0)] = 60.0
     days: Annotated[float, Field(gt=0)] = Field(14.0, description="Then the champion stays.")

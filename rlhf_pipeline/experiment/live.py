@@ -3,8 +3,11 @@
 1. `measured`: interactions and effective votes to one number per user and metric. 2. `decide`
 (decision.py): what the numbers say. 3. `look`: the verdict is stored, then carried out.
 
-A user counts in the arm that the present share gives them, with what they said in that arm alone;
-those are drawn by the hash, never by what they thought. A fallback answer stays in its arm.
+A user counts in the arm that the present share gives them, with what they were answered and said
+while it held: both arms then lived through the same days. (Whom the ramp has just moved has no
+earlier days in the new arm; beside people who have, a day without votes would speak against the
+challenger.) What it costs is the numbers of smaller steps; people who come again count again.
+Arms are drawn by the hash, never by what people thought. A fallback answer stays in its arm.
 """
 
 from __future__ import annotations
@@ -92,7 +95,10 @@ def measured(
         user, arm = row.user_id or row.session_id, row.arm
         if user is None or arm not in ("champion", "challenger"):
             continue
-        met.setdefault(user, (float(row.sampling.get("challenger_share", 0.0)), arm))
+        share = float(row.sampling.get("challenger_share", 0.0))
+        met.setdefault(user, (share, arm))
+        if share != experiment.share:
+            continue
         where[row.interaction_id] = (user, arm)
         person = people[user, arm]
         person.answers += 1
@@ -212,9 +218,8 @@ def _go_on(
     """Take the next step of the ramp when enough people met the challenger for long enough."""
     wider = [share for share in settings.ramp if share > experiment.share]
     waited = now() - experiment.share_since >= timedelta(minutes=settings.minutes_per_step)
-    steps_done = sum(share <= experiment.share for share in settings.ramp)
     users = arms["feedback_rate"].challenger.users
-    if wider and waited and users >= settings.users_per_step * steps_done:
+    if wider and waited and users >= settings.users_per_step:
         book.ramp(experiment, wider[0])
         return f"ramped from {experiment.share:.0%} to {wider[0]:.0%}"
     return f"goes on at {experiment.share:.0%}: {why}"

@@ -118,6 +118,21 @@ def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
     assert arms["length"].champion.mean == pytest.approx(5 / SETTINGS.long_words)
 
 
+def test_a_silent_day_after_a_ramp_says_nothing_of_the_challenger(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """Whom the ramp moved has the silent day alone in the new arm, the champion's people another."""
+    book, experiment = begin(store, 0.1)
+    meet(store, experiment, range(600), likes=(0.6, 0.6))
+    book.ramp(experiment, 0.5)
+    wider = book.running(AGENT)
+    assert wider is not None
+    meet(store, wider, range(600), likes=(0.6, 0.6), silent=True, seed=1)
+    verdict, _ = look(book, ledger, wider, SETTINGS)
+    assert verdict.differences["feedback_rate"].value == 0
+    assert verdict.action == "continue"
+
+
 def test_assignment_that_does_not_keep_the_share_is_invalid(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:

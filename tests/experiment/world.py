@@ -52,9 +52,13 @@ def meet(
     likes: tuple[float, float],
     fallbacks: float = 0.0,
     answers: int = 2,
+    silent: bool = False,
     seed: int = 0,
 ) -> None:
-    """Let users chat and vote; `likes` are the rates of thumbs-up of champion and challenger."""
+    """Let users chat and vote; `likes` are the rates of thumbs-up of champion and challenger.
+
+    Silent users chat and do not vote.
+    """
     rng = random.Random(seed)
     said: list[Interaction] = []
     votes: list[Feedback] = []
@@ -79,6 +83,8 @@ def meet(
                 latency_seconds=0.2,
             )
             said.append(interaction)
+            if silent:
+                continue
             votes.append(
                 Feedback(
                     agent_id=AGENT,
