@@ -121,7 +121,7 @@ def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
 def test_a_silent_day_after_a_ramp_says_nothing_of_the_challenger(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
-    """Whom the ramp moved has the silent day alone in the new arm, the champion's people another."""
+    """Whom the ramp moved has the silent day alone in the new arm, the others a day before it."""
     book, experiment = begin(store, 0.1)
     meet(store, experiment, range(600), likes=(0.6, 0.6))
     book.ramp(experiment, 0.5)
