@@ -226,37 +226,44 @@ def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) 
 
 
 def test_the_openai_client_works_unchanged(service: Service) -> None:
-    client = service.client()
-    names = [model.id for model in client.models.list()]
-    assert names == ["shop", "shop:champion", "shop:baseline"]
-    assert client.models.retrieve("shop:baseline").id == "shop:baseline"
-    whole = client.chat.completions.create(
-        model="shop", seed=SEED, user="ann", max_tokens=20, metadata={"session_id": "s1"}, **ASKED
-    )
-    kept = service.here.store.interaction(whole.id)
-    assert kept is not None
-    assert kept.completion == whole.choices[0].message.content
-    assert (kept.model_version, kept.arm, kept.session_id) == (0, "champion", "s1")
-    assert kept.user_id == hash_rater("shop", "ann")
-    assert len(kept.sampling["model_sha256"]) == 64
-    assert whole.usage is not None
-    assert 0 < whole.usage.completion_tokens <= 20
-    with client.chat.completions.create(
-        model="shop:champion",
-        seed=SEED,
-        max_tokens=20,
-        stream=True,
-        stream_options={"include_usage": True},
-        **ASKED,
-    ) as stream_of_chunks:
-        chunks = list(stream_of_chunks)
-    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert said == whole.choices[0].message.content
-    assert [c.choices[0].finish_reason for c in chunks[-2:-1]] == [whole.choices[0].finish_reason]
-    assert chunks[-1].usage == whole.usage
-    assert service.here.store.interaction(chunks[0].id) is not None
-    with pytest.raises(openai.NotFoundError, match="no agent answers"):
-        client.chat.completions.create(model="tea", **ASKED)
+    with service.client() as client:
+        names = [model.id for model in client.models.list()]
+        assert names == ["shop", "shop:champion", "shop:baseline"]
+        assert client.models.retrieve("shop:baseline").id == "shop:baseline"
+        whole = client.chat.completions.create(
+            model="shop",
+            seed=SEED,
+            user="ann",
+            max_tokens=20,
+            metadata={"session_id": "s1"},
+            **ASKED,
+        )
+        kept = service.here.store.interaction(whole.id)
+        assert kept is not None
+        assert kept.completion == whole.choices[0].message.content
+        assert (kept.model_version, kept.arm, kept.session_id) == (0, "champion", "s1")
+        assert kept.user_id == hash_rater("shop", "ann")
+        assert len(kept.sampling["model_sha256"]) == 64
+        assert whole.usage is not None
+        assert 0 < whole.usage.completion_tokens <= 20
+        with client.chat.completions.create(
+            model="shop:champion",
+            seed=SEED,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+            **ASKED,
+        ) as stream_of_chunks:
+            chunks = list(stream_of_chunks)
+        said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert said == whole.choices[0].message.content
+        assert [c.choices[0].finish_reason for c in chunks[-2:-1]] == [
+            whole.choices[0].finish_reason
+        ]
+        assert chunks[-1].usage == whole.usage
+        assert service.here.store.interaction(chunks[0].id) is not None
+        with pytest.raises(openai.NotFoundError, match="no agent answers"):
+            client.chat.completions.create(model="tea", **ASKED)
 
 
 @pytest.mark.parametrize(
