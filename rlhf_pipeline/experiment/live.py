@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import StalePromotion
-from rlhf_pipeline.experiment.assignment import Arm, arm_of
+from rlhf_pipeline.experiment.assignment import Arm
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.decision import (
     GUARDRAILS,
@@ -121,7 +121,7 @@ def measured(
             person.satisfaction.append((vote.number - 1) / 4)
         elif vote.kind == "score":
             person.satisfaction.append(vote.number)
-    arms = _arms(people, experiment)
+    arms = _arms(people)
     counts: dict[float, dict[Arm, int]] = defaultdict(lambda: {"champion": 0, "challenger": 0})
     for share, arm in met.values():
         counts[share][arm] += 1
@@ -129,13 +129,11 @@ def measured(
     return arms, steps
 
 
-def _arms(people: Mapping[tuple[str, Arm], _Person], experiment: Experiment) -> dict[str, Arms]:
+def _arms(people: Mapping[tuple[str, Arm], _Person]) -> dict[str, Arms]:
     numbers: dict[str, dict[Arm, list[float]]] = {
         metric.name: {"champion": [], "challenger": []} for metric in (PRIMARY, *GUARDRAILS)
     }
-    for (user, arm), person in people.items():
-        if arm_of(experiment.experiment_id, user, experiment.share) != arm:
-            continue  # from before the ramp reached them
+    for (_, arm), person in people.items():
         n = person.answers
         shown = {
             "thumbs_down": person.downs / n,
