@@ -58,26 +58,15 @@ def interruption() -> Callable[[], None]:
     return check
 
 
-def main() -> None:
-    """Fork the processes and wait for them; exit with 1 if one failed."""
-    base, folder, port = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
+def fork(work: Callable[[int], None]) -> int:
+    """Fork the processes, let each do the work of its rank, and return 1 if one failed, else 0."""
     children = []
     for rank in range(SIZE):
         child = os.fork()
         if child == 0:
             status = 1
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(SIZE),
-                "LOCAL_WORLD_SIZE": str(SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-            }
             try:
-                run_all(base, folder)
+                work(rank)
                 status = 0
             finally:
                 if status:
@@ -85,7 +74,27 @@ def main() -> None:
                 sys.stdout.flush()
                 os._exit(status)
         children.append(child)
-    sys.exit(int(any(os.waitpid(child, 0)[1] for child in children)))
+    return int(any(os.waitpid(child, 0)[1] for child in children))
+
+
+def main() -> None:
+    """Train in every process; exit with 1 if one failed."""
+    base, folder, port = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+
+    def work(rank: int) -> None:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(SIZE),
+            "LOCAL_WORLD_SIZE": str(SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+        run_all(base, folder)
+
+    sys.exit(fork(work))
 
 
 if __name__ == "__main__":

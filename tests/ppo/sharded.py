@@ -8,9 +8,7 @@ Prints what the trainer's own functions give with sharded weights beside whole o
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ import torch.distributed as dist
 
 from rlhf_pipeline.policy.sampling import completion_logprobs, trunk_of
 from rlhf_pipeline.ppo.rollout import sample_completions
+from tests.ppo.launched import SIZE, fork
 from tests.ppo.world import tiny_policy
-
-SIZE = 2
 
 
 def shard_layers(model: Any) -> None:
@@ -87,27 +84,17 @@ def compare(rank: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Fork the processes and wait for them; exit with 1 if one failed."""
-    children = []
-    for rank in range(SIZE):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                address = f"tcp://127.0.0.1:{sys.argv[1]}"
-                dist.init_process_group("gloo", address, rank=rank, world_size=SIZE)
-                found = compare(rank)
-                if rank == 0:
-                    sys.stdout.write(json.dumps(found))
-                dist.destroy_process_group()
-                status = 0
-            finally:
-                if status:
-                    traceback.print_exc()
-                sys.stdout.flush()
-                os._exit(status)
-        children.append(child)
-    sys.exit(int(any(os.waitpid(child, 0)[1] for child in children)))
+    """Compare in every process; exit with 1 if one failed."""
+
+    def work(rank: int) -> None:
+        address = f"tcp://127.0.0.1:{sys.argv[1]}"
+        dist.init_process_group("gloo", address, rank=rank, world_size=SIZE)
+        found = compare(rank)
+        if rank == 0:
+            sys.stdout.write(json.dumps(found))
+        dist.destroy_process_group()
+
+    sys.exit(fork(work))
 
 
 if __name__ == "__main__":
