@@ -17,6 +17,17 @@ from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import PreferencePair, RewardInput, user_prompt
 
+SETTINGS: dict[str, Any] = {
+    "epochs": 4,
+    "learning_rate": 3e-3,
+    "batch_size": 16,
+    "max_prompt_tokens": 32,
+    "max_completion_tokens": 40,
+    "seed": 0,
+    "device": "cpu",
+}
+"""How the tests train a reward model."""
+
 WORDS = "the order is ready at our shop today and you can open it in blue or green".split()
 
 

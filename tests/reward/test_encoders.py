@@ -23,19 +23,10 @@ from rlhf_pipeline.reward.model import (
     score_rows,
 )
 from rlhf_pipeline.reward.training import train_reward_model
-from tests.reward.conftest import ENCODERS, Planted, save_encoder
+from tests.reward.conftest import ENCODERS, SETTINGS, Planted, save_encoder
 
 Kind = Literal["bert", "deberta-v2"]
 LIMITS = Limits(32, 40)
-SETTINGS: dict[str, Any] = {
-    "epochs": 4,
-    "learning_rate": 3e-3,
-    "batch_size": 16,
-    "max_prompt_tokens": 32,
-    "max_completion_tokens": 40,
-    "seed": 0,
-    "device": "cpu",
-}
 CONVERSATIONS = [
     (user_prompt("order"), "please"),
     (user_prompt("order open"), "no please order it today"),

@@ -26,17 +26,7 @@ from rlhf_pipeline.reward.training import (
     margins_of,
     train_reward_model,
 )
-from tests.reward.conftest import Planted
-
-SETTINGS: dict[str, Any] = {
-    "epochs": 4,
-    "learning_rate": 3e-3,
-    "batch_size": 16,
-    "max_prompt_tokens": 32,
-    "max_completion_tokens": 40,
-    "seed": 0,
-    "device": "cpu",
-}
+from tests.reward.conftest import SETTINGS, Planted
 
 
 def train(
