@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
 Z = 1.959963984540054  # the standard normal's 97.5 % point
 TIE = 1e-6  # scores this close are a tie: equal texts differ by rounding between batches
+REPETITION_FLOOR = 0.02  # below this, twice as much repetition still is next to none
 INTERCEPT_LIMIT = 8.0  # log-odds; keeps a clean sweep finite (win rate 0.9997)
 
 
@@ -57,6 +58,11 @@ def repetition(text: str, n: int = 4) -> float:
     """
     grams = _ngrams(words(text), n)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition_change(now: float, before: float) -> float:
+    """Return how much more is repeated, relative to what was, or to 0.02 where that was less."""
+    return (now - before) / max(before, REPETITION_FLOOR)
 
 
 def bleu(text: str, references: Sequence[str], n: int) -> float:

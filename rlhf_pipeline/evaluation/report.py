@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rlhf_pipeline.evaluation.behaviour import ItemResult, worse_at
-from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.evaluation.metrics import Number, repetition_change
 from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
 
@@ -35,8 +35,6 @@ MEANING = {
     "memory_mib": "most on the GPU, or what the process held, as it answered",
     KL: "nats per completion, estimated on the system's own completions",
 }
-
-REPETITION_FLOOR = 0.02  # below this, twice as much repetition still is next to none
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,8 @@ class EvaluationReport:
         for metric in ("distinct_2", "perplexity"):
             if metric in here and metric in other and other[metric].value > 0:
                 found[f"{metric}_change"] = here[metric].value / other[metric].value - 1
-        before = max(other["repetition"].value, REPETITION_FLOOR)
-        found["repetition_change"] = (here["repetition"].value - other["repetition"].value) / before
+        repeated = here["repetition"].value, other["repetition"].value
+        found["repetition_change"] = repetition_change(*repeated)
         rate = here["truncation_rate"].value
         if self.behaviour:
             found["behaviour_worse"] = float(len(worse_at(self.behaviour, against)))

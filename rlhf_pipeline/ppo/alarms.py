@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_pipeline.evaluation.metrics import repetition_change
+
 KL_TARGETS = 4.0  # times kl_target
 ENTROPY_SHARE = 0.1  # of the first update's
 LENGTH_GROWTH, LENGTH_SHARE = 1.5, 0.8  # times the first update's, and of the limit
 EOS_SHARE, EOS_LOSS = 0.1, 0.5  # of all completions, and of the first update's share
+REPETITION_GROWTH = 1.0  # twice the first update's, to at least 2 %
+SPREAD_SHARE = 0.1  # of the first update's deviation of scores
 CRITIC_PATIENCE = 5  # updates in a row with explained variance below 0
 
 
@@ -89,6 +93,30 @@ def find_alarms(
                 f"{eos:.0%} of completions end with the end token, {first_eos:.0%} at first",
                 "Not ending pays, or the baseline never learned to end",
                 "Lower ppo.missing_eos_score, raise ppo.max_completion_tokens, or train SFT longer",
+            )
+        )
+    repeated, first_repeated = now["rollout/repetition"], first["rollout/repetition"]
+    if repetition_change(repeated, first_repeated) > REPETITION_GROWTH:
+        alarms.append(
+            Alarm(
+                "repetition",
+                update,
+                f"{repeated:.1%} of four words in a row were said before, {first_repeated:.1%} at "
+                "first",
+                "The reward likes a phrase, and twice the better: it has seldom seen it twice",
+                "Name the function repetition with a floor in reward.functions; max_repetition "
+                "keeps such an update from being chosen",
+            )
+        )
+    spread, first_spread = now["rollout/score_std"], first["rollout/score_std"]
+    if spread < SPREAD_SHARE * first_spread:
+        alarms.append(
+            Alarm(
+                "reward_saturation",
+                update,
+                f"scores spread {spread:.2g} around their mean, {first_spread:.2g} at first",
+                "All completions earn the same: the reward is at its end, or they are all alike",
+                "Stop here and collect votes on this policy; raise ppo.score_clip where it is set",
             )
         )
     recent = [m.get("critic/explained_variance", 1.0) for m in history[-CRITIC_PATIENCE:]]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.evaluation.metrics import repetition
 from rlhf_pipeline.policy.chat import encode_prompts
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.ppo.learner import Learner
@@ -248,6 +249,7 @@ def episode_facts(
     facts = {
         "rollout/score_mean": statistics.fmean(scores),
         "rollout/score_std": statistics.pstdev(scores),
+        "rollout/repetition": statistics.fmean(map(repetition, episodes.sampled.texts)),
     }
     if settings.max_turns > 1:
         facts["rollout/turns_mean"] = len(episodes.turn) / conversations

@@ -91,7 +91,7 @@ def train_dpo(
         trainer = _make_trainer(learner, reference, rows, scratch, watcher, settings)
         trainer.train()
     learner.policy.model.eval()
-    chosen = choose_update(watcher.looks, max_kl=settings.max_kl)
+    chosen = choose_update(watcher.looks, settings)
     watcher.take_back(chosen)
     keep_going()
     trained = Policy(learner.saved_model, learner.policy.tokenizer)
@@ -225,7 +225,7 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         self.looks.append(self.evaluate_at(update))
         model.train(was_training)
         self.passed("watch")
-        if choose_update(self.looks, max_kl=self.learner.settings.max_kl) == update:
+        if choose_update(self.looks, self.learner.settings) == update:
             kept = {n: p.detach().cpu().clone() for n, p in self.learner.trainable().items()}
             self.best = (update, kept)
         return self.looks[-1]

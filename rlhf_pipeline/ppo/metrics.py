@@ -54,6 +54,9 @@ METRICS: Mapping[str, Metric] = {
     "rollout/advantage_max": Metric("reward", "any", "most of all tokens", "before whitening"),
     "rollout/length_mean": Metric("tokens", ">= 1", _ROLLOUTS, "completion tokens with the end"),
     "rollout/eos_share": Metric("share", "0 to 1", _ROLLOUTS, "completions with an end token"),
+    "rollout/repetition": Metric(
+        "share", "0 to 1", _ROLLOUTS, "4-grams that the same completion had said before"
+    ),
     "rollout/turns_mean": Metric(
         "turns", ">= 1", "mean over the update's conversations", "where there may be several"
     ),
@@ -115,6 +118,9 @@ METRICS: Mapping[str, Metric] = {
     ),
     "watch/length_mean": Metric("tokens", ">= 1", "mean over watch prompts", "completion tokens"),
     "watch/eos_share": Metric("share", "0 to 1", "mean over watch prompts", "with an end token"),
+    "watch/repetition": Metric(
+        "share", "0 to 1", "mean over watch prompts", "4-grams that a completion had said before"
+    ),
     "time/sample": Metric("seconds", ">= 0", "this update", "sampling completions"),
     "time/score": Metric("seconds", ">= 0", "this update", "the reward function"),
     "time/measure": Metric("seconds", ">= 0", "this update", "reference log-probs and values"),

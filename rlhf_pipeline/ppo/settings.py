@@ -143,6 +143,10 @@ class PpoSettings:
     max_kl: float | None = None
     """Nats per completion from the reference: training stops beyond, and no checkpoint beyond is
     chosen; None sets no bound."""
+    max_repetition: float | None = 0.25
+    """No checkpoint is chosen whose completions repeat themselves by more than this share more than
+    before training (4-grams, to at least 2 %), as the gate would not have it: what a reward model
+    thinks of a phrase said twice it has seldom been told. None sets no bound."""
 
     # the machine
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -242,7 +246,7 @@ _AT_LEAST_ONE = (
 _ABOVE_ZERO = (
     "temperature kl_target dpo_beta score_clip clip_range value_clip_range learning_rate "
     "critic_learning_rate adam_eps importance_cap replay_cap max_grad_norm lora_alpha max_kl "
-    "ratio_tolerance"
+    "ratio_tolerance max_repetition"
 ).split()
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "long_prompts": ("refuse", "keep_latest"),

@@ -156,7 +156,7 @@ def train_specialists(
                 "random": random_facts,
             },
         )
-        best = [choose_update(a.now.evaluations, max_kl=settings.max_kl) for a in agents]
+        best = [choose_update(a.now.evaluations, settings) for a in agents]
         checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=best)
 
     # 2. Where to begin.
@@ -459,7 +459,7 @@ def _keep(
     """Save the agent's policy as it was at the update to keep, and its result."""
     now, settings, folder = agent.now, agent.learner.settings, output_dir / agent.name
     kept = set(checkpoint.checkpoint_updates(checkpoints))
-    order = updates_by_preference(now.evaluations, max_kl=settings.max_kl)
+    order = updates_by_preference(now.evaluations, settings)
     chosen = next((update for update in order if update in kept), None)
     if chosen is None:
         raise CheckpointDamaged(

@@ -157,7 +157,7 @@ def train_ppo(
         with now.timed("checkpoint"):
             if team.is_main:
                 write_state(checkpoints, learner, now, generators, replay, fingerprint)
-                best = choose_update(now.evaluations, max_kl=settings.max_kl)
+                best = choose_update(now.evaluations, settings)
                 checkpoint.retain(checkpoints, latest=settings.keep_checkpoints, best=[best])
             team.wait()
 
@@ -225,7 +225,7 @@ def train_ppo(
             alarm = not_finite(now.update + 1, str(error))
             now.alarms.append(alarm)
             report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
-            if now.update == 0 or choose_update(now.evaluations, max_kl=settings.max_kl) == 0:
+            if now.update == 0 or choose_update(now.evaluations, settings) == 0:
                 raise TrainingError(f"training cannot go on: {alarm}") from error
             stopped_because = alarm.found
             break
@@ -259,7 +259,7 @@ def train_ppo(
         now.history.append(checked(facts))
         report({"update": now.update, "updates": settings.updates, **now.history[-1]})
         raise_alarms(now, settings, report)
-        is_best = looks and choose_update(now.evaluations, max_kl=settings.max_kl) == now.update
+        is_best = looks and choose_update(now.evaluations, settings) == now.update
         if is_last or is_best or now.update % settings.checkpoint_every == 0:
             write_checkpoint()
         stopped_because = reason_to_stop(now, settings)

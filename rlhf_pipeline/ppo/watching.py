@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rlhf_pipeline.errors import CheckpointDamaged
+from rlhf_pipeline.evaluation.metrics import repetition, repetition_change
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.alarms import find_alarms
@@ -83,6 +84,7 @@ def evaluate(
         kl=float(estimate_kl(sampled.logprobs, reference_logprobs, "k1").sum(1).mean()),
         length_mean=float(mask.sum(1).float().mean()),
         eos_share=float(ended.float().mean()),
+        repetition=statistics.fmean(map(repetition, sampled.texts)),
         samples=tuple(samples),
     )
 
@@ -114,32 +116,42 @@ def watch_facts(look: Evaluation) -> dict[str, float]:
         "watch/length_mean": look.length_mean,
         "watch/eos_share": look.eos_share,
     }
+    if look.repetition is not None:
+        facts["watch/repetition"] = look.repetition
     if look.stopping_mean is not None:
         facts["watch/stopping_mean"] = look.stopping_mean
     return facts
 
 
-def choose_update(evaluations: Sequence[Evaluation], *, max_kl: float | None) -> int:
+def choose_update(evaluations: Sequence[Evaluation], settings: PpoSettings) -> int:
     """Return the update to keep: `updates_by_preference`'s first."""
-    return updates_by_preference(evaluations, max_kl=max_kl)[0]
+    return updates_by_preference(evaluations, settings)[0]
 
 
-def updates_by_preference(evaluations: Sequence[Evaluation], *, max_kl: float | None) -> list[int]:
+def updates_by_preference(evaluations: Sequence[Evaluation], settings: PpoSettings) -> list[int]:
     """Return evaluated updates, best first: by stopping score, the earlier one among equals.
 
-    Where there is no stopping reward, later is better. Updates beyond max_kl come last, the one
-    nearest to the reference first among them.
+    Where there is no stopping reward, later is better. Updates beyond max_kl or max_repetition
+    come last, the one nearest to the reference first among them.
     """
+    before = min(evaluations, key=lambda look: look.update)
 
     def key(look: Evaluation) -> tuple[bool, float, float]:
-        beyond = max_kl is not None and look.kl > max_kl
-        if beyond:
+        if _is_beyond(look, before, settings):
             return (True, look.kl, look.update)
         if look.stopping_mean is None:
             return (False, -look.update, 0.0)
         return (False, -look.stopping_mean, look.update)
 
     return [look.update for look in sorted(evaluations, key=key)]
+
+
+def _is_beyond(look: Evaluation, before: Evaluation, settings: PpoSettings) -> bool:
+    if settings.max_kl is not None and look.kl > settings.max_kl:
+        return True
+    if settings.max_repetition is None or look.repetition is None or before.repetition is None:
+        return False
+    return repetition_change(look.repetition, before.repetition) > settings.max_repetition
 
 
 def reason_to_stop(now: Progressed, settings: PpoSettings) -> str | None:
@@ -150,7 +162,7 @@ def reason_to_stop(now: Progressed, settings: PpoSettings) -> str | None:
             return f"KL to the reference is {kl:.2f} nats per completion, over {settings.max_kl}"
     looks = [e for e in now.evaluations if e.stopping_mean is not None]
     if settings.patience is not None and looks:
-        best = choose_update(looks, max_kl=settings.max_kl)
+        best = choose_update(looks, settings)
         waited = sum(e.update > best for e in looks)
         if waited >= settings.patience:
             return (
@@ -166,7 +178,7 @@ def load_chosen(
     """Put the chosen update's weights into the policy; return the update and its reward's state."""
     kept = set(checkpoint.checkpoint_updates(root))
     policy_weights = {n: p for n, p in learner.trainable().items() if n.startswith("policy/")}
-    for update in updates_by_preference(now.evaluations, max_kl=settings.max_kl):
+    for update in updates_by_preference(now.evaluations, settings):
         if update not in kept:
             continue
         try:

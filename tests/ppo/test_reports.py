@@ -19,6 +19,8 @@ HEALTHY = {
     "rollout/entropy": 2.0,
     "rollout/length_mean": 10.0,
     "rollout/eos_share": 0.9,
+    "rollout/repetition": 0.01,
+    "rollout/score_std": 1.0,
     "critic/explained_variance": 0.4,
 }
 
@@ -40,6 +42,9 @@ def alarms_after(**changes: float) -> list[str]:
         ({"rollout__length_mean": 18.0}, ["length_explosion"]),
         ({"rollout__length_mean": 14.0}, []),
         ({"rollout__eos_share": 0.4}, ["eos_loss"]),
+        ({"rollout__repetition": 0.05}, ["repetition"]),
+        ({"rollout__repetition": 0.03}, []),
+        ({"rollout__score_std": 0.09}, ["reward_saturation"]),
         ({"critic__explained_variance": -0.1}, ["critic_useless"]),
     ],
 )
@@ -125,9 +130,9 @@ def test_ppo_can_be_lifted_to_a_machine_with_torch_and_transformers_only() -> No
     # DPO and conversations of several turns need more; nothing else does.
     more = {"dpo.py": {"trl", "datasets"}, "environment.py": {"gymnasium"}}
     ours = {"rlhf_pipeline.ppo", "rlhf_pipeline.policy"}
-    ours |= {f"rlhf_pipeline.{name}" for name in ("records", "errors", "files")}
+    ours |= {f"rlhf_pipeline.{n}" for n in ("records", "errors", "files", "evaluation.metrics")}
     lifted = [*(root / "ppo").glob("*.py"), *(root / n for n in ("records.py", "errors.py"))]
-    lifted += [root / "files.py"]
+    lifted += [root / "files.py", root / "evaluation" / "metrics.py"]
     lifted += [root / "policy" / f"{n}.py" for n in ("loading", "chat", "sampling", "tiny")]
     for path in lifted:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -692,17 +692,29 @@ def test_long_prompts_lose_their_oldest_tokens_where_that_is_asked_for(
 # --- choosing and stopping ---------------------------------------------------------------------
 
 
-def look(update: int, stopping: float | None, kl: float = 1.0) -> Evaluation:
-    return Evaluation(update, 0.0, 1.0, stopping, kl, 5.0, 1.0)
+def look(
+    update: int, stopping: float | None, kl: float = 1.0, repeated: float | None = None
+) -> Evaluation:
+    return Evaluation(update, 0.0, 1.0, stopping, kl, 5.0, 1.0, repeated)
 
 
 def test_updates_are_preferred_by_stopping_score_then_earliness_within_the_bound() -> None:
     looks = [look(0, 0.1, 0.0), look(5, 0.7), look(10, 0.7), look(15, 0.9, 9.0)]
-    assert updates_by_preference(looks, max_kl=None) == [15, 5, 10, 0]
-    assert updates_by_preference(looks, max_kl=5.0) == [5, 10, 0, 15]
+    assert updates_by_preference(looks, changed(max_kl=None)) == [15, 5, 10, 0]
+    assert updates_by_preference(looks, changed(max_kl=5.0)) == [5, 10, 0, 15]
     without = [look(0, None, 0.0), look(5, None), look(10, None, 7.0)]
-    assert choose_update(without, max_kl=None) == 10
-    assert choose_update(without, max_kl=5.0) == 5
+    assert choose_update(without, changed(max_kl=None)) == 10
+    assert choose_update(without, changed(max_kl=5.0)) == 5
+
+
+def test_an_update_that_repeats_itself_is_not_chosen_however_the_stopping_reward_likes_it() -> None:
+    looks = [look(0, 0.1, 0.0, 0.04), look(5, 0.3, 1.0, 0.045), look(10, 0.9, 2.0, 0.06)]
+    assert updates_by_preference(looks, changed(max_repetition=0.25)) == [5, 0, 10]
+    assert choose_update(looks, changed(max_repetition=None)) == 10
+    hardly = [look(0, 0.1, 0.0, 0.0), look(5, 0.3, 1.0, 0.0049)]  # less than 2 % counts as 2 %
+    assert choose_update(hardly, changed(max_repetition=0.25)) == 5
+    of_old = [look(0, 0.1, 0.0), look(5, 0.3)]  # nobody looked at it then
+    assert choose_update(of_old, changed(max_repetition=0.25)) == 5
 
 
 def test_reasons_to_stop_follow_from_the_history_alone() -> None:

@@ -46,6 +46,7 @@ SETTINGS = PpoSettings(
     checkpoint_every=1,
     tokens_per_microbatch=120,
     ratio_tolerance=1e-3,
+    max_repetition=None,  # random weights and eight tokens say some of them twice
 )
 
 
