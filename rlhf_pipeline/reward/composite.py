@@ -91,10 +91,11 @@ class CompositeReward:
             numbers = [term.centre, term.scale, term.floor or 0.0, below_floor]
             constant = not isinstance(term.weight, Linear | Stepped)
             numbers += [term.weight] if constant else []  # type: ignore[list-item]  # a number
-            if not all(map(math.isfinite, numbers)) or term.scale <= 0 or term.weight == 0:
+            idle = term.weight == 0 and term.floor is None
+            if not all(map(math.isfinite, numbers)) or term.scale <= 0 or idle:
                 raise ModelError(
                     f"the term {name} needs finite numbers, a scale above 0 and a weight other "
-                    f"than 0, found weight {term.weight}, centre {term.centre}, scale "
+                    f"than 0 or a floor, found weight {term.weight}, centre {term.centre}, scale "
                     f"{term.scale}, floor {term.floor}, below_floor {below_floor}; correct it or "
                     "leave the term out"
                 )

@@ -110,7 +110,7 @@ def composite_of(
     terms: dict[str, Term] = {}
     for name, one in {LEARNED: FunctionSettings(), **functions}.items():
         target = one.function or name
-        if one.weight == 0:
+        if one.weight == 0 and one.floor is None:
             continue
         kept = {"cache": str(judgements)} if target == "judge" and judgements else {}
         options = {**kept, **one.options}

@@ -192,6 +192,7 @@ def test_the_composite_of_a_recipe_adds_its_functions_to_the_learned_reward() ->
         "letters": FunctionSettings(weight=0.5, normalisation=(2.0, 4.0), function=OWN),
         "rouge-l": FunctionSettings(weight=3.0),
         "length": FunctionSettings(weight=0),
+        "repetition": FunctionSettings(weight=0, floor=0.9),
     }
     reward = composite_of(functions, letters, references={prompt_to_json(PROMPT): ["a b"]})
     assert isinstance(reward, CompositeReward)
@@ -200,7 +201,9 @@ def test_the_composite_of_a_recipe_adds_its_functions_to_the_learned_reward() ->
         "learned": 3,
         "letters": 0.25,
         "rouge-l": 3,
+        "repetition": 0,  # counts for nothing, and forbids all the same
     }
+    assert reward.breakdown(PROMPT, "one two three " * 3).pieces["repetition"].below_floor
     assert composite_of({}, letters) is letters
     assert needs_references(functions)
 
