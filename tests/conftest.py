@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.registry import tracking
 from tests.assets.world import FirstTurn, Loop, play_first_turn
 
 TEMPLATE = "rlhf_template"
@@ -33,6 +36,24 @@ def _nobodys_environment() -> Iterator[None]:
         for name in names:
             patch.delenv(name)
         patch.setenv("DAGSTER_DISABLE_TELEMETRY", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_mlflow_database_is_made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The first test that wants a fresh MLflow database has MLflow make one, the others a copy."""
+    template, make = tmp_path_factory.mktemp("mlflow") / "mlflow.db", tracking._open_embedded
+
+    def copied(tracking_uri: str) -> Any:
+        file = tracking.sqlite_file(tracking_uri)
+        if file is not None and not file.exists():
+            if not template.exists():
+                make(f"sqlite:///{template}")
+            shutil.copyfile(template, file)
+        return make(tracking_uri)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "_open_embedded", copied)
         yield
 
 

@@ -59,9 +59,16 @@ def open_client(tracking_uri: str) -> Any:
         file.parent.mkdir(parents=True, exist_ok=True)
         with Path(f"{file}.lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-            client.search_registered_models(max_results=1)  # the registry opens its store lazily
-            return client
+            return _open_embedded(tracking_uri)
+
+
+def _open_embedded(tracking_uri: str) -> Any:
+    """Return a client whose database has all its tables; MLflow makes them in four seconds."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+    client.search_registered_models(max_results=1)  # the registry opens its store lazily
+    return client
 
 
 def sqlite_file(tracking_uri: str) -> Path | None:
