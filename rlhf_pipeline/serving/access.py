@@ -210,11 +210,12 @@ def _role_of(method: str, path: str) -> Role:
     """Return who may ask for a path: clients what is named here, admins everything."""
     if path.startswith("/api/policies/train_policy/"):
         return "admin"
-    below = ("/v1/chat/", "/v1/models/", "/api/policies/", "/ui/")
+    below = ("/v1/chat/", "/v1/models/", "/api/policies/", "/ui/", "/your-data/")
     if path == "/ui/review" or path.startswith("/ui/review/"):
         return "admin"
-    named = path in ("/", "/ui", "/openapi.json", "/v1/feedback", "/v1/feedback/tokens")
-    return "client" if named or path == "/v1/models" or path.startswith(below) else "admin"
+    named = ("/", "/ui", "/your-data", "/openapi.json")
+    sent = ("/v1/feedback", "/v1/feedback/tokens", "/v1/models")
+    return "client" if path in (*named, *sent) or path.startswith(below) else "admin"
 
 
 async def _check_agent(right: Right, method: str, path: str, receive: Receive) -> Receive:

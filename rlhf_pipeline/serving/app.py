@@ -92,8 +92,10 @@ def create_app(
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)
+    keys = Keys(settings.state_dir)
     if pages:
         from rlhf_pipeline.serving.pages.dashboard import add_dashboard
+        from rlhf_pipeline.serving.pages.data_page import ANYBODY, add_data_pages
         from rlhf_pipeline.serving.pages.desk import Desk
         from rlhf_pipeline.serving.pages.experiment_page import add_experiment_page
         from rlhf_pipeline.serving.pages.explain_page import PATH as EXPLAIN
@@ -105,10 +107,11 @@ def create_app(
         tracked = settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
             links["MLflow"] = tracked
-        add_dashboard(app, gateway, store.agents, {**links, "Answers": EXPLAIN})
+        add_dashboard(app, gateway, store.agents, {**links, "Answers": EXPLAIN, "Raters": ANYBODY})
         add_explain_page(app, gateway, store.agents)
         add_experiment_page(app, gateway, store.agents)
-    add_access(app, store, Keys(settings.state_dir), open_without_keys=open_without_keys)
+        add_data_pages(app, settings, registry, store.agents, keys.signing_secret())
+    add_access(app, store, keys, open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)
     add_contract(app, open_paths=OPEN, schemas=SCHEMAS)

@@ -55,13 +55,23 @@ def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) 
         )
 
 
+REFUSALS = (UnknownRater, ClaimError, RegistryError, OrchestratorAway, sa.exc.OperationalError)
+"""What `held_about` and `erase` may be refused with."""
+
+
+def refusal(error: Exception) -> tuple[int, str, dict[str, str]]:
+    """Return the status, the words and the headers that answer one of the refusals."""
+    if isinstance(error, UnknownRater):
+        return UNKNOWN, str(error), {}
+    if isinstance(error, ClaimError):
+        return TRAINING, str(error), {"retry-after": "60"}
+    told = "a database is away; ask again, what is done stays done"
+    return AWAY, told, {"retry-after": "5"}
+
+
 def _told(work: Callable[[], dict[str, Any]]) -> JSONResponse:
     try:
         return JSONResponse(work(), headers={"cache-control": "no-store"})
-    except UnknownRater as error:
-        return JSONResponse({"error": str(error)}, UNKNOWN)
-    except ClaimError as error:
-        return JSONResponse({"error": str(error)}, TRAINING, headers={"retry-after": "60"})
-    except (RegistryError, OrchestratorAway, sa.exc.OperationalError):
-        told = {"error": "a database is away; ask again, what is done stays done"}
-        return JSONResponse(told, AWAY, headers={"retry-after": "5"})
+    except REFUSALS as error:
+        status, words, headers = refusal(error)
+        return JSONResponse({"error": words}, status, headers=headers)

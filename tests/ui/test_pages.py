@@ -6,6 +6,7 @@ folder; PAGES_EPOCHS=8 teaches the model first, so that they can be read.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -153,6 +154,73 @@ def test_two_answers_are_compared(page: Any, service: tuple[str, Path], votes: V
     assert (stored[0], stored[3]) == ("preference", "right")
     assert stored[4] in ("this", "other")
     eventually(lambda: right.split()[0][:4] in page.inner_text("#talk"))
+
+
+def interactions(state: Path) -> int:
+    database = Database(f"sqlite:///{state}/feedback.db")
+    with database.read() as connection:
+        found = connection.exec_driver_sql("SELECT count(*) FROM interactions").scalar_one()
+    database.close()
+    return int(found)
+
+
+def chatted(page: Any, base: str, votes: Votes) -> None:
+    ask(page, base, "how much is the lamp?")
+    page.wait_for_selector("#up")
+    page.click("#up")
+    counted(page, votes, 1)
+
+
+def test_a_person_sees_downloads_and_erases_what_is_held_about_them(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    before = interactions(service[1])
+    chatted(page, service[0], votes)
+    page.goto(page.locator("#your-data a").evaluate("link => link.href"))
+    assert page.locator("td").all_inner_texts()[:3] == ["shop", "1", "1"]
+    picture(page, "your-data")
+    with page.expect_download() as waiting:
+        page.click("text=Download all of it")
+    told = json.loads(Path(waiting.value.path()).read_text())
+    [shop] = told["agents"]
+    assert "how much is the lamp?" in json.dumps(shop["interactions"])
+    page.click("#erase")
+    page.click("#erase-for-good")  # the browser keeps the form until it is meant
+    assert page.locator("#erased").count() == 0
+    assert len(votes()) == 1
+    page.check("#sure")
+    picture(page, "your-data-confirm")
+    page.click("#erase-for-good")
+    page.wait_for_selector("#erased")
+    assert votes() == []
+    assert interactions(service[1]) == before
+    page.goto(f"{service[0]}/your-data")
+    assert "Erased before" in page.inner_text("body")
+
+
+def test_who_runs_it_erases_a_rater(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    chatted(page, service[0], votes)
+    database = Database(f"sqlite:///{service[1]}/feedback.db")
+    with database.read() as connection:
+        last = "SELECT voter FROM feedback ORDER BY seq DESC LIMIT 1"
+        rater = connection.exec_driver_sql(last).scalar_one()
+    database.close()
+    page.goto(f"{service[0]}/dashboard/shop")
+    page.click("nav >> text=Raters")
+    page.fill("#rater", "nobody <b>here</b>")
+    page.click("#look")
+    assert "found none" in page.inner_text("#refused")
+    page.fill("#rater", rater)
+    page.click("#look")
+    assert page.locator("td").all_inner_texts()[:3] == ["shop", "1", "1"]
+    picture(page, "raters")
+    page.click("#erase")
+    page.check("#sure")
+    page.click("#erase-for-good")
+    page.wait_for_selector("#erased")
+    assert "agent shop" in page.inner_text("li")
+    picture(page, "raters-erased")
+    assert votes() == []
 
 
 def test_nothing_that_is_written_runs(page: Any, service: tuple[str, Path]) -> None:

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from rlhf_pipeline.errors import PipelineError, TooManyVotes
 from rlhf_pipeline.records import FeedbackKind, uuid7
+from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
+from rlhf_pipeline.serving.pages.visitors import Visitors
 
 CRITERIA = ("relevance", "helpfulness", "safety")
 WANTS = ("shorter", "kinder", "safer", "more precise")
@@ -28,13 +30,12 @@ CHOICES: tuple[tuple[Choice, str], ...] = (
 )
 
 
-def chat_page(desk: Desk) -> Any:
+def chat_page(desk: Desk, visitors: Visitors) -> Any:
     """Return the page as Gradio Blocks."""
     import gradio as gr
 
     agents = desk.agents()
     with gr.Blocks(title="Chat", analytics_enabled=False, fill_height=True) as page:
-        person = gr.BrowserState(None, storage_key="rlhf-person")
         wants = gr.BrowserState([], storage_key="rlhf-wants")
         history = gr.State([])  # (question, answer) turns
         answer = gr.State(None)  # the Answer that votes are about
@@ -97,10 +98,14 @@ def chat_page(desk: Desk) -> Any:
             wishes = gr.CheckboxGroup(
                 WANTS, label="What matters to you goes along with your votes", elem_id="wants"
             )
+        gr.Markdown(  # a gr.HTML evaluates text, which the pages' policy forbids
+            f"[Your data]({MINE}): see, download or erase what is held about you",
+            elem_id="your-data",
+        )
 
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
-        asked = [question, history, agent, person, session, pair_mode]
-        say = _say(gr, desk)
+        asked = [question, history, agent, session, pair_mode]
+        say = _say(gr, desk, visitors)
         for trigger in (send.click, question.submit):
             trigger(say, asked, [*shown, stars, better], api_visibility="private")
         renew.click(
@@ -110,30 +115,29 @@ def chat_page(desk: Desk) -> Any:
             api_visibility="private",
         )
         vote = _vote(desk)
-        judged = [answer, person, wishes]  # not the kept ones: they follow a moment later
+        judged = [answer, wishes]  # not the kept ones: they follow a moment later
         for button, number in ((up, 1.0), (down, 0.0)):
             button.click(
-                lambda a, p, w, number=number: vote(a, p, w, FeedbackKind.thumbs, number=number),
+                lambda a, w, number=number: vote(a, w, FeedbackKind.thumbs, number=number),
                 judged,
                 notice,
                 api_visibility="private",
             )
         stars.input(
-            lambda a, p, w, n: vote(a, p, w, FeedbackKind.rating, number=float(n)),
+            lambda a, w, n: vote(a, w, FeedbackKind.rating, number=float(n)),
             [*judged, stars],
             notice,
             api_visibility="private",
         )
         send_better.click(
-            lambda a, p, w, text: vote(a, p, w, FeedbackKind.correction, text=text),
+            lambda a, w, text: vote(a, w, FeedbackKind.correction, text=text),
             [*judged, better],
             notice,
             api_visibility="private",
         )
         send_criteria.click(
-            lambda a, p, w, *values: vote(
+            lambda a, w, *values: vote(
                 a,
-                p,
                 w,
                 FeedbackKind.criteria,
                 criteria=dict(zip(CRITERIA, map(float, values), strict=True)),
@@ -151,9 +155,9 @@ def chat_page(desk: Desk) -> Any:
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
         page.load(
-            lambda who, chosen, now: (who or uuid7(), chosen, uuid7(), assistants(gr, desk, now)),
-            [person, wants, agent],
-            [person, wishes, session, agent],
+            lambda chosen, now: (chosen, uuid7(), assistants(gr, desk, now)),
+            [wants, agent],
+            [wishes, session, agent],
             api_visibility="private",
         )
     return page
@@ -165,14 +169,14 @@ def assistants(gr: Any, desk: Desk, now: str | None) -> Any:
     return gr.update(choices=agents, value=now or next(iter(agents), None))
 
 
-def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:
+def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tuple[Any, ...]]]:
     def say(
         question: str,
         history: list[tuple[str, str]],
         agent: str | None,
-        person: str | None,
         session: str,
         pair_mode: bool,
+        request: Any,
     ) -> Iterator[tuple[Any, ...]]:
         """Show the answer as it is written; a pair only once both are there, in random order."""
         same = gr.skip()
@@ -187,7 +191,7 @@ def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:
             rest = (history, None, same, hidden, hidden, hidden, same, same, same, same)
             yield (waiting, "", "", *rest)
             session = session or uuid7()
-            who = person or session
+            who = visitors.person(request.cookies) or session  # where no cookies are let in
             for piece in desk.answer(agent, prompt, session_id=session, person=who, pair=pair_mode):
                 if isinstance(piece, Answer):
                     yield _finished(gr, piece, history, question, pair_mode)
@@ -198,6 +202,7 @@ def _say(gr: Any, desk: Desk) -> Callable[..., Iterator[tuple[Any, ...]]]:
         except PipelineError as error:
             yield (same, question, str(error)[:300], *[same] * 10)
 
+    say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
 
 
@@ -236,7 +241,6 @@ def _finished(
 def _vote(desk: Desk) -> Callable[..., str]:
     def vote(
         answer: Answer | None,
-        person: str | None,
         wants: list[str] | None,
         kind: FeedbackKind,
         **value: Any,
@@ -245,9 +249,8 @@ def _vote(desk: Desk) -> Callable[..., str]:
         if answer is None:
             return "There is nothing to vote on yet."
         try:
-            who = person or answer.interaction.session_id or answer.interaction.interaction_id
             chosen = [want for want in wants or () if want in WANTS]
-            desk.vote(answer.interaction, kind, person=who, wants=chosen, **value)
+            desk.vote(answer.interaction, kind, wants=chosen, **value)
         except PipelineError as error:
             return not_stored(error)
         return THANKS
@@ -265,7 +268,6 @@ def not_stored(error: PipelineError) -> str:
 def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., tuple[Any, ...]]:
     def choose(
         answer: Answer | None,
-        person: str | None,
         wants: list[str],
         first: Literal["this", "other"],
         history: list[tuple[str, str]],
@@ -275,7 +277,6 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
             return "There is nothing to compare.", _hidden(gr), gr.skip(), gr.skip()
         words = vote(
             answer,
-            person,
             wants,
             FeedbackKind.preference,
             other_interaction_id=answer.other.interaction_id,

@@ -186,25 +186,27 @@ class Desk:
         interaction: Interaction,
         kind: FeedbackKind,
         *,
-        person: str,
+        person: str | None = None,
         origin: str = "chat",
         wants: Sequence[str] = (),
         **value: Any,
     ) -> str:
         """Store one vote and return its id once it is synced.
 
-        `value` are the fields the kind needs. `wants` is what the person said matters to them; it
+        It is the vote of `person`; of nobody named, that of who was answered. `value` are the
+        fields the kind needs. `wants` is what the person said matters to them; it
         stays with the vote as tags. Raises FeedbackRefused where the vote breaks a rule,
         TooManyVotes where the person votes faster than the settings allow.
         """
         if not self.settings.feedback.enabled:
             raise FeedbackError("feedback.enabled is off in this recipe; nothing was stored")
+        said_by = hash_rater(interaction.agent_id, person) if person else interaction.user_id
         event = Feedback(
             agent_id=interaction.agent_id,
             kind=kind,
             idempotency_key=f"{origin}:{uuid7()}",
             interaction_id=interaction.interaction_id,
-            rater_id=hash_rater(interaction.agent_id, person),
+            rater_id=said_by,
             origin=origin,
             occurred_at=now(),
             tags=tuple(f"wants:{want}" for want in wants),

@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.pages.chat_page import chat_page
 from rlhf_pipeline.serving.pages.desk import Desk
 from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, review_page
+from rlhf_pipeline.serving.pages.visitors import KnowAgain, Visitors
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -81,10 +83,11 @@ def mount_pages(
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     import gradio as gr
 
+    visitors = Visitors(Keys(desk.settings.state_dir).signing_secret())
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     for path, page, may, head in (
         ("/ui/review", review_page(desk), may_review, SHORTCUTS),
-        ("/ui", chat_page(desk), may_chat, None),  # after what lies below it
+        ("/ui", chat_page(desk, visitors), may_chat, None),  # after what lies below it
     ):
         page.queue(max_size=64, default_concurrency_limit=4)
         gr.mount_gradio_app(
@@ -105,4 +108,5 @@ def mount_pages(
             pwa=False,
         )
     app.add_middleware(PageHeaders)
+    app.add_middleware(KnowAgain, visitors=visitors)
     app.add_api_route("/", lambda: RedirectResponse("/ui/"), include_in_schema=False)

@@ -43,13 +43,19 @@ def new_nonce() -> str:
     return secrets.token_urlsafe(16)
 
 
-def answer(page: str, nonce: str, status: int = 200) -> HTMLResponse:
-    """Return the page with headers that let nothing in but its own style and pictures."""
+def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> HTMLResponse:
+    """Return the page with headers that let nothing in but its own style and pictures.
+
+    With `forms` it may send what is typed to this service.
+    """
+    to = "'self'" if forms else "'none'"
     policy = (
         f"default-src 'none'; img-src data:; style-src 'nonce-{nonce}'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
+        f"form-action {to}; frame-ancestors 'none'"
     )
     safe = {"content-security-policy": policy, "cache-control": "no-store"}
+    if forms:  # with no-referrer a browser would not say that the form is our own page's
+        safe["referrer-policy"] = "same-origin"
     return HTMLResponse(page, status, headers=safe)
 
 

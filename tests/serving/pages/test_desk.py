@@ -103,11 +103,12 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
     sent = Feedback("shop", FeedbackKind.comment, "k", rater_id=hash_rater("shop", "ann"))
     desk.limit.admit([sent])  # as the API's inbox does, which has the same limit
     chat = chat_page._vote(desk)
-    thumb = (answer, "ann", ["shorter"], FeedbackKind.thumbs)
+    thumb = (answer, ["shorter"], FeedbackKind.thumbs)
+    bobs = replace(answer, interaction=replace(answer.interaction, user_id="b" * 32))
     said = [chat(*thumb, number=n) for n in (0.0, 1.0, 0.0)]
     assert said[:2] == [chat_page.THANKS] * 2
     assert said[2] == "Thank you, but that was too fast to count. Please vote again in 20 s."
-    assert chat(answer, "bob", [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
+    assert chat(bobs, [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
     assert desk.store.counts("shop") == {"thumbs": 2}
     judge, waiting = review_page._judge(desk), [answer.interaction] * 5
     for _ in range(4):
