@@ -38,7 +38,8 @@ class Visitors:
         cookie = SimpleCookie({COOKIE: sign(self._secret, PURPOSE, {"person": person}, SECONDS)})
         # Lax, so that who follows a link to the page is known; no other site's form brings it.
         told = {"path": "/", "max-age": SECONDS, "httponly": True, "samesite": "Lax"}
-        cookie[COOKIE].update({**told, "secure": secure})
+        for name, value in {**told, "secure": secure}.items():
+            cookie[COOKIE][name] = value
         return cookie[COOKIE].OutputString().encode()
 
 

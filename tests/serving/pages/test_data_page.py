@@ -214,5 +214,5 @@ def test_only_an_admins_key_opens_anybodys_data_and_only_from_our_own_page(shop:
     browser = shop.browser("fay", key=keys[1][1])
     foreign = {"origin": "http://evil.example"}
     assert browser.post(f"{MINE}/erase", headers=foreign).status_code == 403
-    for key, _ in keys:
-        shop.keys.revoke(key.key_id)
+    for made, _ in keys:
+        shop.keys.revoke(made.key_id)
