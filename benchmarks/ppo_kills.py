@@ -6,6 +6,7 @@ python -m benchmarks.ppo_kills [--kills 200] [--seed 2]
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         base = save_base(Path(folder) / "base")
-        counts = kill_at_random(base, Path(folder), options.kills, options.seed)
+        counts = kill_at_random([sys.executable], base, Path(folder), options.kills, options.seed)
     print("| kills | in a save | runs | ended bit-identical | seconds |\n|---|---|---|---|---|")
     print(
         f"| {options.kills} | {counts['in_a_save']} | {counts['runs']} | {counts['runs']} "

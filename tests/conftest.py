@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import uuid
 import warnings
@@ -18,6 +20,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.registry import tracking
 from tests.assets.world import FirstTurn, Loop, play_first_turn
 
+ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "rlhf_template"
 
 
@@ -58,6 +61,20 @@ def _one_mlflow_database_is_made(tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
+def warmed() -> Iterator[list[str]]:
+    """Yield what stands before -m MODULE to run it in a fork of a process that has imported it."""
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path has to be short
+        forks = subprocess.Popen(
+            [sys.executable, "-m", "tests.warmed", f"{folder}/socket"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+        )
+        yield [sys.executable, "-S", "-E", str(ROOT / "tests" / "warmed.py"), f"{folder}/socket"]
+        forks.communicate()
+
+
+@pytest.fixture(scope="session")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     """A state folder with a minute recipe, and a Dagster instance; agents are the tests' own."""
     import dagster as dg
@@ -68,9 +85,9 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
 
 
 @pytest.fixture(scope="session")
-def first_turn(loop: Loop) -> FirstTurn:
+def first_turn(loop: Loop, warmed: list[str]) -> FirstTurn:
     """One real turn of the agent `shop`, whose PPO process is killed once while it trains."""
-    return play_first_turn(loop)
+    return play_first_turn(loop, warmed)
 
 
 @pytest.fixture(scope="session")

@@ -207,8 +207,10 @@ class FirstTurn:
     killed_after_update: int  # the newest that the killed process had reported
 
 
-def play_first_turn(loop: Loop) -> FirstTurn:
+def play_first_turn(loop: Loop, launcher: list[str]) -> FirstTurn:
     """Run one turn with real training; kill -9 its PPO process after three updates."""
+    from resources.compute import Compute
+
     agent_id = loop.agent("shop")
     chat(loop.pipeline.store, agent_id, 160)
     killed: list[int] = []
@@ -227,7 +229,7 @@ def play_first_turn(loop: Loop) -> FirstTurn:
 
     thread = threading.Thread(target=kill_while_training, daemon=True)
     thread.start()
-    result = loop.run("retrain", agent_id)
+    result = loop.run("retrain", agent_id, compute=Compute(launcher=launcher))
     thread.join(1)
     return FirstTurn(result, agent_id, loop.turn_folder(agent_id), killed[0] if killed else -1)
 
@@ -237,7 +239,7 @@ def ppo_workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         try:
-            if process.cmdline()[1:4] == ["-m", "resources.worker", "ppo"]:
+            if process.cmdline()[-4:-1] == ["-m", "resources.worker", "ppo"]:
                 found.append(process)
         except psutil.Error:
             continue  # another child, which ended just now

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,26 +32,6 @@ SETTINGS = changed(
 )
 
 CRITERIA = "checkpoints/update-000004/criteria.safetensors"
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from tests.ppo.test_resume import SETTINGS
-from tests.ppo.world import lower_share, train
-
-torch.set_num_threads(1)
-calls = 0
-
-def deadly(items):
-    global calls
-    calls += len(items) == SETTINGS.rollouts_per_update
-    if calls == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return lower_share(items)
-
-train(Path(sys.argv[1]), Path(sys.argv[2]), SETTINGS, reward=deadly)
-"""
 
 
 class Interrupted(Exception):
@@ -93,16 +71,10 @@ def assert_same_run(one: tuple[TrainingResult, Path], other: tuple[TrainingResul
 
 
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, warmed: list[str]
 ) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(base), str(tmp_path / "killed")],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["-m", "tests.ppo.killed", str(base), str(tmp_path / "killed")]
+    killed = subprocess.run([*warmed, *words], capture_output=True, text=True, check=False)
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "killed/result.json").exists()
     whole = train(base, tmp_path / "whole", SETTINGS)
@@ -112,18 +84,13 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
     assert all(math.isfinite(x) for x in resumed.loss_history)
 
 
-def kill_at_random(base: Path, folder: Path, kills: int, seed: int) -> dict[str, int]:
+def kill_at_random(
+    python: list[str], base: Path, folder: Path, kills: int, seed: int
+) -> dict[str, int]:
     """Kill runs at random instants, five times each; every one must end as the whole one did."""
+    words = ["-m", "tests.ppo.kills", str(base), str(folder), str(kills), str(seed)]
     root = Path(__file__).parents[2]
-    words = [sys.executable, "-m", "tests.ppo.kills", str(base), str(folder), str(kills), str(seed)]
-    told = subprocess.run(
-        words,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    told = subprocess.run([*python, *words], cwd=root, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     whole = TrainingResult.load(folder / "whole/result.json"), folder / "whole"
     counts: dict[str, int] = json.loads(told.stdout.splitlines()[-1])
@@ -136,13 +103,15 @@ def kill_at_random(base: Path, folder: Path, kills: int, seed: int) -> dict[str,
     return counts
 
 
-def test_kills_at_random_instants_change_nothing(base: Path, tmp_path: Path) -> None:
-    kill_at_random(base, tmp_path, 5, seed=0)
+def test_kills_at_random_instants_change_nothing(
+    base: Path, tmp_path: Path, warmed: list[str]
+) -> None:
+    kill_at_random(warmed, base, tmp_path, 5, seed=0)
 
 
 @pytest.mark.slow
-def test_fifty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
-    kill_at_random(base, tmp_path, 50, seed=1)  # how many hit a save is the clock's
+def test_fifty_kills_change_nothing(base: Path, tmp_path: Path, warmed: list[str]) -> None:
+    kill_at_random(warmed, base, tmp_path, 50, seed=1)  # how many hit a save is the clock's
 
 
 def interrupt_and_compare(base: Path, folder: Path, settings: PpoSettings, calls: int) -> None:

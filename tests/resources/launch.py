@@ -53,8 +53,13 @@ def ignore_everything(turn: Turn, report: Progress, keep_going: KeepGoing) -> di
     return {}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Do what the worker does, with more stages."""
     extra = (count, fall_over, refuse, hang, ignore_everything)
     stages.STAGES.update({stage.__name__: stage for stage in extra})  # type: ignore[attr-defined]  # a dict
     del sys.argv[1:3]  # -m resources.worker
     worker.main()
+
+
+if __name__ == "__main__":
+    main()

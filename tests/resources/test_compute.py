@@ -1,10 +1,8 @@
 """A stage in a process of its own: what comes back, what is tried again, what is ended."""
 
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +13,19 @@ from pydantic import SecretStr
 
 from assets.common import agents
 from resources.compute import Compute
+from resources.worker import same_work, specification
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.files import write_json
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import Loop, failures
 
-LAUNCHER = [sys.executable, str(Path(__file__).with_name("launch.py"))]
+
+@pytest.fixture(scope="module")
+def launcher(warmed: list[str]) -> list[str]:
+    """What gives the worker stages that train nothing."""
+    return [*warmed, "-m", "tests.resources.launch"]
 
 
 def begun(loop: Loop, agent_id: str, **changes: Any) -> Turn:
@@ -44,7 +48,7 @@ def begun(loop: Loop, agent_id: str, **changes: Any) -> Turn:
 
 
 def run(
-    loop: Loop, stage: str, turn: Turn, *, retries: int = 1
+    loop: Loop, launcher: list[str], stage: str, turn: Turn, *, retries: int = 1
 ) -> tuple[dg.ExecuteInProcessResult, list[dict[str, Any]]]:
     """Run the stage from an asset; return the run and what the stage gave back."""
     given: list[dict[str, Any]] = []
@@ -52,7 +56,7 @@ def run(
     @dg.asset(partitions_def=agents, retry_policy=dg.RetryPolicy(max_retries=retries))
     def trained(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it with the bare class
         """Train."""
-        given.append(Compute(launcher=LAUNCHER).run_stage(context, stage, turn))
+        given.append(Compute(launcher=launcher).run_stage(context, stage, turn))
         return dg.MaterializeResult()
 
     result = dg.materialize(
@@ -70,8 +74,10 @@ def attempts(loop: Loop, result: dg.ExecuteInProcessResult) -> int:
     return step.attempts or 0
 
 
-def test_a_stage_gives_its_result_and_its_last_report_is_shown(loop: Loop) -> None:
-    result, given = run(loop, "count", begun(loop, "counting"))
+def test_a_stage_gives_its_result_and_its_last_report_is_shown(
+    loop: Loop, launcher: list[str]
+) -> None:
+    result, given = run(loop, launcher, "count", begun(loop, "counting"))
     assert result.success, failures(result)
     assert given[0]["sum"] == 6
     logs = loop.instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
@@ -86,25 +92,38 @@ def test_a_stage_gives_its_result_and_its_last_report_is_shown(loop: Loop) -> No
     assert shown["stage"] == "count"
 
 
-def test_what_is_refused_is_not_tried_again_and_says_why(loop: Loop) -> None:
-    result, _ = run(loop, "refuse", begun(loop, "refusing"))
+def test_without_a_launcher_it_is_a_python_of_its_own_and_what_was_finished_is_given_back(
+    loop: Loop,
+) -> None:
+    turn = begun(loop, "finished")
+    work = same_work("baseline", specification(turn))
+    write_json(turn.work / "baseline.json", {"work": work, "result": {"path": "there"}})
+    result, given = run(loop, [], "baseline", turn)
+    assert result.success, failures(result)
+    assert given == [{"path": "there"}]
+
+
+def test_what_is_refused_is_not_tried_again_and_says_why(loop: Loop, launcher: list[str]) -> None:
+    result, _ = run(loop, launcher, "refuse", begun(loop, "refusing"))
     assert not result.success
     assert attempts(loop, result) == 1
     assert "NotEnoughData: needed 30 preference pairs, found 2" in failures(result)
 
 
-def test_a_process_that_dies_is_started_again_whatever_earlier_ones_logged(loop: Loop) -> None:
+def test_a_process_that_dies_is_started_again_whatever_earlier_ones_logged(
+    loop: Loop, launcher: list[str]
+) -> None:
     turn = begun(loop, "once-refused")
     turn.work.mkdir(parents=True)
     (turn.work / "fall_over.log").write_text("rlhf_pipeline.errors.NotEnoughData: last night\n")
-    result, given = run(loop, "fall_over", turn)
+    result, given = run(loop, launcher, "fall_over", turn)
     assert result.success, failures(result)
     assert given == [{"attempt": 2}]
     assert attempts(loop, result) == 2
 
 
 def test_a_stage_that_takes_too_long_is_ended_for_good(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, launcher: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = begun(loop, "slow")
     pid = turn.work / "pid"
@@ -115,14 +134,14 @@ def test_a_stage_that_takes_too_long_is_ended_for_good(
 
     clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
     monkeypatch.setattr("resources.compute.time", clock)
-    result, _ = run(loop, "ignore_everything", turn)
+    result, _ = run(loop, launcher, "ignore_everything", turn)
     assert not result.success
     assert attempts(loop, result) == 1
     assert "training.stage_timeout_minutes" in failures(result)
     assert not psutil.pid_exists(int(pid.read_text()))
 
 
-def test_a_stage_stops_when_its_claim_is_lost(loop: Loop) -> None:
+def test_a_stage_stops_when_its_claim_is_lost(loop: Loop, launcher: list[str]) -> None:
     turn = begun(loop, "overtaken")
 
     def take_over() -> None:
@@ -133,7 +152,7 @@ def test_a_stage_stops_when_its_claim_is_lost(loop: Loop) -> None:
 
     thread = threading.Thread(target=take_over, daemon=True)
     thread.start()
-    result, _ = run(loop, "hang", turn)
+    result, _ = run(loop, launcher, "hang", turn)
     thread.join()
     assert not result.success
     assert attempts(loop, result) == 1
@@ -142,7 +161,7 @@ def test_a_stage_stops_when_its_claim_is_lost(loop: Loop) -> None:
 
 
 def test_the_databases_address_reaches_the_worker_but_no_file(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, launcher: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"sqlite:///{loop.state}/sesame-open-7.db"
     settings = load_settings(str(loop.pipeline.recipe), {"database_url": url})
@@ -156,7 +175,7 @@ def test_the_databases_address_reaches_the_worker_but_no_file(
         settings=settings,
     )
     monkeypatch.delenv("RLHF_DATABASE_URL", raising=False)
-    result, given = run(loop, "count", turn)
+    result, given = run(loop, launcher, "count", turn)
     assert result.success, failures(result)
     assert given[0]["secret"] == url
     spec = (turn.work / "count.spec.json").read_text()
