@@ -28,7 +28,8 @@ from typing import Any
 WARM = {  # what each module imports late, MODULE:NAME where the module itself imports that late
     "resources.worker": (
         "rlhf_pipeline.policy.sft trl:SFTTrainer datasets peft rlhf_pipeline.reward.training "
-        "rlhf_pipeline.ppo.trainer rlhf_pipeline.evaluation.compare matplotlib.pyplot alembic.command"
+        "rlhf_pipeline.ppo.trainer rlhf_pipeline.evaluation.compare matplotlib.pyplot "
+        "alembic.command"
     ),
 }
 LONGEST = 60.0  # seconds until the process that forks has to listen
