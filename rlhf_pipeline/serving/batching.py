@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,13 +130,19 @@ class Decoder:
         return encode_prompt(self.policy.tokenizer, prompt, max_tokens=sampling.max_prompt_tokens)
 
     async def pieces(
-        self, ids: Sequence[int], sampling: Sampling, *, deadline: float
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        deadline: float,
+        certain: Callable[[str], str] = str,
     ) -> AsyncGenerator[str | Completion, None]:
         """Yield the completion's text piece by piece, and last the whole `Completion`.
 
-        `deadline` is a time.monotonic() moment. Closing the iterator takes the row out of the
-        batch. Raises TimeoutError at the deadline, ModelError where the model writes no numbers or
-        the decoder has retired.
+        `deadline` is a time.monotonic() moment; `certain` says how much of a text so far is shown
+        to whoever asked: until that is something, tokens come one by one. Closing the iterator
+        takes the row out of the batch. Raises TimeoutError at the deadline, ModelError where the
+        model writes no numbers or the decoder has retired.
         """
         generator = torch.Generator().manual_seed(sampling.seed)
         uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0]
@@ -165,7 +171,7 @@ class Decoder:
                         break
                 if piece:
                     yield piece
-                    row.shown = True
+                    row.shown = row.shown or bool(certain(text.shown))
                 if ended:
                     yield Completion(text.shown, n, finished or text.stopped)
                     return

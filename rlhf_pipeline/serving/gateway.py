@@ -313,7 +313,9 @@ class Gateway:
             for n in range(others)
         ]
         try:
-            async with aclosing(seat.decoder.pieces(ids, sampling, deadline=deadline)) as pieces:
+            async with aclosing(
+                seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain)
+            ) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, str):
                         yield piece

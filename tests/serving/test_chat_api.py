@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import hash_rater, user_prompt
+from rlhf_pipeline.serving import batching
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
@@ -180,6 +181,39 @@ def test_rows_of_a_batch_write_what_each_would_alone(world: Workspace) -> None:
         )
         assert isinstance(alone, Completion)
         assert found[n] == alone.text
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_tokens_come_one_by_one_until_there_is_text_to_show(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, held_back: bool
+) -> None:
+    monkeypatch.setattr(batching, "TOGETHER_SECONDS", 60.0)
+    handed: list[int] = []
+    deliver = batching._deliver
+
+    def noting(told: Sequence[tuple[Any, list[int] | Exception]]) -> None:
+        handed.extend(len(what) for _, what in told if isinstance(what, list))
+        deliver(told)
+
+    monkeypatch.setattr(batching, "_deliver", noting)
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=1)
+
+    async def ask() -> int:
+        sampling = Sampling(60, 60, 1.0, seed=1)
+        pieces = decoder.pieces(
+            decoder.prompt_ids(user_prompt("hi"), sampling),
+            sampling,
+            deadline=time.monotonic() + 30,
+            certain=(lambda text: "") if held_back else str,
+        )
+        *_, last = [piece async for piece in pieces]
+        assert isinstance(last, Completion)
+        return last.tokens
+
+    tokens = asyncio.run(ask())
+    decoder.retire()
+    assert sum(handed) == tokens > 20
+    assert (max(handed) == 1) is held_back
 
 
 def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> None:
