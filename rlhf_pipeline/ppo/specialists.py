@@ -16,9 +16,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,34 +27,14 @@ from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.sampling import state_width, trunk_of
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.changing import Curriculum
-from rlhf_pipeline.ppo.collecting import (
-    Task,
-    encode_checked,
-    episode_facts,
-    next_prompts,
-    play_episodes,
-    probe_rewards,
-    shape_scores,
-)
 from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head, load_reward_trunk
-from rlhf_pipeline.ppo.kl import next_kl_coef
 from rlhf_pipeline.ppo.learner import Learner, check_policy, load_reference, new_optimizer
-from rlhf_pipeline.ppo.measuring import make_rollouts
-from rlhf_pipeline.ppo.memory import give_back_freed
-from rlhf_pipeline.ppo.metrics import checked
-from rlhf_pipeline.ppo.optimising import NotFinite, train_on
+from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
-from rlhf_pipeline.ppo.watching import (
-    choose_update,
-    evaluate,
-    raise_alarms,
-    reason_to_stop,
-    updates_by_preference,
-    watch_facts,
-)
+from rlhf_pipeline.ppo.updating import Training, begin, checked_training, result_of, tell, update
+from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
 from rlhf_pipeline.records import Progress, Prompt, RewardFunction, hashed, ignore_progress
 
 TRUNK = "critic/base_model."  # how a learner's names of the critic's trunk begin
@@ -79,13 +58,12 @@ class _Agent:
     """A specialist in training."""
 
     name: str
-    of: Specialist
-    learner: Learner
-    task: Task
-    watch: Task
-    curriculum: Curriculum
-    generators: dict[str, torch.Generator]
-    now: Progressed
+    training: Training
+
+    @property
+    def now(self) -> Progressed:
+        """How far it is."""
+        return self.training.now
 
 
 def train_specialists(
@@ -125,22 +103,12 @@ def train_specialists(
     # 1. Models and checks.
     agents = _agents(specialists, settings, value_init, shares_critic)
     named = _named(agents, shares_critic)
-    optimizer = agents[0].learner.optimizer
-
-    def look(agent: _Agent) -> None:
-        now = agent.now
-        with now.timed("watch"):
-            baselines = [s["baseline"] for first in now.evaluations[:1] for s in first.samples]
-            now.evaluations.append(
-                evaluate(
-                    agent.learner, agent.watch, agent.of.stopping, now.update, baselines=baselines
-                )
-            )
+    optimizer = agents[0].training.learner.optimizer
 
     def write(round_: int) -> None:
         keep_going()
         random_tensors, random_facts = checkpoint.random_states(
-            {f"{a.name}/{n}": g for a in agents for n, g in a.generators.items()}
+            {f"{a.name}/{n}": g for a in agents for n, g in a.training.generators.items()}
         )
         checkpoint.write_checkpoint(
             checkpoints,
@@ -168,33 +136,26 @@ def train_specialists(
         _restore(latest, agents, named, optimizer, fingerprint)
     else:
         for agent in agents:
-            agent.curriculum.start(agent.learner, agent.task)
-            agent.now.reward = agent.curriculum.state()
-            look(agent)
+            begin(agent.training)
         write(0)
 
     # 3. The rounds.
     made = 0 if latest is None else latest.update
     while made < settings.updates:
         made += 1
-        going = [a for a in agents if reason_to_stop(a.now, a.learner.settings) is None]
+        going = [a for a in agents if reason_to_stop(a.now, a.training.settings) is None]
         if not going:
             break
+        looks = made == settings.updates or made % settings.evaluate_every == 0
         for agent in going:
             keep_going()
             facts = _update(agent)
-            looks = made == settings.updates or made % settings.evaluate_every == 0
-            if looks:
-                look(agent)
-                facts |= watch_facts(agent.now.evaluations[-1])
-            agent.now.history.append(checked(facts))
-            report({"agent": agent.name, "update": made, "updates": settings.updates, **facts})
 
-            def tell(facts: Mapping[str, float | int | str], name: str = agent.name) -> None:
+            def told(facts: Mapping[str, float | int | str], name: str = agent.name) -> None:
                 report({"agent": name, **facts})
 
-            raise_alarms(agent.now, agent.learner.settings, tell)
-        stops = any(reason_to_stop(a.now, a.learner.settings) is not None for a in going)
+            tell(agent.training, facts, told, looks=looks)
+        stops = any(reason_to_stop(a.now, a.training.settings) is not None for a in going)
         if looks or stops or made % settings.checkpoint_every == 0:
             write(made)
 
@@ -340,39 +301,28 @@ def _agents(
     learners = build_learners(
         specialists, settings, value_init=value_init, shares_critic=shares_critic
     )
-    agents = []
-    for name, learner in learners.items():
-        one, own = specialists[name], learner.settings
-        encoded = encode_checked(learner.policy, one.prompts, own, f"{name}'s prompts")
-        watched = encode_checked(learner.policy, one.watch_prompts, own, f"{name}'s watch_prompts")
-        probe_rewards(
-            learner, encoded, one.prompts, {f"{name}'s": one.reward, "stopping": one.stopping}
-        )
-        task = Task(one.prompts, encoded, one.reward)
-        generators = {
-            "sampling": torch.Generator().manual_seed(own.seed),
-            "shuffling": torch.Generator().manual_seed(own.seed + 1),
-        }
-        agents.append(
-            _Agent(
-                name,
-                one,
+    return [
+        _Agent(
+            name,
+            checked_training(
                 learner,
-                task,
-                replace(task, prompts=one.watch_prompts, encoded=watched),
-                Curriculum(one.reward),
-                generators,
-                Progressed(kl_coef=own.kl_coef),
-            )
+                reward=specialists[name].reward,
+                stopping=specialists[name].stopping,
+                prompts=specialists[name].prompts,
+                watch_prompts=specialists[name].watch_prompts,
+                whose=f"{name}'s ",
+                learns_pieces=False,  # checkpoints here hold no criteria heads
+            ),
         )
-    return agents
+        for name, learner in learners.items()
+    ]
 
 
 def _named(agents: Sequence[_Agent], shares_critic: bool) -> dict[str, nn.Parameter]:
     """Return every weight that is trained, once, by a name that says whose it is."""
     named: dict[str, nn.Parameter] = {}
     for agent in agents:
-        for name, weight in agent.learner.trainable().items():
+        for name, weight in agent.training.learner.trainable().items():
             shared = shares_critic and name.startswith(TRUNK)
             named[name if shared else f"{agent.name}/{name}"] = weight
     return named
@@ -393,58 +343,21 @@ def _restore(
         )
     checkpoint.restore_parameters(named, saved.tensors["weights"])
     checkpoint.restore_optimizer(optimizer, named, saved.tensors["optimizer"])
-    generators = {f"{a.name}/{n}": g for a in agents for n, g in a.generators.items()}
+    generators = {f"{a.name}/{n}": g for a in agents for n, g in a.training.generators.items()}
     checkpoint.restore_random_states(saved.tensors["random"], saved.state["random"], generators)
     for agent in agents:
-        agent.now = Progressed.from_json(saved.state["progressed"][agent.name])
-        agent.curriculum.restore(agent.now.reward)
+        agent.training.now = Progressed.from_json(saved.state["progressed"][agent.name])
+        agent.training.curriculum.restore(agent.now.reward)
 
 
-def _update(agent: _Agent) -> dict[str, Any]:
-    """Make one PPO update of one agent, as trainer.py's 3.1 to 3.4 do; return its facts."""
-    learner, now, settings = agent.learner, agent.now, agent.learner.settings
-    before = dict(now.seconds)
-    share = 1 - now.update / settings.updates if settings.anneal else 1.0
-    facts: dict[str, Any] = {
-        "train/learning_rate": learner.set_learning_rate(share),
-        "train/kl_coef": now.kl_coef,
-    }
-    members = next_prompts(now.prompts_used, settings, len(agent.task.prompts))
-    now.prompts_used += settings.prompts_per_update
-    agent.curriculum.begin(now.update)
-    episodes = play_episodes(learner, agent.task, members, agent.generators["sampling"], now.timed)
-    scores = shape_scores(episodes.judged_scores, now.scores, settings)
-    facts |= episode_facts(episodes, len(members), settings) | agent.curriculum.end(learner)
-    now.reward = agent.curriculum.state()
-    with now.timed("measure"):
-        rollouts, measured = make_rollouts(
-            learner, episodes.sampled, scores, now.kl_coef, episodes=episodes
-        )
-    facts |= measured
-    give_back_freed()
+def _update(agent: _Agent) -> dict[str, float]:
     try:
-        with now.timed("train"):
-            facts = train_on(learner, rollouts, agent.generators["shuffling"]) | facts
+        return update(agent.training)
     except NotFinite as error:
         raise TrainingError(
             f"the agents' training cannot go on: {agent.name} has {error} that is not finite after "
-            f"{now.update} updates; lower the learning rates, or leave that agent out"
+            f"{agent.now.update} updates; lower the learning rates, or leave that agent out"
         ) from error
-    give_back_freed()
-    now.update += 1
-    now.optimizer_steps += settings.steps_per_update
-    if settings.kl_controller == "adaptive":
-        now.kl_coef = next_kl_coef(
-            now.kl_coef,
-            facts["rollout/kl_per_completion"],
-            target=settings.kl_target,
-            horizon=settings.kl_horizon,
-            episodes=settings.rollouts_per_update,
-        )
-    facts["train/optimizer_steps"] = now.optimizer_steps
-    for phase in ("sample", "score", "measure", "train"):
-        facts[f"time/{phase}"] = now.seconds[phase] - before.get(phase, 0.0)
-    return facts
 
 
 def _keep(
@@ -457,7 +370,8 @@ def _keep(
     value_init: Path | None,
 ) -> TrainingResult:
     """Save the agent's policy as it was at the update to keep, and its result."""
-    now, settings, folder = agent.now, agent.learner.settings, output_dir / agent.name
+    training, now, folder = agent.training, agent.now, output_dir / agent.name
+    settings = training.settings
     kept = set(checkpoint.checkpoint_updates(checkpoints))
     order = updates_by_preference(now.evaluations, settings)
     chosen = next((update for update in order if update in kept), None)
@@ -470,28 +384,16 @@ def _keep(
     prefix = f"{agent.name}/policy/"
     policy = {name: weight for name, weight in named.items() if name.startswith(prefix)}
     checkpoint.restore_parameters(policy, {name: saved.tensors["weights"][name] for name in policy})
-    model = agent.learner.policy.model
-    save_policy(Policy(model, agent.learner.policy.tokenizer), folder / "policy")
-    look = next(e for e in now.evaluations if e.update == chosen)
-    result = TrainingResult(
-        model_path=str(folder / "policy"),
-        reward_model_path=None if value_init is None else str(value_init),
-        feedback_count=None,
-        chosen_update=chosen,
+    learned = training.learner.policy
+    save_policy(Policy(learned.model, learned.tokenizer), folder / "policy")
+    result = result_of(
+        training,
+        chosen,
+        policy=folder / "policy",
+        value_init=value_init,
         stopped_because=reason_to_stop(now, settings) or "the other agents' rounds are over",
-        final_reward_mean=look.score_mean,
-        final_reward_std=look.score_std,
-        training_steps=now.optimizer_steps,
-        reward_history=tuple(m["rollout/score_mean"] for m in now.history),
-        kl_history=tuple(m["rollout/kl_per_completion"] for m in now.history),
-        loss_history=tuple(m["train/loss"] for m in now.history),
-        history=tuple(now.history),
-        evaluations=tuple(now.evaluations),
-        alarms=tuple(now.alarms),
-        seconds=dict(now.seconds),
-        resumed_from=None if latest is None else latest.update,
         fingerprint=fingerprint,
-        settings=asdict(settings),
+        resumed_from=None if latest is None else latest.update,
         reward_state=saved.state["progressed"][agent.name].get("reward", {}),
     )
     result.save(folder / "result.json")
