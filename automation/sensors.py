@@ -35,7 +35,7 @@ log = structlog.get_logger()
 RUNNING = dg.DefaultSensorStatus.RUNNING
 
 
-@dg.sensor(jobs=[retrain], minimum_interval_seconds=15, default_status=RUNNING)
+@dg.sensor(jobs=[retrain], minimum_interval_seconds=5, default_status=RUNNING)
 def enough_new_feedback(
     context: dg.SensorEvaluationContext, pipeline: Pipeline
 ) -> dg.SensorResult | dg.SkipReason:
