@@ -3,8 +3,9 @@
 1. Version 0: the SFT baseline is trained from seed conversations (job `bootstrap`).
 2. A day of people: they chat with it and send at least 10,000 feedback events.
 3. The sensor sees them and asks for a turn; a model is trained, judged, registered, promoted.
-4. The ruler: the hidden preference, which no training saw, compares the champion with version 0.
-5. Another day with the new champion; the sensor asks for a second turn by itself.
+4. Another day with the new champion; the sensor asks for a second turn by itself.
+5. The ruler, while that begins: the hidden preference, which no training saw, compares the first
+   turn's champion with version 0.
 6. The table: every promise, met or short. Exit code 0 only if the loop closed.
 """
 
@@ -32,6 +33,7 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import EvaluationPrompt
+from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.simulation.people import Person, population
 from rlhf_pipeline.simulation.play import Day, assistant, play
 
@@ -134,16 +136,15 @@ def run(
         first_champion = champion.version if champion else -1
         bars = Bars(console)
         with bars.progress:
-            measured = _measure(pipeline, settings, agent_id, first, bars)
-        if arguments.turns == 1:
-            rows = [*_first_rows(day_one, first, first_champion), *measured]
-            _print(console, rows, agent_id)
-            return rows
-        bars = Bars(console)
-        with bars.progress:
-            day_two = _day(
-                pipeline, settings, agent_id, people, arguments.second, 1001 + arguments.seed, bars
-            )
+            if arguments.turns == 2:
+                seed = 1001 + arguments.seed
+                day_two = _day(pipeline, settings, agent_id, people, arguments.second, seed, bars)
+            # Beside the second turn, which begins meanwhile and ends long after.
+            measured = _measure(pipeline, settings, agent_id, first, champion, bars)
+            if arguments.turns == 1:
+                rows = [*_first_rows(day_one, first, first_champion), *measured]
+                _print(console, rows, agent_id)
+                return rows
             second = _turn(pipeline, instance, settings, agent_id, {first.run_id}, bars)
         second_after = time.monotonic() - started
     finally:
@@ -289,7 +290,12 @@ def _turn(
 
 
 def _measure(
-    pipeline: Pipeline, settings: Settings, agent_id: str, turn: TurnSeen, bars: Bars
+    pipeline: Pipeline,
+    settings: Settings,
+    agent_id: str,
+    turn: TurnSeen,
+    champion: ModelVersion | None,
+    bars: Bars,
 ) -> list[Row]:
     """Hold champion, baseline and proxy against the hidden preference, on held-out prompts."""
     from rlhf_pipeline.reward.model import load_reward_model
@@ -301,7 +307,7 @@ def _measure(
         folder / "snapshots" / mark / "evaluation_prompts.jsonl", EvaluationPrompt
     )
     prompts = [record.prompt for record in held_out]
-    baseline, champion = pipeline.ledger.baseline(agent_id), pipeline.ledger.champion(agent_id)
+    baseline = pipeline.ledger.baseline(agent_id)
     if baseline is None or champion is None:
         raise PipelineError(f"agent {agent_id} has no champion to measure")
     bars.show("measuring", {"done": 0, "of": 4})
