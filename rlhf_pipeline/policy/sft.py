@@ -1,7 +1,8 @@
 """Supervised fine-tuning: the policy learns to write the completions it is shown.
 
 TRL's SFTTrainer does the training; the tokens are laid out by chat.py, so what is trained on is
-what sampling and the reward model will see. Only completion tokens (eos among them) carry loss.
+what sampling and the reward model will see. Only completion tokens (eos among them) carry loss, and
+on a CPU, where TRL would compute logits for every position, only they are computed (`packed_loss`).
 An interrupted run starts again: Trainer checkpoints are pickled, so none is written.
 """
 
@@ -9,18 +10,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, keeps_weights_transposed
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
+from rlhf_pipeline.policy.packed import can_pack, packed_hidden
+from rlhf_pipeline.policy.sampling import state_logprobs, trunk_of
 from rlhf_pipeline.records import Progress, SftExample, ignore_progress
 
 IGNORED = -100  # the label of tokens without loss, PyTorch's cross-entropy convention
@@ -119,6 +123,30 @@ def sft_rows(
     return rows
 
 
+def packed_loss(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """Return the labelled tokens' mean negative log-probability, in nats: SFTTrainer.compute_loss.
+
+    Shapes: input_ids, attention_mask and labels are (B, S), padded on the right. The sum is over
+    this batch, the mean over num_items_in_batch, the labels of the whole optimizer step.
+    Nothing is computed for padding, and no logits where a label is IGNORED.
+    """
+    if return_outputs:
+        raise TrainingError("packed_loss gives a loss only, found outputs asked for; do not ask")
+    hidden, where = packed_hidden(
+        trunk_of(model), inputs["input_ids"], inputs["attention_mask"].bool()
+    )
+    # A row begins with a token of its prompt, so no row's last token foretells the next one's.
+    labels = inputs["labels"].flatten()[where][1:]
+    kept = (labels != IGNORED).nonzero()[:, 0]
+    logprobs = state_logprobs(model, hidden[:-1].index_select(0, kept), labels[kept], 1.0)
+    return -logprobs.sum() / (len(kept) if num_items_in_batch is None else num_items_in_batch)
+
+
 def _with_adapters(model: Any, rank: int, seed: int) -> Any:
     """Return PEFT's wrapper of the model with fresh adapters in float32, the rest frozen."""
     from peft import LoraConfig, get_peft_model
@@ -185,6 +213,9 @@ def _make_trainer(
         callbacks=[watcher],
     )
     trainer.remove_callback(PrinterCallback)  # progress goes to `report`, not to standard output
+    trainer.train_dataset = rows  # as lists: a data set of Arrow's is read row by row
+    if not on_gpu and not arguments.gradient_checkpointing and can_pack(trunk_of(trained)):
+        trainer.compute_loss = packed_loss
     return trainer
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy, load_policy
-from rlhf_pipeline.policy.sampling import complete
-from rlhf_pipeline.policy.sft import IGNORED, sft_rows, train_sft
+from rlhf_pipeline.policy.sampling import complete, pad_right
+from rlhf_pipeline.policy.sft import IGNORED, packed_loss, sft_rows, train_sft
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import SftExample, user_prompt
 
@@ -49,6 +50,32 @@ def test_labels_stand_on_completion_tokens_only() -> None:
     assert row["labels"].count(IGNORED) == 10
     assert row["labels"][9] == IGNORED
     assert row["input_ids"][9] == policy.tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
+def test_the_packed_loss_is_the_cross_entropy_of_labelled_tokens_and_so_is_its_gradient() -> None:
+    policy = tiny_policy()
+    policy.model.train()
+    rows = sft_rows(policy, [*EXAMPLES[:3], EXAMPLES[3]], max_tokens=48)
+    ids, mask = pad_right([row["input_ids"] for row in rows], policy.pad_id)
+    labels = torch.tensor(
+        [r["labels"] + [IGNORED] * (ids.shape[1] - len(r["labels"])) for r in rows]
+    )
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    torch.autograd.backward(packed_loss(policy.model, inputs))
+    found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+    policy.model.zero_grad()
+    logits = policy.model(input_ids=ids, attention_mask=mask.long()).logits
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.autograd.backward(expected)
+    torch.testing.assert_close(packed_loss(policy.model, inputs), expected)
+    count = int((labels != IGNORED).sum())
+    halved = packed_loss(policy.model, inputs, num_items_in_batch=2 * count)
+    torch.testing.assert_close(halved, expected / 2)
+    assert len(found) > 10
+    for name, weight in policy.model.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, atol=1e-6, rtol=1e-4)
+    with pytest.raises(TrainingError, match="gives a loss only"):
+        packed_loss(policy.model, inputs, return_outputs=True)
 
 
 def test_a_trained_policy_answers_as_it_was_shown_and_saves_what_it_learnt(tmp_path: Path) -> None:
