@@ -93,10 +93,15 @@ def ingest_file() -> None:
 @dg.op
 def remove_what_is_old(context: dg.OpExecutionContext, pipeline: Pipeline) -> None:
     """Remove what the settings let go, of every agent whose settings let anything go by itself."""
+    from automation.old_runs import NO_AGENT, prune_runs
     from rlhf_pipeline.retention import prune
 
     agents = [a for a in pipeline.store.agents() if pipeline.settings(a).retention.enabled]
     items = prune(pipeline.registry, pipeline.settings, agents=agents)
+    if pipeline.settings().retention.enabled:
+        agents.append(NO_AGENT)
+    ledger = pipeline.registry.ledger
+    items += prune_runs(context.instance, ledger, pipeline.settings, agents=agents)
     gone = [item for item in items if item.stays is None]
     context.add_output_metadata(
         {

@@ -640,6 +640,10 @@ class RetentionSettings(Section):
         KeptSettings(newest=10_000, days=90),
         description="Chats in MLflow; 30 days at least, for so long votes on them are taken in.",
     )
+    runs: KeptSettings = Field(
+        KeptSettings(newest=50, days=30),
+        description="Dagster's finished runs, with their events and logs.",
+    )
 
     @model_validator(mode="after")
     def _traces_outlast_their_votes(self) -> RetentionSettings:

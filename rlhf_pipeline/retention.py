@@ -9,8 +9,9 @@ What always stays: every registered version's own files, run, snapshot and data 
 reproduce` trains from them), whatever a champion, the challenger or a running experiment is made
 of, the last turn with a verdict, and everything of an agent that is being trained: its claim is
 held here while something goes. A folder is renamed before it is removed, so a prune that was killed
-has removed a thing or has not, and the next one ends the same. What this does not reach: Dagster's
-own runs, backups, and rows of deleted runs in MLflow's database (`mlflow gc`).
+has removed a thing or has not, and the next one ends the same. Dagster's own runs are
+automation/old_runs.py's. What this does not reach: backups, and rows of deleted runs in MLflow's
+database (`mlflow gc`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Kind = Literal["checkpoints", "rewards", "turns", "traces"]
+Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"]
 ASKED_BY = "prune"  # in a claim: not a training, so nothing asks for it again
 CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
 WEIGHTS = "reward/*/trunk"  # of the reward models, likewise
@@ -143,12 +144,12 @@ def survey(
     from rlhf_pipeline.registry.forgetting import old_traces
 
     claims, rules = ClaimBook(registry.ledger.database), settings.retention
-    standing = _standing(registry.ledger, claims, agent_id, ours)
+    standing = standing_of(registry.ledger, claims, agent_id, ours)
     turns = _turns(settings.agent_folder(agent_id), standing)
     found = [
-        *_aged(_checkpoints(agent_id, turns), rules.checkpoints, at),
-        *_aged(_rewards(agent_id, turns, standing), rules.rewards, at),
-        *_aged(_unregistered(registry, settings, agent_id, turns, standing), rules.turns, at),
+        *aged(_checkpoints(agent_id, turns), rules.checkpoints, at),
+        *aged(_rewards(agent_id, turns, standing), rules.rewards, at),
+        *aged(_unregistered(registry, settings, agent_id, turns, standing), rules.turns, at),
     ]
     newest, before = _traces_that_go(settings, at)
     if count := len(old_traces(registry, agent_id, newest, before)):
@@ -159,7 +160,7 @@ def survey(
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class AgentStanding:
     """What the ledger, the claims and the experiments say of an agent."""
 
     versions: tuple[ModelVersion, ...]
@@ -179,9 +180,10 @@ class _Turn:
     has_verdict: bool
 
 
-def _standing(
+def standing_of(
     ledger: PromotionLedger, claims: ClaimBook, agent_id: str, ours: int | None
-) -> _Standing:
+) -> AgentStanding:
+    """Return what of an agent is in use; `ours` is the token of the claim under which one looks."""
     versions, standing = ledger.versions(agent_id), ledger.standing(agent_id)
     held, done = claims.held(agent_id), claims.last_done(agent_id)
     running = ExperimentBook(ledger.database).running(agent_id)
@@ -196,7 +198,7 @@ def _standing(
         for version in (running.champion, running.challenger):
             in_use[version] = "in a running experiment"
     stranger = held is not None and held.token != ours
-    return _Standing(
+    return AgentStanding(
         versions=tuple(versions),
         in_use=in_use,
         history=tuple(claims.history(agent_id)),
@@ -205,7 +207,7 @@ def _standing(
     )
 
 
-def _turns(folder: Path, standing: _Standing) -> list[_Turn]:
+def _turns(folder: Path, standing: AgentStanding) -> list[_Turn]:
     found = []
     for path in sorted((folder / "turns").glob("[!.]*/")):
         mark, _, number = path.name.partition("-")
@@ -217,7 +219,7 @@ def _turns(folder: Path, standing: _Standing) -> list[_Turn]:
     return found
 
 
-def _made_at(path: Path, mark: str, standing: _Standing) -> datetime:
+def _made_at(path: Path, mark: str, standing: AgentStanding) -> datetime:
     """Return when somebody was last at work on it: the claim's last heartbeat, else the file's."""
     beats = [c.heartbeat_at for c in standing.history if c.fingerprint[:MARK] == mark]
     return max(beats, default=datetime.fromtimestamp(path.stat().st_mtime, UTC))
@@ -231,7 +233,7 @@ def _checkpoints(agent_id: str, turns: Sequence[_Turn]) -> list[Item]:
     ]
 
 
-def _rewards(agent_id: str, turns: Sequence[_Turn], standing: _Standing) -> list[Item]:
+def _rewards(agent_id: str, turns: Sequence[_Turn], standing: AgentStanding) -> list[Item]:
     found = []
     for turn in turns:
         policy = turn.folder.resolve() / "ppo" / "policy"
@@ -255,7 +257,7 @@ def _unregistered(
     settings: Settings,
     agent_id: str,
     turns: Sequence[_Turn],
-    standing: _Standing,
+    standing: AgentStanding,
 ) -> list[Item]:
     """Return the turns that came to no version, snapshot, folders and runs of each together."""
     from rlhf_pipeline.registry.forgetting import runs_of
@@ -278,12 +280,12 @@ def _unregistered(
     return found
 
 
-def _registered(standing: _Standing) -> set[str]:
+def _registered(standing: AgentStanding) -> set[str]:
     """Return the marks of snapshots that a version was trained from."""
     return {v.fingerprint[:MARK] for v in standing.versions if v.fingerprint}
 
 
-def _homes(standing: _Standing) -> set[Path]:
+def _homes(standing: AgentStanding) -> set[Path]:
     """Return the folders that hold a registered version's files, at any depth."""
     return {parent for v in standing.versions for parent in v.path.resolve().parents}
 
@@ -296,7 +298,7 @@ def _item(
     return Item(kind, agent_id, name, turn.made_at, stays, tuple(places), bytes=size)
 
 
-def _aged(items: Iterable[Item], kept: KeptSettings, at: datetime) -> list[Item]:
+def aged(items: Iterable[Item], kept: KeptSettings, at: datetime) -> list[Item]:
     """Return the items, newest first, with those that are new or young told to stay."""
     found = []
     for place, item in enumerate(sorted(items, key=lambda i: (i.made_at, i.name), reverse=True)):

@@ -51,11 +51,12 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what is old and nothing points at: checkpoints, reward models, turns, traces.
+    """Remove what is old and nothing points at: checkpoints, reward models, turns, traces, runs.
 
     What goes is set under `retention` in a recipe, by age and number of each kind. Whatever the
     ledger, an experiment, a training or `rlhf reproduce` needs stays, and the list says why.
     """
+    from automation.old_runs import embedded_instance, prune_runs  # Dagster: only here
     from rlhf_pipeline.retention import prune as remove
 
     here = workspace()
@@ -67,6 +68,10 @@ def prune(
             dry_run=dry_run,
             report=lambda facts: bars.update(task, description=str(facts["removed"])),
         )
+        instance = embedded_instance(here.settings.state_dir)
+        if instance is not None:
+            with instance:
+                items += prune_runs(instance, here.ledger, here.settings_of, dry_run=dry_run)
     told = [
         {
             "kind": item.kind,
