@@ -1,24 +1,32 @@
-"""Runs a training stage in a process of its own and streams what it reports into the run."""
+"""Runs a training stage in a process of its own and streams what it reports into the run.
 
+A stage's process is started before its turn comes (`python -m resources.worker --ahead`): it has
+imported torch and its like by then, on a core that light steps or the stage before leave idle.
+"""
+
+import json
 import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
-from resources.worker import specification
+from resources.worker import AHEAD, specification
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.stages import Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 OBSERVE_SECONDS = 5.0  # between observations: the UI plots them, the event log keeps them
 TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
+FOLLOWED = ("reward", "ppo")  # stages that another stage comes after, in every turn
+WORKER = (sys.executable, "-m", "resources.worker")
 
 
 class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -29,6 +37,56 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
         default_factory=lambda: shlex.split(os.environ.get("RLHF_LAUNCHER", ""))
     )
 
+    _ahead: "subprocess.Popen[bytes] | None" = PrivateAttr(default=None)
+
+    def setup_for_execution(self, context: dg.InitResourceContext) -> None:
+        """Start the first stage's process when the run begins."""
+        self.start_ahead()
+
+    def teardown_after_execution(self, context: dg.InitResourceContext) -> None:
+        """End a process that no stage came for."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            _end_ahead(ahead)
+
+    def start_ahead(self) -> None:
+        """Start the process that the next stage will run in; a launcher's cannot be."""
+        if self._ahead is None and not self.launcher:
+            self._ahead = subprocess.Popen(
+                [*WORKER, AHEAD],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+    def _start(
+        self, stage: str, spec_path: Path, log_path: Path, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        """Return the stage's process: the one started ahead where it lives, else a new one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.stdin is not None:
+            told = {
+                "stage": stage,
+                "specification": str(spec_path.absolute()),
+                "log": str(log_path.absolute()),
+                "environment": dict(environment),
+            }
+            try:
+                ahead.stdin.write(json.dumps(told).encode() + b"\n")
+                ahead.stdin.close()
+                return ahead
+            except OSError:  # it has ended; a new one says why in the stage's log
+                _end_ahead(ahead)
+        with log_path.open("ab") as log:
+            return subprocess.Popen(
+                [*(self.launcher or [sys.executable]), *WORKER[1:], stage, str(spec_path)],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
     def run_stage(
         self, context: dg.AssetExecutionContext, stage: str, turn: Turn
     ) -> dict[str, Any]:
@@ -38,24 +96,18 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
         write_json(spec_path, specification(turn))
         log_path = turn.work / f"{stage}.log"
         deadline = time.monotonic() + 60 * turn.settings.training.stage_timeout_minutes
-        with (
-            dg.open_pipes_session(
-                # Given an asset's context, Dagster 1.13 warns of what it reads from it itself.
-                context=context.op_execution_context,
-                context_injector=dg.PipesTempFileContextInjector(),
-                message_reader=dg.PipesTempFileMessageReader(),
-            ) as session,
-            log_path.open("ab") as log,
-        ):
-            start = log.tell()  # earlier attempts wrote what is before it
-            command = [*(self.launcher or [sys.executable]), "-m", "resources.worker"]
-            process = subprocess.Popen(
-                [*command, stage, str(spec_path)],
-                cwd=ROOT,
-                env={**os.environ, **_secrets(turn), **session.get_bootstrap_env_vars()},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        log_path.touch()
+        start = log_path.stat().st_size  # earlier attempts wrote what is before it
+        with dg.open_pipes_session(
+            # Given an asset's context, Dagster 1.13 warns of what it reads from it itself.
+            context=context.op_execution_context,
+            context_injector=dg.PipesTempFileContextInjector(),
+            message_reader=dg.PipesTempFileMessageReader(),
+        ) as session:
+            environment = {**_secrets(turn), **session.get_bootstrap_env_vars()}
+            process = self._start(stage, spec_path, log_path, environment)
+            if stage in FOLLOWED:
+                self.start_ahead()
             try:
                 shown = _follow(context, session, process, stage, deadline)
             finally:
@@ -114,6 +166,15 @@ def _secrets(turn: Turn) -> dict[str, str]:
     """Return what the worker needs and no file may hold, as environment variables."""
     url = turn.settings.database_url
     return {} if url is None else {"RLHF_DATABASE_URL": url.get_secret_value()}
+
+
+def _end_ahead(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that has no work."""
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
+    process.kill()  # it holds nothing that is worth a farewell
+    process.wait()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,9 @@
 """The process a training stage runs in: `python -m resources.worker STAGE SPEC.json`.
 
+`--ahead` in their place starts it before there is work: it imports what every stage needs and waits
+for a line on standard input that says which stage, so that seconds of imports pass while the run
+does something else. It ends without a word when standard input does.
+
 Progress goes to the orchestrator as Dagster Pipes messages and to a file beside the result. It
 stops by itself when its parent is gone or its claim is lost, so no orphan keeps training. A stage
 that finished under the same specification is not run again: its result is returned.
@@ -7,6 +11,7 @@ that finished under the same specification is not run again: its result is retur
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -24,6 +29,12 @@ from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.stages import STAGES, Turn
 
+AHEAD = "--ahead"
+IMPORTED_AHEAD: tuple[str, ...] = (
+    "rlhf_pipeline.reward.training",
+    "rlhf_pipeline.ppo.trainer",
+    "rlhf_pipeline.evaluation.compare",
+)
 LAUNCHED = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()  # what a launcher tells
 
 
@@ -137,11 +148,32 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def _told_on_standard_input() -> tuple[str, Path] | None:
+    """Import ahead, then return the stage and specification that a line names; None at the end.
+
+    The line is resources/compute.py's; from then on all output goes to the log it names.
+    """
+    for name in IMPORTED_AHEAD:
+        importlib.import_module(name)
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    told = json.loads(line)
+    os.environ.update(told["environment"])
+    with Path(told["log"]).open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+    return told["stage"], Path(told["specification"])
+
+
 def main() -> None:
-    """Run the stage named on the command line."""
-    stage, spec_path = sys.argv[1], Path(sys.argv[2])
+    """Run the stage named on the command line, or on standard input."""
     _die_with_parent()
-    run(stage, read_json(spec_path))
+    named: tuple[str, Path] | None
+    named = _told_on_standard_input() if sys.argv[1] == AHEAD else (sys.argv[1], Path(sys.argv[2]))
+    if named is not None:
+        stage, spec_path = named
+        run(stage, read_json(spec_path))
 
 
 if __name__ == "__main__":

@@ -202,6 +202,7 @@ def train_from(source: Path) -> None:
         return run(stage, specification(turn))
 
     Compute.run_stage = run_stage  # type: ignore[method-assign]
+    Compute.start_ahead = lambda self: None  # type: ignore[method-assign]
 
 
 # -- one life after another ------------------------------------------------------------------

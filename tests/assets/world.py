@@ -259,6 +259,9 @@ def replaying(source: Path) -> Any:
     class Replay(Compute):
         """Copies files."""
 
+        def start_ahead(self) -> None:
+            """Start nothing."""
+
         def run_stage(self, context: Any, stage: str, turn: Any) -> dict[str, Any]:
             """Return the earlier result with its paths in this turn's folder."""
             result = read_json(source / f"{stage}.json")["result"]

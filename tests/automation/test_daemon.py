@@ -134,11 +134,12 @@ def test_a_run_killed_with_its_process_is_found_and_brought_to_its_verdict(
         return claim is not None and checkpoints(unattended, claim.fingerprint) > 2
 
     unattended.wait("its second checkpoint", training, 300)
-    [trainer] = unattended.children("resources.worker")
-    worker = trainer.parent()
+    orphans = unattended.children("resources.worker")
+    assert len(orphans) == 2, "one trains, the next stage's waits"
+    worker = orphans[0].parent()
     assert worker is not None
     worker.kill()
-    unattended.wait("the orphan to end", lambda: not lives(trainer), 10)
+    unattended.wait("the orphans to end", lambda: not any(map(lives, orphans)), 10)
 
     # The lease runs out in three minutes; the watchdog looks every half minute.
     unattended.wait("the watchdog to ask again", lambda: len(unattended.runs()) == 3, 300)

@@ -1,8 +1,10 @@
 """A stage in a process of its own: what comes back, what is tried again, what is ended."""
 
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,15 +50,24 @@ def begun(loop: Loop, agent_id: str, **changes: Any) -> Turn:
 
 
 def run(
-    loop: Loop, launcher: list[str], stage: str, turn: Turn, *, retries: int = 1
+    loop: Loop,
+    compute: Compute | list[str],
+    stage: str,
+    turn: Turn,
+    *,
+    retries: int = 1,
 ) -> tuple[dg.ExecuteInProcessResult, list[dict[str, Any]]]:
-    """Run the stage from an asset; return the run and what the stage gave back."""
+    """Run the stage from an asset; return the run and what the stage gave back.
+
+    Where `compute` is a launcher, every attempt has a Compute of its own.
+    """
     given: list[dict[str, Any]] = []
 
     @dg.asset(partitions_def=agents, retry_policy=dg.RetryPolicy(max_retries=retries))
     def trained(context: dg.AssetExecutionContext) -> dg.MaterializeResult:  # type: ignore[type-arg]  # Dagster compares it with the bare class
         """Train."""
-        given.append(Compute(launcher=launcher).run_stage(context, stage, turn))
+        own = compute if isinstance(compute, Compute) else Compute(launcher=compute)
+        given.append(own.run_stage(context, stage, turn))
         return dg.MaterializeResult()
 
     result = dg.materialize(
@@ -181,3 +192,54 @@ def test_the_databases_address_reaches_the_worker_but_no_file(
     spec = (turn.work / "count.spec.json").read_text()
     assert "sesame-open-7" not in spec
     assert "RLHF_DATABASE_URL" not in os.environ
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Compute:
+    """Return what starts processes ahead, for stages that train nothing."""
+    launch = Path(__file__).with_name("launch.py")
+    words = (sys.executable, str(launch), "-m", "resources.worker")
+    monkeypatch.setattr("resources.compute.WORKER", words)
+    monkeypatch.setattr("resources.compute.FOLLOWED", ("count",))
+    return Compute(launcher=[])
+
+
+def waiting() -> psutil.Process:
+    """Return the process that waits for the next stage."""
+    [child] = [p for p in psutil.Process().children() if p.cmdline()[-1:] == ["--ahead"]]
+    return child
+
+
+def test_stages_run_in_the_processes_that_were_started_ahead_of_them(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = ahead(monkeypatch)
+    compute.setup_for_execution(dg.build_init_resource_context())
+    first = waiting()
+    result, given = run(loop, compute, "count", begun(loop, "ahead"))
+    assert result.success, failures(result)
+    assert (given[0]["sum"], given[0]["pid"]) == (6, first.pid)
+
+    second = waiting()
+    result, _ = run(loop, compute, "refuse", begun(loop, "ahead to say no"))
+    assert "NotEnoughData: needed 30 preference pairs, found 2" in failures(result)
+    assert not second.is_running()
+
+    compute.start_ahead()
+    third = waiting()
+    compute.teardown_after_execution(dg.build_init_resource_context())
+    assert not third.is_running()
+
+
+@pytest.mark.slow
+def test_a_stage_whose_process_died_before_it_came_gets_another(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = ahead(monkeypatch)
+    compute.start_ahead()
+    dead = waiting()
+    dead.kill()
+    dead.wait()
+    result, given = run(loop, compute, "count", begun(loop, "ahead of its time"))
+    assert result.success, failures(result)
+    assert given[0]["pid"] != dead.pid
+    compute.teardown_after_execution(dg.build_init_resource_context())
