@@ -80,7 +80,7 @@ CLOCK: Mapping[str, Mapping[str, Any]] = {
         "enabled": True,
         "ramp": [0.2, 0.5],  # of hundreds of people one per cent is nobody
         "minutes_per_step": 0.1,
-        "days": 3 * DAY_SECONDS / 86_400,
+        "days": 14 * DAY_SECONDS / 86_400,  # a turn's training takes its part of them
     },
 }
 """What the agent's recipe has otherwise than the one that was asked for."""

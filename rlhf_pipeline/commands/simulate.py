@@ -14,7 +14,7 @@ from rlhf_pipeline.commands.common import Agent, progress, workspace
 if TYPE_CHECKING:
     from rlhf_pipeline.records import Prompt
 
-NIGHTLY_EVENTS, NIGHTLY_PEOPLE = 800, 900
+NIGHTLY_EVENTS, NIGHTLY_PEOPLE = 800, 2400
 PEOPLE = 200
 
 
@@ -41,7 +41,7 @@ def simulate(
     ] = None,
     people: Annotated[
         int | None,
-        typer.Option("--people", min=3, help="How many people there are: 200, with --nights 900."),
+        typer.Option("--people", min=3, help="How many people: 200, with --nights 2,400."),
     ] = None,
     nights: Annotated[
         int | None,
