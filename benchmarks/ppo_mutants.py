@@ -26,6 +26,7 @@ TESTS = (
     "test_advantages test_kl test_loss test_rollout test_learner test_replay test_trainer "
     "test_resume"
 ).split()
+PACKAGES = "rlhf_pipeline tests resources assets automation".split()
 LEFT_OUT = "not pinned"
 TIMEOUT_SECONDS = 600
 
@@ -358,8 +359,8 @@ def verdict(one: Mutant | None) -> tuple[bool, str, float]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         without = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "rlhf_pipeline", copy / "rlhf_pipeline", ignore=without)
-        shutil.copytree(ROOT / "tests/ppo", copy / "tests/ppo", ignore=without)
+        for name in PACKAGES:
+            shutil.copytree(ROOT / name, copy / name, ignore=without)
         shutil.copy(ROOT / "pyproject.toml", copy)
         if one is not None:
             apply(one, copy / "rlhf_pipeline")
