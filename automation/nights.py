@@ -400,9 +400,15 @@ def _stop_with_its_children(process: "subprocess.Popen[bytes]") -> None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the children are stopped."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    """Let SIGTERM and Ctrl-C end the block, so that the children are stopped.
+
+    Both: a Dagster run in this process leaves SIGTERM with whatever SIGINT does, and in the
+    background of a script that is nothing.
+    """
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(one, lambda *_: sys.exit(1)) for one in both]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in zip(both, before, strict=True):
+            signal.signal(one, handler)
