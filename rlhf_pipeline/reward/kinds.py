@@ -270,8 +270,7 @@ class Likelihoods(nn.Module):
             place = (value - 1).long().clamp(0, STARS - 1)
             return chances.gather(1, place[:, None])[:, 0].clamp(min=TINY).log()
         deviation = self.log_deviation[slot].exp() + SMALLEST_DEVIATION
-        missed = (value - leaning.sigmoid()) / deviation
-        return -0.5 * missed.pow(2) - deviation.log() - 0.9189385  # log sqrt(2 pi)
+        return _normal((value - leaning.sigmoid()) / deviation, deviation)
 
 
 @dataclass(frozen=True)
@@ -312,11 +311,20 @@ def _single(some: Sequence[tuple[int, float, int]], *, continuous: bool) -> _Sai
     about = torch.tensor([text for text, _, _ in some])
     value = torch.tensor([value for _, value, _ in some], dtype=torch.float64)
     voter = torch.tensor([who for _, _, who in some])
-    # What people say of anything: the histogram of it; a density where it is continuous.
-    places = (value * 10).long().clamp(0, 9) if continuous else value.long()
-    counts = torch.bincount(places, minlength=10 if continuous else 1).double() + 0.5
-    careless = (counts / counts.sum() * (10 if continuous else 1))[places].log()
+    if continuous:
+        # What people say of anything: a normal too, but one that knows no score. A histogram would
+        # be the better guess wherever people keep to a few round numbers, and nobody had looked.
+        deviation = value.std(correction=0) + SMALLEST_DEVIATION
+        careless = _normal((value - value.mean()) / deviation, deviation)
+    else:
+        counts = torch.bincount(value.long()).double() + 0.5
+        careless = (counts / counts.sum())[value.long()].log()
     return _Said(about, about, value, voter, careless)
+
+
+def _normal(missed: Tensor, deviation: Tensor) -> Tensor:
+    """Return the log-density of a normal at so many deviations from its mean."""
+    return -0.5 * missed.pow(2) - deviation.log() - 0.5 * math.log(2 * math.pi)
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
     out = tmp_path / "reward"
     report = train_reward_model(planted.base, [], planted.test, out, examples=examples, **settings)
     assert report.accuracy > 0.8
+    assert report.score_deviation > 0.1  # two round numbers are no sign that nobody had looked
     centred = load_reward_model(out, device="cpu")(planted.centre)
     assert sum(centred) / len(centred) == pytest.approx(0, abs=1e-3)
     assert set(read_json(out / "raters.json")["careful"]) == {f"v{i}" for i in range(9)}
