@@ -274,7 +274,8 @@ class RewardSettings(Section):
     ] = Field(
         default_factory=dict,
         description="What PPO maximises beside the learned reward (`learned`): each name with its "
-        "weight, normalisation, floor and options. `reward.preset` fills it in.",
+        "weight, normalisation, floor and options; `learned:safety` is a criterion that people "
+        "rate. `reward.preset` fills it in.",
     )
 
     wish_bound: Share = Field(
@@ -605,7 +606,7 @@ class SpecialistSettings(Section):
                 check_function(name, one)
             except ModelError as error:
                 raise ValueError(f"functions.{name}: {error}") from error
-            if (one.function or name) == LEARNED:
+            if (one.function or name).partition(":")[0] == LEARNED:
                 raise ValueError(
                     "a specialist has no reward model of its own, found the function `learned`; "
                     "name a reward model's folder instead"

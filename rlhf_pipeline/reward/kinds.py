@@ -346,6 +346,19 @@ def score_weights(fitted: Fitted) -> Tensor:
         return fitted.weight * slope / fitted.deviation
 
 
+def criteria_weights(fitted: Fitted) -> tuple[list[str], Tensor, Tensor]:
+    """Return the criteria's names, and weights (K, F) and biases (K,) on plain features.
+
+    Their sigmoid is what somebody who looked, neither kind nor strict, is expected to give.
+    """
+    told = fitted.likelihoods
+    with torch.no_grad():
+        slots = [told.slot[f"criteria {name}"] for name in told.criteria]
+        slopes = told.log_slope[slots].exp()
+        weights = slopes[:, None] * (fitted.weight[None] + told.apart) / fitted.deviation
+        return told.criteria, weights, told.bias[slots] - weights @ fitted.mean
+
+
 def scales(features: Tensor, likelihoods: int) -> Tensor:
     """Return what each feature is divided by, (F,), before its weight is shrunk.
 

@@ -61,14 +61,16 @@ from rlhf_pipeline.policy.sampling import (
     state_width,
     trunk_of,
 )
-from rlhf_pipeline.records import Prompt, RewardInput, hashed
+from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
 from rlhf_pipeline.reward.ensemble import EnsembleScores
+from rlhf_pipeline.reward.functions import CheckedReward
 from rlhf_pipeline.reward.heads import Combined, disagreement
 
 Reads = Literal["last", "first", "mean"]
 TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
 PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
+CRITERIA = "criteria.safetensors"
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
 ONE_HEAD = Combined()
@@ -108,6 +110,29 @@ class Limits:
     max_completion_tokens: int
 
 
+class Criteria(nn.Module):
+    """What people are expected to say of each criterion they rate: a head on the features."""
+
+    def __init__(self, names: Sequence[str], width: int) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.head = nn.Linear(width, len(self.names))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return each criterion, (B, K) in [0, 1]."""
+        found: Tensor = self.head(features).sigmoid()
+        return found
+
+
+def new_criteria(names: Sequence[str], weights: Tensor, biases: Tensor) -> Criteria:
+    """Return the criteria with these weights (K, F) and biases (K,)."""
+    criteria = Criteria(names, weights.shape[1])
+    with torch.no_grad():
+        criteria.head.weight.copy_(weights)
+        criteria.head.bias.copy_(biases)
+    return criteria
+
+
 class RewardModel(nn.Module):
     """Trunk and scalar head, or several; forward gives raw scores, without the centre offset."""
 
@@ -134,6 +159,7 @@ class RewardModel(nn.Module):
         self.base = base  # folder or hub id the trunk is shared with; None: a trunk of its own
         self.adapters = adapters  # the name of its adapters on that base; None: the bare base
         self.combined = combined
+        self.criteria: Criteria | None = None  # where people rated some, and the trunk is frozen
 
     def read(self) -> AbstractContextManager[None]:
         """Return the context in which the trunk computes with this model's adapters, if any."""
@@ -220,6 +246,32 @@ class LearnedReward:
             tuple(disagreement(by_head).tolist()),
             {f"head {i}": tuple(head) for i, head in enumerate(heads, 1)},
         )
+
+    def criterion(self, name: str) -> RewardFunction:
+        """Return one criterion as a reward of its own, in [0, 1].
+
+        Raises ModelError where nobody's votes have taught it.
+        """
+        criteria = self.model.criteria
+        known = () if criteria is None else criteria.names
+        if criteria is None or name not in known:
+            raise ModelError(
+                f"the criterion {name} needs people's votes of that name, found "
+                f"{', '.join(known) or 'none that were learnt'}; give reward.kinds a weight for "
+                "criteria and collect some, or leave the function out"
+            )
+        place = known.index(name)
+
+        def reward(items: Sequence[RewardInput], /) -> list[float]:
+            said = [(item.prompt, item.completion) for item in items]
+            rows = encode_rows(self.tokenizer, said, self.limits)
+            found = torch.zeros(len(rows))
+            for members, features in features_of(self.model, rows):
+                with torch.no_grad():
+                    found[members] = criteria(features)[:, place].float().cpu()
+            return found.tolist()
+
+        return CheckedReward(reward, name, version=f"{self.version}#{name}")
 
 
 def new_reward_model(
@@ -311,6 +363,14 @@ def save_reward_model(
         },
         folder / HEAD,
     )
+    if model.criteria is not None:
+        save_file(
+            {
+                n: t.detach().float().cpu().contiguous()
+                for n, t in model.criteria.state_dict().items()
+            },
+            folder / CRITERIA,
+        )
     write_json(
         folder / SETTINGS,
         {
@@ -319,6 +379,7 @@ def save_reward_model(
             "likelihood": model.likelihood,
             **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
             **({} if model.head.out_features == 1 else {"heads": asdict(model.combined)}),
+            **({} if model.criteria is None else {"criteria": model.criteria.names}),
             **asdict(limits),
             "calibration": asdict(calibration),
         },
@@ -369,7 +430,11 @@ def load_reward_model(
         limits = Limits(settings["max_prompt_tokens"], settings["max_completion_tokens"])
         calibration = Calibration(**settings["calibration"])
         encoder, reads = settings["encoder"], settings["reads"]
-    except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
+        criteria = None
+        if settings.get("criteria"):
+            criteria = Criteria(settings["criteria"], width)
+            criteria.load_state_dict(load_file(root / CRITERIA))
+    except (OSError, RuntimeError, SafetensorError, KeyError, TypeError) as error:
         raise ModelError(
             f"the reward model's trunk, head and settings must belong together in {root}; found: "
             f"{error}; train it again"
@@ -395,13 +460,15 @@ def load_reward_model(
         adapters=name,
         combined=combined,
     )
+    if criteria is not None:
+        model.criteria = criteria.to(model.head.weight.device).eval()
     return LearnedReward(model, tokenizer, limits, calibration, version)
 
 
 def reward_version(directory: Path) -> str:
     """Return 16 hex digits that change with the weights or the settings, not with the report."""
     digests = folder_sha256(directory)
-    names = [n for n in digests if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS)]
+    names = [n for n in digests if n.startswith(f"{TRUNK}/") or n in (HEAD, SETTINGS, CRITERIA)]
     return hashed(*(f"{name}:{digests[name]}" for name in names))[:16]
 
 

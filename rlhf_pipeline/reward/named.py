@@ -20,7 +20,7 @@ from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.lexicon import empathy, item_ratio, recommendation, safety
 from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, length_window
-from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
+from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings
 
 ENTRY_POINTS = "rlhf_pipeline.rewards"  # the group in which an installed package offers rewards
 
@@ -83,7 +83,7 @@ def named_reward(
 def check_function(name: str, one: FunctionSettings) -> None:
     """Raise ModelError unless the function is known and takes its options; no model is loaded."""
     target = one.function or name
-    if target == LEARNED:
+    if target == LEARNED or target.startswith(CRITERION):
         if one.options:
             raise ModelError(
                 f"{name} is the reward model of this turn, which takes no options, found "
@@ -115,8 +115,14 @@ def composite_of(
         kept = {"cache": str(judgements)} if target == "judge" and judgements else {}
         options = {**kept, **one.options}
         low, high = one.fixed_range
+        if target == LEARNED:
+            function = learned
+        elif target.startswith(CRITERION):
+            function = _criterion(learned, target.removeprefix(CRITERION))
+        else:
+            function = named_reward(target, options, device=device)
         terms[name] = Term(
-            learned if target == LEARNED else named_reward(target, options, device=device),
+            function,
             weight=one.weight,
             centre=low,
             scale=high - low,
@@ -124,6 +130,16 @@ def composite_of(
             running=one.normalisation == "running",
         )
     return CompositeReward(terms, references=references)
+
+
+def _criterion(learned: RewardFunction, name: str) -> RewardFunction:
+    made: Callable[[str], RewardFunction] | None = getattr(learned, "criterion", None)
+    if made is None:
+        raise ModelError(
+            f"{CRITERION}{name} needs one reward model that learnt criteria from people's votes, "
+            f"found {type(learned).__name__}; leave the function out"
+        )
+    return made(name)
 
 
 def _offered() -> dict[str, str]:

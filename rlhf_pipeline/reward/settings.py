@@ -1,7 +1,8 @@
 """Which functions PPO maximises beside the learned reward, and how much each of them counts.
 
 `reward.functions` in a recipe maps a name to a FunctionSettings, or to a number, its weight. The
-learned reward is the function `learned`; it counts 1 where it is not named.
+learned reward is the function `learned`; it counts 1 where it is not named. `learned:safety` is
+what people say of the criterion safety, where their votes have taught it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from rlhf_pipeline.errors import ConfigError
 
 LEARNED = "learned"
+CRITERION = f"{LEARNED}:"  # and a name: one criterion that people rate, as the same model learnt it
 
 
 @dataclass(frozen=True, slots=True)

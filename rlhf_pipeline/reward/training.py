@@ -49,7 +49,7 @@ from rlhf_pipeline.reward.heads import (
     influences,
     parts_of,
 )
-from rlhf_pipeline.reward.kinds import fit_best, gather, scales, score_weights
+from rlhf_pipeline.reward.kinds import criteria_weights, fit_best, gather, scales, score_weights
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
@@ -63,6 +63,7 @@ from rlhf_pipeline.reward.model import (
     check_lengths,
     encode_rows,
     features_of,
+    new_criteria,
     new_reward_model,
     save_reward_model,
     score_rows,
@@ -591,7 +592,8 @@ def fit_kinds(
 ) -> tuple[Fit, dict[str, float]]:
     """Fit the head on the frozen trunk's features to everything that was said (kinds.py).
 
-    Returns how it went, and each voter's probability of having looked.
+    What people rated by name gets a head of its own beside it (model.criteria). Returns how it
+    went, and each voter's probability of having looked.
     """
     opinions = gather(pairs, examples, kinds)
     texts = opinions.texts
@@ -610,6 +612,8 @@ def fit_kinds(
     with torch.no_grad():
         model.head.weight.copy_(weight[None])
         model.head.bias.zero_()
+    if opinions.criteria:
+        model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
     report({"step": 1, "of": 1, "loss": fitted.loss})
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
     margins = [float((features[a] - features[b]) @ weight) for a, b in decided]

@@ -12,18 +12,28 @@ import pytest
 import torch
 
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
+from rlhf_pipeline.errors import ConfigError, ModelError, NotEnoughData, TrainingError
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
     FeedbackKind,
     PreferencePair,
     RewardExample,
+    RewardInput,
+    ignore_progress,
     user_prompt,
 )
 from rlhf_pipeline.reward.kinds import Likelihoods, Opinions, fit, gather, part
-from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.training import train_reward_model
+from rlhf_pipeline.reward.model import (
+    Calibration,
+    Limits,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+)
+from rlhf_pipeline.reward.named import check_function, composite_of
+from rlhf_pipeline.reward.settings import FunctionSettings
+from rlhf_pipeline.reward.training import fit_kinds, train_reward_model
 from tests.reward.conftest import Planted
 
 EVERY = {kind.value: 1.0 for kind in FeedbackKind if kind is not FeedbackKind.comment}
@@ -166,6 +176,53 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
             examples=examples,
             **{**settings, "freeze_trunk": False},
         )
+
+
+def test_a_criterion_that_people_rate_is_a_reward_of_its_own(
+    planted: Planted, tmp_path: Path
+) -> None:
+    """Scores like the chosen side, and people find it a little kinder."""
+    said = [
+        (i, pair, text, kind, number)
+        for i, pair in enumerate(planted.train)
+        for text, liked, kind_ in ((pair.chosen, 0.9, 0.8), (pair.rejected, 0.2, 0.3))
+        for kind, number in ((FeedbackKind.score, liked), (FeedbackKind.criteria, kind_))
+    ]
+    examples = [
+        replace(
+            EXAMPLE,
+            example_id=f"{i}{kind}{text}",
+            prompt=pair.prompt,
+            completion=text,
+            kind=kind,
+            number=number if kind is FeedbackKind.score else None,
+            criteria={"kind": number} if kind is FeedbackKind.criteria else None,
+            voter=f"v{i % 9}",
+        )
+        for i, pair, text, kind, number in said
+    ]
+    model, tokenizer = new_reward_model(planted.base, seed=0, on_base=True, device="cpu")
+    limits = Limits(32, 40)
+    kinds = {"score": 1.0, "criteria": 1.0}
+    fit_kinds(model, tokenizer, [], examples, kinds, limits, report=ignore_progress)
+    folder = tmp_path / "reward"
+    folder.mkdir()
+    save_reward_model(model, tokenizer, folder, limits=limits, calibration=Calibration())
+    learned = load_reward_model(folder, device="cpu")
+    functions = {"learned": FunctionSettings(weight=0), "learned:kind": FunctionSettings()}
+    kind_alone = composite_of(functions, learned)
+    chosen = [RewardInput(pair.prompt, pair.chosen) for pair in planted.test]
+    rejected = [RewardInput(pair.prompt, pair.rejected) for pair in planted.test]
+    n = len(planted.test)
+    assert sum(a > b for a, b in zip(learned(chosen), learned(rejected), strict=True)) > 0.8 * n
+    kinder, less = kind_alone(chosen), kind_alone(rejected)
+    assert sum(a > b for a, b in zip(kinder, less, strict=True)) > 0.8 * n
+    assert sum(kinder) / n == pytest.approx(0.8, abs=0.1)
+    assert sum(less) / n == pytest.approx(0.3, abs=0.1)
+    with pytest.raises(ModelError, match=r"the criterion safety needs people's votes .* kind"):
+        composite_of({"learned:safety": FunctionSettings()}, learned)
+    with pytest.raises(ModelError, match="takes no options"):
+        check_function("learned:kind", FunctionSettings(options={"a": 1}))
 
 
 def test_the_kinds_are_a_setting_that_needs_a_frozen_trunk() -> None:
