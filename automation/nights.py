@@ -42,7 +42,7 @@ from rlhf_pipeline.database import interactions
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim
-from rlhf_pipeline.files import read_json, write_json, write_text
+from rlhf_pipeline.files import read_json, read_yaml, write_json, write_text
 from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.simulation.nights import (
@@ -314,7 +314,7 @@ class _Loop:
 
 def compress(recipe: str, path: Path, *, turn_at: int) -> None:
     """Write the recipe with its waiting compressed, and a turn for so many new votes."""
-    tree = yaml.safe_load(_file_of(recipe).read_text(encoding="utf-8")) or {}
+    tree = read_yaml(_file_of(recipe)) or {}
     for section, values in CLOCK.items():
         tree[section] = {**(tree.get(section) or {}), **values}
     tree["continuous_learning"]["min_new_feedback"] = turn_at

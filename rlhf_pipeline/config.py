@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
 from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
@@ -849,7 +850,7 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
             f"needed a recipe, found no {path}; known: {', '.join(recipe_names())}{hint}"
         )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = read_yaml(path) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -895,7 +896,7 @@ def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
             f"functions by name, found {name!r}{hint}"
         )
     try:
-        functions = yaml.safe_load(file.read_text(encoding="utf-8"))
+        functions = read_yaml(file)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: reward.preset needs a YAML file at {file}: {error}") from error
     if not isinstance(functions, dict):

@@ -6,12 +6,14 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.files import (
     folder_sha256,
     new_folder,
     read_json,
+    read_yaml,
     remove_half_written,
     write_bytes,
     write_json,
@@ -88,3 +90,15 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(tmp_path: Pat
     write_text(tmp_path / "a" / "b" / "model", "whole")
     remove_half_written(tmp_path / "a", tmp_path / "c", tmp_path / "nowhere")
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / "a" / "b" / "model"]
+
+
+def test_yaml_that_is_wrong_is_shown_where_it_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("policy:\n  base: tiny\n")
+    assert read_yaml(path) == {"policy": {"base": "tiny"}}
+    path.write_text("policy:\n  base: a: b\n")
+    with pytest.raises(yaml.YAMLError, match=r"line 2[^^]*base: a: b"):
+        read_yaml(path)
+    path.write_text("!!python/object/apply:os.getcwd []")
+    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+        read_yaml(path)

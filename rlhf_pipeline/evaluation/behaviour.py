@@ -20,6 +20,7 @@ import yaml
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.feedback.privacy import redact
+from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.records import Prompt, user_prompt
 
 DEFAULT_ITEMS = Path(__file__).with_name("behaviour.yaml")
@@ -71,7 +72,7 @@ class ItemResult:
 def read_items(path: Path) -> list[BehaviourItem]:
     """Return the items of a YAML list; raises EvaluationError naming the item that is not sound."""
     try:
-        listed = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        listed = read_yaml(path) or []
     except (OSError, yaml.YAMLError) as error:
         raise EvaluationError(f"needed behaviour items in {path}, found {error}") from error
     if not isinstance(listed, list):

@@ -18,6 +18,7 @@ import yaml
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.files import read_yaml
 
 Comparison = Literal["above", "at_least", "at_most"]
 Breach = Literal["refuse", "pause", "warn"]
@@ -104,7 +105,7 @@ def read_rules(path: Path) -> tuple[GateRule, ...]:
     nobody knows, or has not exactly one limit.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path)
     except (OSError, yaml.YAMLError) as error:
         raise EvaluationError(f"needed the gate's rules in {path}, found {error}") from error
     if not isinstance(tree, dict) or not tree:
