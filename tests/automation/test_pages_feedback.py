@@ -34,6 +34,7 @@ def test_votes_of_the_page_are_in_the_next_training_snapshot(
         desk.vote(answer.interaction, FeedbackKind.thumbs, person=person, number=1.0)
         said[answer.interaction.interaction_id] = answer.interaction.completion
     with dg.build_sensor_context(
+        instance=loop.instance,
         instance_ref=loop.instance.get_ref(),
         definitions=definitions(),
         resources={"pipeline": pipeline},

@@ -47,6 +47,7 @@ class Ticks:
         """Evaluate a sensor; what comes back is what the daemon acts on."""
         defs = definitions()
         with dg.build_sensor_context(
+            instance=self.instance,  # so that none is opened anew
             instance_ref=self.instance.get_ref(),
             definitions=defs,
             cursor=cursor,
@@ -584,6 +585,7 @@ def test_a_webhook_that_refuses_shows_in_the_sensors_tick(
 def night(ticks: Ticks) -> Any:
     defs = definitions()
     with dg.build_schedule_context(
+        instance=ticks.instance,
         instance_ref=ticks.instance.get_ref(),
         scheduled_execution_time=datetime(2026, 3, 1, 2, tzinfo=UTC),
         resources={"pipeline": ticks.pipeline},

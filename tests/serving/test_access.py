@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -45,11 +44,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
-def doors(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def doors(tmp_path_factory: pytest.TempPathFactory, warmed: list[str]) -> Any:
     """What every route answers, mounts included, as tests/serving/doors.py prints it."""
     # In a process of its own: Gradio leaves sockets and loops open behind itself.
     state = tmp_path_factory.mktemp("doors") / "state"
-    command = [sys.executable, "-m", "tests.serving.doors", str(state)]
+    command = [*warmed, "-m", "tests.serving.doors", str(state)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+def ports(tmp_path_factory: pytest.TempPathFactory, warmed: list[str]) -> Iterator[tuple[int, int]]:
     """The embedded service, and pages whose door asks for a header."""
     state = tmp_path_factory.mktemp("pages") / "state"
     ports = (free_port(), free_port())
     command = ["tests.serving.pages.world", str(state), *map(str, ports)]
-    with served(command, *ports):
+    with served(command, *ports, python=warmed):
         yield ports
 
 

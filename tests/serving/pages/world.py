@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,10 +50,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(command: list[str], *ports: int) -> Iterator[None]:
+def served(
+    command: list[str], *ports: int, python: Sequence[str] = (sys.executable,)
+) -> Iterator[None]:
     """Run a server in a process of its own until the block ends; it has begun to answer."""
     root = Path(__file__).parents[3]
-    process = subprocess.Popen([sys.executable, "-m", *command], cwd=root)
+    process = subprocess.Popen([*python, "-m", *command], cwd=root)
     try:
         deadline = time.monotonic() + 90
         for port in ports:
