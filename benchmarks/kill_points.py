@@ -1,6 +1,7 @@
 """kill -9 at every named point of a turn, again and again; each must end as if nothing happened.
 
 python -m benchmarks.kill_points [--times 20] [--source FOLDER] [--json FILE] [POINT ...]
+python -m benchmarks.kill_points --chain | --stalls [--source FOLDER]
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 from tests.assets.kills import (
+    CHAIN,
     POINTS,
     STALLS,
     in_a_fork,
+    killed_at_one_point_after_another,
     play,
     prepare,
     stalled_and_overtaken,
@@ -22,7 +26,7 @@ from tests.assets.kills import (
 
 
 def train_source(folder: Path) -> None:
-    """Train one real turn for the others to take their models from."""
+    """Train one real turn in a state folder, for the others to take their models from."""
     import dagster as dg
 
     from automation import processes
@@ -34,7 +38,6 @@ def train_source(folder: Path) -> None:
         agent_id = loop.agent("source")
         chat(loop.pipeline.store, agent_id, 160)
         assert loop.run("retrain", agent_id).success
-        loop.turn_folder(agent_id).rename(folder / "turn")
 
 
 def wake(state: Path, source: Path) -> bool:
@@ -48,21 +51,34 @@ def wake(state: Path, source: Path) -> bool:
     return all(well)
 
 
+def chain(state: Path, source: Path) -> bool:
+    """Kill one turn at point after point; say whether it ended as if nothing had happened."""
+    began = time.monotonic()
+    *died, ended = killed_at_one_point_after_another(state, source)
+    outcome = "ended well" if ended == 0 else "was harmed"
+    print(f"one turn killed at {len(died)} of {len(CHAIN)} points {outcome}", end="")
+    print(f" in {time.monotonic() - began:.1f} s")
+    return ended == 0
+
+
 def main() -> None:
     """Kill, recover, count; exit code 0 only if every turn recovered."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("points", nargs="*", metavar="POINT", help=", ".join(POINTS))
     parser.add_argument("--times", type=int, default=20, help="kills at each point")
     parser.add_argument("--source", type=Path, default=None, help="a trained turn's folder")
+    parser.add_argument("--chain", action="store_true", help="one turn, point after point")
     parser.add_argument("--stalls", action="store_true", help="stop and wake instead of killing")
     parser.add_argument("--json", type=Path, default=None, help="also write the numbers here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder, source = Path(scratch), options.source
         if source is None:
-            source = folder / "source" / "turn"
             if in_a_fork(lambda: train_source(folder / "source"), seconds=900) != 0:
                 raise SystemExit("the turn to take the models from could not be trained")
+            [source] = (folder / "source" / "agents" / "source" / "turns").iterdir()
+        if options.chain:
+            raise SystemExit(0 if chain(folder / "state", source) else 1)
         if options.stalls:
             raise SystemExit(0 if wake(folder / "state", source) else 1)
         told = play(folder / "state", source, options.times, options.points or list(POINTS))

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ from rlhf_pipeline.files import new_folder, read_json
 
 if TYPE_CHECKING:
     import dagster as dg
+    import pandas as pd
 
     from resources.pipeline import Pipeline
 
@@ -80,6 +81,23 @@ STALLS: Mapping[str, Point] = {
     ),
     "before it promotes": Point("rlhf_pipeline.registry.ledger:PromotionLedger.promote", "before"),
     "before it closes its claim": Point("rlhf_pipeline.feedback.claims:ClaimBook.finish", "before"),
+}
+Asked = Literal["make train", "the daemon", "from where it died"]
+CHAIN: Mapping[
+    str, Asked
+] = {  # from the snapshot to the aliases, and who asks for the next attempt
+    "snapshot written": "the daemon",
+    "votes validated": "make train",
+    "data sets half written": "from where it died",
+    "SFT half-way": "from where it died",
+    "baseline in the ledger, not in MLflow": "from where it died",
+    "first reward model saved": "make train",
+    "PPO checkpoint saved": "from where it died",
+    "PPO finished, no result yet": "from where it died",
+    "comparison written": "the daemon",
+    "version in the ledger, not in MLflow": "from where it died",
+    "version in MLflow, not linked": "from where it died",
+    "promoted in the ledger, aliases not moved": "from where it died",
 }
 TRAINING: Mapping[str, Point] = {  # the four of them that are in the training's own process
     "SFT half-way": Point("rlhf_pipeline.policy.sft:_Watcher.on_log", "after", 2),
@@ -234,6 +252,7 @@ def daemon_ticks(pipeline: Pipeline, agent_id: str) -> None:
     instance, defs = dg.DagsterInstance.get(), definitions()
     for sensor in ("dead_runs", "enough_new_feedback"):
         with dg.build_sensor_context(
+            instance=instance,
             instance_ref=instance.get_ref(),
             definitions=defs,
             resources={"pipeline": pipeline},
@@ -289,6 +308,7 @@ def check(pipeline: Pipeline, instance: dg.DagsterInstance, agent_id: str) -> No
     import dagster as dg
 
     from resources.pipeline import AGENT
+    from rlhf_pipeline.feedback import snapshot
     from rlhf_pipeline.registry.models import model_name
 
     ledger, registry, client = pipeline.ledger, pipeline.registry, pipeline.registry.client
@@ -315,6 +335,10 @@ def check(pipeline: Pipeline, instance: dg.DagsterInstance, agent_id: str) -> No
     assert states[-1] == "done", states
     assert set(states[:-1]) <= {"lost"}, states
     assert len({claim.fingerprint for claim in claims}) == 1
+    # Every vote was learned from.
+    taken = snapshot.find(pipeline.database, agent_id, claims[-1].fingerprint)
+    assert taken is not None
+    assert taken.rows == sum(pipeline.store.counts(agent_id).values())
     # No run is left open, in MLflow or in Dagster, and no place in the pool is taken.
     runs = client.search_runs([experiment])
     assert [run.info.status for run in runs] == ["FINISHED"], [r.info.status for r in runs]
@@ -396,6 +420,96 @@ def killed_and_run_again(recipe: Path, name: str, agent_id: str, *, by_daemon: b
     return in_a_fork(second_life) == 0
 
 
+def go_on_from_where_it_died(pipeline: Pipeline, agent_id: str) -> None:
+    """Do what a person does who finds the dead run on Dagster's page."""
+    import dagster as dg
+
+    from automation.dead import end_dead_turns
+    from resources.pipeline import AGENT
+    from tests.assets.world import failures, going_on
+
+    instance = dg.DagsterInstance.get()
+    end_dead_turns(instance, pipeline, agent_id)
+    [newest] = instance.get_runs(dg.RunsFilter(tags={AGENT: agent_id}), limit=1)
+    with going_on(instance, newest.run_id, agent_id) as again:
+        assert again.success, failures(again)
+
+
+def ask_for_a_turn(recipe: Path, agent_id: str, asked: Asked) -> Pipeline:
+    """Run the agent's turn as it would be after a quarter of an hour."""
+    from resources.pipeline import Pipeline
+
+    pipeline = Pipeline(recipe=str(recipe))
+    let_time_pass(pipeline, agent_id)
+    if asked == "make train":
+        refusal = make_train(pipeline, agent_id)
+        assert refusal == "", refusal
+    elif asked == "the daemon":
+        daemon_ticks(pipeline, agent_id)
+    else:
+        go_on_from_where_it_died(pipeline, agent_id)
+    return pipeline
+
+
+def killed_at_one_point_after_another(state: Path, source: Path) -> list[int]:
+    """Kill one turn at each point of CHAIN, then let it end; return how each attempt ended.
+
+    Raises RuntimeError where the turn did not die at a point. Call it from a process that has
+    opened no database: it is forked.
+    """
+    import dagster as dg
+
+    from resources.pipeline import Pipeline
+
+    agent_id = "chain"
+    ended: list[int] = []
+    recipe = prepare(state, continuous_learning={"max_attempts": len(CHAIN) + 1})
+    train_from(source)
+
+    def attempt(name: str, asked: Asked) -> None:
+        from tests.assets.world import chat
+
+        if not ended:
+            chat(Pipeline(recipe=str(recipe)).store, agent_id, VOTES)
+        point = POINTS[name]
+        # Version 0 was linked by an attempt before: this one links its own first.
+        arm(replace(point, nth=1) if point.where.endswith("link_mlflow") else point)
+        ask_for_a_turn(recipe, agent_id, asked)
+
+    def last_attempt(asked: Asked) -> None:
+        pipeline = ask_for_a_turn(recipe, agent_id, asked)
+        check(pipeline, dg.DagsterInstance.get(), agent_id)
+        check_that_no_stage_trained_twice(pipeline, agent_id)
+        assert len(pipeline.claims.history(agent_id)) == len(CHAIN) + 1
+
+    asked: Asked = "make train"
+    for name, next_asked in CHAIN.items():
+        ended.append(in_a_fork(functools.partial(attempt, name, asked)))
+        if ended[-1] != -signal.SIGKILL:
+            raise RuntimeError(f"the run had to die at {name!r}, found exit code {ended[-1]}")
+        if len(ended) == 1:
+            validate_once(state, recipe)
+        asked = next_asked
+    return [*ended, in_a_fork(functools.partial(last_attempt, asked))]
+
+
+def validate_once(state: Path, recipe: Path) -> None:
+    """Judge the one snapshot there is here, so that no fork has to: its rows stay the same."""
+    from rlhf_pipeline.config import load_settings
+    from rlhf_pipeline.feedback import snapshot, validation
+
+    [path] = state.glob(f"agents/*/snapshots/*/{snapshot.FILE}")
+    limits, frame = load_settings(recipe).validation, snapshot.read(path)
+    chosen = ("min_rows", "max_prompt_characters", "max_completion_characters")
+    wanted, real = {name: getattr(limits, name) for name in chosen}, validation.validate
+    report = real(frame, **wanted)
+
+    def validate(given: pd.DataFrame, **asked: int) -> validation.ValidationReport:
+        return report if asked == wanted and given.equals(frame) else real(given, **asked)
+
+    validation.validate = validate  # type: ignore[assignment]  # with any limits
+
+
 def stalled_and_overtaken(recipe: Path, point: Point, agent_id: str) -> bool:
     """Stop a turn, let another attempt end it, wake the first; return whether all is well."""
     import dagster as dg
@@ -423,7 +537,8 @@ def stalled_and_overtaken(recipe: Path, point: Point, agent_id: str) -> bool:
         # The story: the first attempt lost its claim, the second has whatever was written since.
         lost, done = pipeline.claims.history(agent_id)
         assert (lost.state, done.state) == ("lost", "done")
-        assert pipeline.ledger.history(agent_id)[-1].token == done.token
+        promoted = lost if point.where.endswith("ClaimBook.finish") else done  # that comes last
+        assert pipeline.ledger.history(agent_id)[-1].token == promoted.token
 
     sleeping = os.fork()
     if sleeping == 0:
@@ -439,21 +554,30 @@ def stalled_and_overtaken(recipe: Path, point: Point, agent_id: str) -> bool:
     return overtaken and status == 0 and in_a_fork(last_look) == 0
 
 
-def prepare(state: Path) -> Path:
-    """Import what turns need, without opening anything, and return the recipe."""
-    import great_expectations  # noqa: F401  # so that no fork has to
+def prepare(state: Path, **changes: Mapping[str, Any]) -> Path:
+    """Import what turns need, without keeping anything open, and return the recipe."""
+    import alembic.command  # noqa: F401  # so that no fork has to
+    import dagster as dg
+    import great_expectations  # noqa: F401
     import mlflow  # noqa: F401
     import pandas  # noqa: F401
+    import pytest
+    from sqlalchemy.orm import configure_mappers
 
     from automation import processes
     from automation.bars import be_quiet
     from rlhf_pipeline.definitions import definitions
-    from tests.assets.world import write_recipe
+    from tests.assets.world import keep_dagsters_engines, write_recipe
 
+    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+    configure_mappers()
     be_quiet()
     definitions()
-    processes.prepare_home(state)
-    recipe = write_recipe(state / "minute.yaml", state)
+    home = processes.prepare_home(state)
+    keep_dagsters_engines(pytest.MonkeyPatch())
+    instance = dg.DagsterInstance.from_config(str(home))  # seconds of migrations
+    dg.DagsterInstance.get = lambda: instance  # type: ignore[method-assign]
+    recipe = write_recipe(state / "minute.yaml", state, **changes)
     os.environ["RLHF_RECIPE"] = str(recipe)
     return recipe
 

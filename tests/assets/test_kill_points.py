@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +19,31 @@ import pytest
 from automation import processes
 from resources.pipeline import Pipeline
 from rlhf_pipeline.files import read_json
-from tests.assets.kills import POINTS, TRAINING, check, expire_leases
+from tests.assets.kills import CHAIN, POINTS, TRAINING, check, expire_leases
 from tests.assets.world import FirstTurn, chat, write_recipe
 
-pytestmark = pytest.mark.slow
 TIMES = 5
+MEMORY = Path("/dev/shm")  # no disk has to be waited for where a process is killed, not a machine
 
 
+def test_one_turn_killed_at_point_after_point_ends_as_if_nothing_had_happened(
+    first_turn: FirstTurn,
+) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as scratch:
+        command = [sys.executable, "-m", "benchmarks.kill_points", "--chain"]
+        ended = subprocess.run(
+            [*command, "--source", str(first_turn.work)],
+            cwd=processes.ROOT,
+            env={**os.environ, "TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
+    assert f"killed at {len(CHAIN)} of {len(CHAIN)} points" in ended.stdout
+
+
+@pytest.mark.slow
 def test_a_turn_killed_at_any_point_and_run_again_ends_as_if_nothing_had_happened(
     first_turn: FirstTurn, tmp_path: Path
 ) -> None:
@@ -37,6 +56,7 @@ def test_a_turn_killed_at_any_point_and_run_again_ends_as_if_nothing_had_happene
     assert recovered == dict.fromkeys(POINTS, TIMES), ended.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_stalled_turn_that_was_overtaken_changes_nothing_when_it_wakes(
     first_turn: FirstTurn, tmp_path: Path
 ) -> None:
@@ -56,6 +76,7 @@ def state(tmp_path: Path) -> Iterator[Path]:
         yield state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_power_cut_while_training_costs_no_finished_stage(state: Path, name: str) -> None:
     agent = "shop"

@@ -9,7 +9,7 @@ import pytest
 
 from resources.pipeline import Pipeline, bootstrap_mark
 from rlhf_pipeline.feedback import snapshot
-from tests.assets.world import FirstTurn, Loop, chat, failures, replaying
+from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
 
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
 
@@ -232,21 +232,9 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     assert loop.pipeline.claims.history(agent)[-1].state == "failed"
 
     monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
-    options = dg.ReexecutionOptions.from_failure(failed.run_id, loop.instance)
-    with dg.execute_job(
-        dg.reconstructable(retrain_job),
-        loop.instance,
-        reexecution_options=options,
-        tags={"dagster/partition": agent},  # as the page does
-    ) as again:
+    with going_on(loop.instance, failed.run_id, agent) as again:
         assert again.success, failures(again)
         assert [e.step_key for e in again.all_events if e.is_step_success] == ["promotion"]
     claims = loop.pipeline.claims.history(agent)
     assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
     assert loop.aliases(agent) == {"champion": 1, "previous": 0}
-
-
-def retrain_job() -> dg.JobDefinition:
-    from rlhf_pipeline.definitions import definitions
-
-    return definitions().resolve_job_def("retrain")
