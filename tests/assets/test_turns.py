@@ -7,6 +7,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
+from resources.compute import Compute
 from resources.pipeline import Pipeline, bootstrap_mark
 from rlhf_pipeline.feedback import snapshot
 from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
@@ -232,6 +233,7 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     assert loop.pipeline.claims.history(agent)[-1].state == "failed"
 
     monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
+    monkeypatch.setattr(Compute, "start_ahead", lambda _: None)
     with going_on(loop.instance, failed.run_id, agent) as again:
         assert again.success, failures(again)
         assert [e.step_key for e in again.all_events if e.is_step_success] == ["promotion"]

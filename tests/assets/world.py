@@ -170,6 +170,7 @@ class Loop:
         """Run a job for an agent in this process; a failed step does not raise."""
         import dagster as dg
 
+        from resources.compute import Compute
         from resources.pipeline import AGENT
         from rlhf_pipeline.definitions import definitions
 
@@ -178,6 +179,7 @@ class Loop:
             config["ops"] = {"feedback_snapshot": {"config": dict(snapshot)}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RLHF_RECIPE", str(self.pipeline.recipe))
+            patch.setattr(Compute, "start_ahead", lambda _: None)  # what imports torch for nothing
             return (
                 definitions()
                 .resolve_job_def(job)
@@ -306,9 +308,6 @@ def replaying(source: Path) -> Any:
 
     class Replay(Compute):
         """Copies files."""
-
-        def start_ahead(self) -> None:
-            """Start nothing."""
 
         def run_stage(self, context: Any, stage: str, turn: Any) -> dict[str, Any]:
             """Return the earlier result with its paths in this turn's folder."""
