@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from rlhf_pipeline.evaluation.behaviour import BehaviourItem
     from rlhf_pipeline.policy.loading import Policy
+    from rlhf_pipeline.ppo.plan import RewardModels
     from rlhf_pipeline.ppo.result import TrainingResult
     from rlhf_pipeline.ppo.settings import PpoSettings
     from rlhf_pipeline.reward.composite import CompositeReward
@@ -236,7 +237,8 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
 
         if turn.settings.ppo.estimator != "dpo":
             champion = _need(turn.champion, "a champion", "sft_policy")
-            check_fits(read_config(champion), turn.settings.ppo)
+            rewards = reward_models_of(turn.settings)
+            check_fits(read_config(champion), turn.settings.ppo, rewards)
         result = improve(turn, folder, turn.settings.ppo, tell, keep_going)
     return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
 
@@ -258,6 +260,25 @@ def policy_config(settings: Settings) -> Any:
     if tiny.encoding is not None:
         return build_tiny_on(tiny.encoding, **sizes, seed=0).model.config
     return tiny_config(tiny.vocabulary, **sizes)
+
+
+def reward_models_of(settings: Settings) -> RewardModels:
+    """Return what a plan needs to know of the reward models that PPO asks.
+
+    Raises ModelError where the configuration of reward.base is not on this machine.
+    """
+    from rlhf_pipeline.ppo.plan import FULL, RewardModels, read_config
+    from rlhf_pipeline.reward.model import TOKENS_AT_ONCE
+
+    reward, base = settings.reward, settings.reward.base
+    adapts = reward.lora_rank > 0
+    return RewardModels(
+        config=None if base is None else read_config(base),
+        shares=adapts and base is None,
+        likelihood=reward.reads_likelihood,
+        number_bytes=2 if adapts and settings.policy.frozen_dtype == "bfloat16" else FULL,
+        tokens_at_once=TOKENS_AT_ONCE,
+    )
 
 
 def improve(

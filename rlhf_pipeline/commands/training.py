@@ -34,7 +34,7 @@ def plan(
     """
     from rlhf_pipeline.errors import ConfigError
     from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe, rehearse
-    from rlhf_pipeline.stages import policy_config
+    from rlhf_pipeline.stages import policy_config, reward_models_of
 
     here = workspace()
     settings = here.settings if name is None else here.load(name)
@@ -43,15 +43,15 @@ def plan(
             "a plan is for training that samples: needed ppo.estimator gae or rloo, found dpo; "
             "change it, or start dpo as it is"
         )
-    config = policy_config(settings)
-    made = make_plan(config, settings.ppo)
+    config, rewards = policy_config(settings), reward_models_of(settings)
+    made = make_plan(config, settings.ppo, rewards)
     found = memory_found(settings.ppo.device)
     if timed and made.fits(found):
         made = rehearse(config, made)
     _print_plan(made, found)
-    check_fits(config, settings.ppo, made=made, room=found)
+    check_fits(config, settings.ppo, rewards, made=made, room=found)
     if timed:
-        _print_seconds(probe(config, settings.ppo), settings.ppo.updates)
+        _print_seconds(probe(config, settings.ppo, rewards), settings.ppo.updates)
 
 
 def _print_plan(plan: Plan, found: int) -> None:

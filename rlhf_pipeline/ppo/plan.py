@@ -11,7 +11,7 @@ batch and one microbatch for real and puts what they held in the plan. A large m
 given back as they are freed (memory.py), so there counting suffices.
 
 Not counted: the interpreter with its imports (some 0.5 GiB), the CUDA context, plots drawn at the
-end, and a remote reward's memory.
+end, the reward models' adapters and a remote reward's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.errors import ModelError, TrainingError
@@ -56,6 +56,21 @@ RECIPE_NAMES = {  # where recipes set what PPO shares with other stages
     "lora_rank": "policy.lora.enabled true with rank",
     "precision": "policy.dtype",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModels:
+    """The learned rewards that a run asks: the proxy and the stopping one."""
+
+    count: int = 2
+    config: Any = None  # of the base they begin with, causal or an encoder; None: the policy's
+    shares: bool = True  # they read with the policy's base where PPO adapts that
+    likelihood: bool = False  # they keep the output layer
+    number_bytes: int = FULL  # of one of their weights
+    tokens_at_once: int = 16_384  # in one pass of theirs, padded
+
+
+REWARDS = RewardModels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +126,12 @@ def read_config(source: str | Path) -> Any:
         ) from error
 
 
-def make_plan(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Plan:
+def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -> Plan:
     """Return the plan of a run that trains a model of this configuration.
 
-    `reward_models` (the proxy and the stopping one) have the policy's size; with LoRA they, the
-    critic and the reference are the policy's base with adapters. Nothing is loaded. Raises
-    ConfigError for a precision that this machine cannot train in.
+    With LoRA the critic, the reference and reward models that share it are the policy's base with
+    adapters. Nothing is loaded. Raises ConfigError for a precision that this machine cannot train
+    in.
     """
     new_scaler(choose_device(settings.device), settings)
     adapts = settings.lora_rank > 0
@@ -134,6 +149,8 @@ def make_plan(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> 
             _forward(model, rows, settings)
         measuring = held.peak
         sampling = _peak_of_sampling(model, settings)
+        scoring, judge = _peak_of_scoring(rewards.config or config, settings, rewards)
+    shared = adapts and rewards.shares and rewards.config is None
     head = model.config.hidden_size + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
     copies = 0 if adapts else 1
@@ -143,18 +160,19 @@ def make_plan(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> 
         "policy": frozen * own + (FULL * moved if adapts else 0),
         "critic": FULL * critic,
         "reference": copies * FULL * own,
-        "reward models": copies * reward_models * FULL * trunk,
+        "reward models": 0 if shared else rewards.count * rewards.number_bytes * judge,
         "optimiser": 2 * FULL * (moved + critic),
         "rollouts": rollouts * rollout * (1 + settings.replay_updates),
         "gradients": FULL * (moved + critic),
         "activations, logits": max(0, training - FULL * (moved + critic)),
         "keys and values": _cache_bytes(model.config, settings),
         "logits of sampling": sampling,
+        "scoring": scoring,
     }
     resident = sum(parts[name] for name in RESIDENT)
     phases = {
         "sample": resident + sampling + parts["keys and values"],
-        "measure": resident + measuring,
+        "measure": resident + max(measuring, scoring),
         "train": resident + training,
     }
     tokens = rollouts * longest
@@ -187,7 +205,7 @@ def memory_found(device: str) -> int:
 
 
 def what_fits(
-    config: Any, settings: PpoSettings, room: int, *, reward_models: int = 2
+    config: Any, settings: PpoSettings, room: int, rewards: RewardModels = REWARDS
 ) -> dict[str, Any] | None:
     """Return the settings to change, mildest first, so that the peak is at most `room` bytes.
 
@@ -197,7 +215,7 @@ def what_fits(
     for change in [{}, *_milder(settings)]:
         changes |= change
         tried = replace(settings, **changes)
-        if make_plan(config, tried, reward_models=reward_models).peak <= room:
+        if make_plan(config, tried, rewards).peak <= room:
             return changes
     return None
 
@@ -205,20 +223,20 @@ def what_fits(
 def check_fits(
     config: Any,
     settings: PpoSettings,
+    rewards: RewardModels = REWARDS,
     *,
     made: Plan | None = None,
     room: int | None = None,
-    reward_models: int = 2,
 ) -> Plan:
     """Return the plan; raises TrainingError, with the settings that would fit, if it does not.
 
     `made` is the plan where there is one already; `room`, bytes, is otherwise what is found free.
     """
-    plan = made or make_plan(config, settings, reward_models=reward_models)
+    plan = made or make_plan(config, settings, rewards)
     found = memory_found(settings.device) if room is None else room
     if plan.fits(found):
         return plan
-    changes = what_fits(config, settings, int(SHARE_USED * found), reward_models=reward_models)
+    changes = what_fits(config, settings, int(SHARE_USED * found), rewards)
     advice = "no setting makes this model fit here: take a smaller base or a larger machine"
     if changes:
         advice = "these would fit: " + ", ".join(
@@ -279,6 +297,7 @@ def rehearse(config: Any, plan: Plan) -> Plan:
     tensors = unique_bytes([p for net in networks for p in net.parameters()] + moments)
     parts = dict(plan.parts) | {"libraries": max(0, _settled_memory() - before - tensors)}
     resident = sum(parts[name] for name in (*RESIDENT, "libraries"))
+    held["measure"] = max(held["measure"], parts["scoring"])
     return replace(plan, parts=parts, phases={n: resident + size for n, size in held.items()})
 
 
@@ -287,7 +306,7 @@ def _settled_memory() -> int:
     return resident_memory()[0]
 
 
-def probe(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Seconds:
+def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -> Seconds:
     """Return what an update takes, from a micro-run with random weights: some seconds of work.
 
     Decoding is timed over a few tokens, training over one small microbatch, and both are scaled to
@@ -331,10 +350,19 @@ def probe(config: Any, settings: PpoSettings, *, reward_models: int = 2) -> Seco
     optimizer.step()
     step = _seconds(device, optimizer.step)
     critic = settings.has_critic and settings.critic == "separate"
-    passes = 1 + settings.has_critic + reward_models
+    measured *= 1 + settings.has_critic
+    if rewards.count:
+        with torch.device(device):
+            judge = _judge(rewards.config or config, rewards)
+
+        def score_some() -> None:
+            _score(judge, of_microbatch, settings, rewards)
+
+        score_some()
+        measured += rewards.count * _seconds(device, score_some)
     return Seconds(
         sample * settings.max_turns,
-        measured * scale * passes * settings.max_turns,
+        measured * scale * settings.max_turns,
         (1 + critic) * (trained * scale * settings.epochs + step * settings.steps_per_update),
     )
 
@@ -386,6 +414,41 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
         allow_recomputing(trunk_of(model))
         trunk_of(model).train()
     return model
+
+
+def _judge(config: Any, rewards: RewardModels) -> Any:
+    """Return an untrained reward model of this configuration, without its head."""
+    config = copy.deepcopy(config)
+    config.use_cache = False  # what is read once is not gone on with
+    kind = AutoModelForCausalLM if rewards.likelihood else AutoModel
+    dtype = torch.bfloat16 if rewards.number_bytes < FULL else torch.float32
+    model: Any = kind.from_config(config, dtype=dtype)
+    if isinstance(getattr(model, "pooler", None), nn.Module):
+        model.pooler = None  # reward models leave BERT's own out
+    return model.eval()
+
+
+def _score(judge: Any, rows: int, settings: PpoSettings, rewards: RewardModels) -> None:
+    """Read so many full-length rollouts, or as much of each as there are positions for."""
+    longest = settings.max_prompt_tokens + settings.max_completion_tokens
+    known = getattr(judge.config, "max_position_embeddings", None) or sys.maxsize
+    longest = min(longest, known - 2)  # RoBERTa's begin at 2
+    device = next(judge.parameters()).device
+    trunk = trunk_of(judge) if rewards.likelihood else judge
+    with torch.no_grad():
+        trunk(input_ids=torch.zeros(rows, longest, dtype=torch.long, device=device))
+
+
+def _peak_of_scoring(config: Any, settings: PpoSettings, rewards: RewardModels) -> tuple[int, int]:
+    """Return the most bytes one pass of a reward model holds, and how many weights it has."""
+    if rewards.count == 0:
+        return 0, 0
+    judge = _judge(config, rewards)
+    longest = settings.max_prompt_tokens + settings.max_completion_tokens
+    rows = max(1, min(settings.rollouts_per_update, rewards.tokens_at_once // longest))
+    with _Held(judge) as held:
+        _score(judge, rows, settings, rewards)
+    return held.peak, sum(p.numel() for p in judge.parameters())
 
 
 def _adapt(layer: nn.Module, rank: int) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
 from benchmarks.ppo_plan import BAR, compare
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.errors import ModelError, TrainingError
 from rlhf_pipeline.policy.tiny import tiny_config
-from rlhf_pipeline.ppo.plan import check_fits, make_plan, read_config, rehearse
+from rlhf_pipeline.ppo.plan import RewardModels, check_fits, make_plan, read_config, rehearse
 from tests.ppo.world import changed, learner_at
 
 LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
@@ -22,7 +22,7 @@ LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
 def test_a_plan_counts_what_the_learner_holds(base: Path) -> None:
     settings = changed(critic="separate")
     learner = learner_at(base, settings)
-    plan = make_plan(read_config(base), settings, reward_models=0)
+    plan = make_plan(read_config(base), settings, RewardModels(count=0))
     own = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.trainable().values())
     assert (plan.parameters, plan.trained) == (own, trained)
@@ -35,6 +35,50 @@ def test_a_plan_counts_the_adapters_that_are_trained(base: Path) -> None:
     settings = changed(lora_rank=4)
     trained = sum(p.numel() for p in learner_at(base, settings).trainable().values())
     assert make_plan(read_config(base), settings).trained == trained
+
+
+BERT_BASE = 109_482_240  # its published size, with the pooler, which reward models leave out
+POOLER = 768 * 768 + 768
+
+
+@pytest.mark.slow
+def test_reward_models_are_of_their_own_base_whatever_the_policy_is() -> None:
+    settings = changed(device="cpu")
+    bert = RewardModels(config=BertConfig(), shares=False)
+    plan = make_plan(LLAMA, settings, bert)
+    assert plan.parts["reward models"] == 2 * 4 * (BERT_BASE - POOLER)
+    usual = make_plan(LLAMA, settings)
+    assert usual.parts["reward models"] == 2 * 4 * usual.parameters  # its output layer is tied
+    assert plan.parts["scoring"] > 10 * usual.parts["scoring"]
+    assert plan.phases["measure"] >= plan.parts["reward models"] + plan.parts["scoring"]
+    rest = ("policy", "critic", "reference", "optimiser", "gradients")
+    assert [plan.parts[name] for name in rest] == [usual.parts[name] for name in rest]
+    # With adapters they read with the policy's base, but for those that were trained without.
+    adapted = replace(settings, lora_rank=4)
+    held = [
+        make_plan(LLAMA, adapted, rewards).parts["reward models"]
+        for rewards in (RewardModels(), RewardModels(shares=False), bert)
+    ]
+    assert held == [0, usual.parts["reward models"], plan.parts["reward models"]]
+
+
+@pytest.mark.slow
+def test_the_command_sizes_reward_models_by_their_base(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for name, config in (
+        ("encoder", BertConfig(vocab_size=5_000, intermediate_size=128, **sizes)),
+        ("causal", LlamaConfig(vocab_size=5_000, intermediate_size=128, **sizes)),
+    ):
+        config.save_pretrained(tmp_path / name)
+        model = AutoModel.from_config(config)
+        own = sum(p.numel() for n, p in model.named_parameters() if "pooler" not in n)
+        recipe.write_text(f"policy: {{base: tiny}}\nreward: {{base: {tmp_path / name}}}\n")
+        plan = ["--state", str(tmp_path), "plan", str(recipe), "--no-time"]
+        told = CliRunner().invoke(app, plan)
+        assert told.exit_code == 0, told.output
+        [line] = [line for line in told.output.splitlines() if "reward models" in line]
+        assert f"{2 * 4 * own / 2**20:,.1f}" in line
 
 
 @pytest.mark.slow
@@ -71,7 +115,7 @@ def test_where_no_setting_helps_a_smaller_base_is_asked_for() -> None:
 @pytest.mark.slow
 def test_a_large_model_is_counted_without_its_weights() -> None:
     config = LlamaConfig(num_hidden_layers=2)  # as wide as one of 7B
-    plan = make_plan(config, changed(critic="shared", device="cpu"), reward_models=0)
+    plan = make_plan(config, changed(critic="shared", device="cpu"), RewardModels(count=0))
     assert plan.peak > 16 * plan.parameters  # weights, gradients, Adam
     assert rehearse(config, plan) is plan  # nothing of this size is run
 
