@@ -8,11 +8,11 @@ from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.overview import HUNDREDTH
+
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.overview import Overview
-
-ENOUGH_PEOPLE = 100  # before a hundredth of them is a share to speak of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
                 "still sends them",
             )
     share = votes.top_share
-    if share is not None and votes.voters >= ENOUGH_PEOPLE and share > rules.busiest_share:
+    if share is not None and votes.voters >= HUNDREDTH and share > rules.busiest_share:
         alert(
             "few_people_vote_most",
             f"{share:.0%} of the signed votes are of the busiest hundredth; look at them with "

@@ -33,7 +33,8 @@ NEWEST_VOTES = 50_000  # among which votes are counted
 NEWEST_ANSWERS = 1_000  # among which seconds to an answer are looked at
 NEWEST_TROUBLES = 1_000
 NEWEST_ATTEMPTS = 8
-FEWEST = 20  # votes before an average is worth a look
+FEWEST = 20  # votes, or answers, before an average is worth a look
+HUNDREDTH = 100  # people from whom on a hundredth of them is somebody
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,17 @@ class Votes:
     days: Sequence[date]
     by_kind: Mapping[str, Sequence[int]]  # one number a day
     voters: int  # people who signed
-    top_share: float | None  # of the signed votes, by the busiest hundredth of them
+    top_share: float | None  # of the signed votes, by the busiest hundredth, or person of fewer
     newest_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long answers took, in seconds."""
+
+    answers: int
+    median: float
+    late: float  # the 95th percentile; of fewer than FEWEST the slowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class Overview:
     experiment: Experiment | None  # the one that runs, or the last one
     looks: Sequence[Look]
     troubles: Mapping[str, int]  # rule -> how often, most first
-    seconds: tuple[float, float] | None  # to an answer: median and 95th percentile
+    waits: Waits | None  # for the newest answers
     drift: Mapping[str, Any] | None  # as the newest snapshot's drift.json says
 
 
@@ -99,7 +109,7 @@ def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Ov
         experiment=experiment,
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),
-        seconds=_seconds(database, agent_id),
+        waits=_waits(database, agent_id),
         drift=_drift(database, agent_id),
     )
 
@@ -128,7 +138,7 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
                 by_kind[kind][n] += 1
             if rater is not None:
                 people[rater] += 1
-    busiest = [n for _, n in people.most_common(max(1, len(people) // 100))]
+    busiest = [n for _, n in people.most_common(max(1, len(people) // HUNDREDTH))]
     share = sum(busiest) / people.total() if people else None
     return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest)
 
@@ -206,7 +216,7 @@ def _troubles(database: db.Database, agent_id: str) -> dict[str, int]:
         return dict(Counter(connection.execute(query).scalars()).most_common())
 
 
-def _seconds(database: db.Database, agent_id: str) -> tuple[float, float] | None:
+def _waits(database: db.Database, agent_id: str) -> Waits | None:
     i = db.interactions.c
     query = (
         sa.select(i.latency_seconds)
@@ -218,7 +228,7 @@ def _seconds(database: db.Database, agent_id: str) -> tuple[float, float] | None
         took = sorted(t for t in connection.execute(query).scalars() if t is not None)
     if not took:
         return None
-    return took[len(took) // 2], took[min(len(took) - 1, int(0.95 * len(took)))]
+    return Waits(len(took), took[len(took) // 2], took[math.ceil(0.95 * len(took)) - 1])
 
 
 def _drift(database: db.Database, agent_id: str) -> Mapping[str, Any] | None:

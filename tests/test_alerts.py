@@ -39,7 +39,7 @@ CALM = Overview(
     experiment=None,
     looks=(),
     troubles={},
-    seconds=None,
+    waits=None,
     drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
 )
 ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)

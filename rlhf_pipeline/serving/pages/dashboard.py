@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from rlhf_pipeline.alerts import Alert, alerts_of
-from rlhf_pipeline.overview import DAYS, NEWEST_ANSWERS, Overview, Standing, overview
+from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.serving.pages.parts import (
     STYLE,
@@ -223,10 +223,12 @@ def _facts(o: Overview, waiting: int) -> str:
         (_memory(), "peak memory, here"),
     ]
     if votes.top_share is not None:
-        facts.append((f"{votes.top_share:.0%}", "by the busiest 1 %"))
-    if o.seconds is not None:
-        told = f"{o.seconds[0]:.2f} / {o.seconds[1]:.2f} s"
-        facts.append((told, f"an answer, median / p95 of {NEWEST_ANSWERS:,}"))
+        who = "1 %" if votes.voters >= HUNDREDTH else f"of {votes.voters}"
+        facts.append((f"{votes.top_share:.0%}", f"by the busiest {who}"))
+    if o.waits is not None:
+        late = "p95" if o.waits.answers >= FEWEST else "slowest"
+        told = f"{o.waits.median:.2f} / {o.waits.late:.2f} s"
+        facts.append((told, f"an answer, median / {late} of {o.waits.answers:,}"))
     cards = "".join(f"<div>{_b(number)}{inert(what)}</div>" for number, what in facts)
     return f'<div class="facts">{cards}</div>'
 

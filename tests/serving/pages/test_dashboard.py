@@ -17,10 +17,10 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.overview import overview
+from rlhf_pipeline.overview import Votes, Waits, overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.serving.pages.dashboard import add_dashboard
+from rlhf_pipeline.serving.pages.dashboard import _facts, add_dashboard
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -95,9 +95,21 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     spread = math.sqrt((19 * (1 - mean) ** 2 + (0.1 - mean) ** 2) / 19 / 20)
     assert baseline.satisfaction == pytest.approx(mean)
     assert baseline.margin == pytest.approx(1.96 * spread)
-    assert found.seconds == (1.0, 1.9)
+    assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_with_few_or_many_people_only_what_is_so_is_said() -> None:
+    def told(voters: int, answers: int) -> str:
+        votes = Votes(voters, [], {}, voters, 0.5, None)
+        return _facts(cast("Any", SimpleNamespace(votes=votes, waits=Waits(answers, 1, 2))), 0)
+
+    few, many = told(2, 3), told(100, 1_000)
+    assert "<b>50%</b>by the busiest of 2<" in few
+    assert "median / slowest of 3<" in few
+    assert "<b>50%</b>by the busiest 1 %<" in many
+    assert "median / p95 of 1,000<" in many
 
 
 def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: PromotionLedger) -> None:
@@ -123,6 +135,8 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     assert "<script" not in page.text
     assert page.text.count("&lt;script&gt;alert(") == 3
     assert page.text.count("data:image/png;base64,") == 3
+    assert "<b>34%</b>by the busiest of 20" in page.text  # a hundredth of them is nobody
+    assert "<b>1.00 / 1.80 s</b>an answer, median / p95 of 20" in page.text
     assert "<b>gate refuses</b>: the newest 1 versions were refused" in page.text
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
