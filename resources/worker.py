@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ IMPORTED_AHEAD: tuple[str, ...] = (
     "rlhf_pipeline.reward.training",
     "rlhf_pipeline.ppo.trainer",
     "rlhf_pipeline.evaluation.compare",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "alembic.command",
 )
 LAUNCHED = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()  # what a launcher tells
 
@@ -154,7 +157,8 @@ def _told_on_standard_input() -> tuple[str, Path] | None:
     The line is resources/compute.py's; from then on all output goes to the log it names.
     """
     for name in IMPORTED_AHEAD:
-        importlib.import_module(name)
+        with suppress(ImportError):  # what is needed and missing is said where it is needed
+            importlib.import_module(name)
     line = sys.stdin.readline()
     if not line:
         return None
