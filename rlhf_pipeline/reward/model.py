@@ -67,7 +67,8 @@ from rlhf_pipeline.reward.functions import CheckedReward
 from rlhf_pipeline.reward.heads import Combined, disagreement
 
 Reads = Literal["last", "first", "mean"]
-TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass
+TOKENS_AT_ONCE = 16_384  # padded tokens in one forward pass on a GPU
+TOKENS_ON_CPU = 4_096  # on a CPU, whose cache then holds more of a layer
 PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 CRITERIA = "criteria.safetensors"
@@ -531,12 +532,18 @@ def scores_by_head(model: RewardModel, rows: Sequence[Row]) -> Tensor:
 
 def features_of(model: RewardModel, rows: Sequence[Row]) -> Iterator[tuple[list[int], Tensor]]:
     """Yield the rows' numbers and features (B, F), batch by batch of like length, no gradients."""
-    for members in batches_by_length([len(row) for row in rows]):
+    tokens = tokens_at_once(model.head.weight.device)
+    for members in batches_by_length([len(row) for row in rows], tokens):
         with torch.no_grad():
             yield members, model.features([rows[i] for i in members])
 
 
-def batches_by_length(lengths: Sequence[int], tokens: int = TOKENS_AT_ONCE) -> list[list[int]]:
+def tokens_at_once(device: torch.device) -> int:
+    """Return how many padded tokens one forward pass takes there; speed and memory only."""
+    return TOKENS_ON_CPU if device.type == "cpu" else TOKENS_AT_ONCE
+
+
+def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Return the rows' numbers, shortest first, in batches of at most `tokens` once padded.
 
     A row that is longer than that is a batch of its own.

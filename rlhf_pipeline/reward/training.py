@@ -53,7 +53,6 @@ from rlhf_pipeline.reward.kinds import criteria_weights, fit_best, gather, scale
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
-    TOKENS_AT_ONCE,
     Calibration,
     Limits,
     Reads,
@@ -68,6 +67,7 @@ from rlhf_pipeline.reward.model import (
     save_reward_model,
     score_rows,
     scores_by_head,
+    tokens_at_once,
 )
 from rlhf_pipeline.reward.plots import plot_report
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights
@@ -409,7 +409,7 @@ def fit_model(
 ) -> Fit:
     """Train trunk and head with AdamW, annealed linearly to 0; return how it went.
 
-    A minibatch is `batch_size` pairs of like length, run in microbatches that fit TOKENS_AT_ONCE;
+    A minibatch is `batch_size` pairs of like length, run in microbatches that fit tokens_at_once;
     how it is split does not change its gradient. `weights` are how much each pair counts.
     """
     steps = max(1, round(epochs * math.ceil(len(pairs) / batch_size)))
@@ -458,7 +458,8 @@ def backward(
     longest = [max(len(pairs.chosen[i]), len(pairs.rejected[i])) for i in members]
     total = 0.0
     seen: dict[int, float] = {}
-    for batch in batches_by_length(longest, TOKENS_AT_ONCE // 2):
+    tokens = tokens_at_once(model.head.weight.device) // 2  # the two sides run together
+    for batch in batches_by_length(longest, tokens):
         chosen = [pairs.chosen[members[i]] for i in batch]
         rejected = [pairs.rejected[members[i]] for i in batch]
         targets = torch.tensor([pairs.targets[members[i]] for i in batch])

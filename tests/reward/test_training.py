@@ -152,7 +152,7 @@ def test_how_a_minibatch_is_split_does_not_change_its_gradient(
         return [p.grad for p in model.parameters() if p.grad is not None], loss
 
     whole, loss = gradient_and_loss()
-    monkeypatch.setattr(training, "TOKENS_AT_ONCE", 150)
+    monkeypatch.setattr(training, "tokens_at_once", lambda device: 150)
     pieces, same_loss = gradient_and_loss()
     assert loss == pytest.approx(same_loss, abs=1e-6)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
