@@ -140,7 +140,7 @@ def assistant(folder: Path, settings: Settings, seed: int) -> Answer:
             max_prompt_tokens=settings.policy.max_prompt_tokens,
             temperature=settings.policy.temperature,
             seed=next(calls),
-            batch_size=256,
+            batch_size=512,  # a whole batch of the day at once
         )
         return [completion.text for completion in completions]
 
