@@ -57,6 +57,7 @@ class JudgeReward:
         timeout_seconds: float = 60.0,
         attempts: int = 3,
         allow_plain_http: bool = False,
+        structured: bool = True,
     ) -> None:
         """Check what can be checked without asking.
 
@@ -64,7 +65,9 @@ class JudgeReward:
         the API key. on_failure: a judge that is away or answers nonsense stops the run, or the
         completion is skipped (NaN), which the composite counts and fills with the others' mean.
         cache is a folder for verdicts, each a number under a hash, without any text; with it an
-        interrupted run goes on with the verdicts it had. Raises ModelError for wrong values.
+        interrupted run goes on with the verdicts it had. structured: the request asks for the
+        verdict's schema; false for servers that refuse response_format, as `rlhf serve` does.
+        Raises ModelError for wrong values.
         """
         if not (model and rubric.strip() and lowest < highest and at_once >= 1):
             raise ModelError(
@@ -81,6 +84,7 @@ class JudgeReward:
         self.lowest, self.highest = lowest, highest
         self.may_skip = on_failure == "skip"
         self.version = hashed("judge", url, model, self.rubric, str(lowest), str(highest), RULES)
+        self._structured = structured
         self._cache = None if cache is None else Path(cache).expanduser()
         self._at_once = at_once
 
@@ -145,18 +149,20 @@ class JudgeReward:
             "required": ["reason", "score"],
             "additionalProperties": False,
         }
-        return {
+        request: dict[str, Any] = {
             "model": self.model,
             "temperature": 0,
             "messages": [
                 {"role": "system", "content": rules},
                 {"role": "user", "content": shown},
             ],
-            "response_format": {
+        }
+        if self._structured:
+            request["response_format"] = {
                 "type": "json_schema",
                 "json_schema": {"name": "verdict", "strict": True, "schema": schema},
-            },
-        }
+            }
+        return request
 
     def _read(self, answer: bytes) -> int | None:
         """Return the score in a chat completion; None where it holds no verdict."""
