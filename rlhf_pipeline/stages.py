@@ -267,8 +267,9 @@ def reward_models_of(settings: Settings) -> RewardModels:
 
     Raises ModelError where the configuration of reward.base is not on this machine.
     """
+    from rlhf_pipeline.policy.loading import choose_device
     from rlhf_pipeline.ppo.plan import FULL, RewardModels, read_config
-    from rlhf_pipeline.reward.model import TOKENS_AT_ONCE
+    from rlhf_pipeline.reward.model import tokens_at_once
 
     reward, base = settings.reward, settings.reward.base
     adapts = reward.lora_rank > 0
@@ -277,7 +278,7 @@ def reward_models_of(settings: Settings) -> RewardModels:
         shares=adapts and base is None,
         likelihood=reward.reads_likelihood,
         number_bytes=2 if adapts and settings.policy.frozen_dtype == "bfloat16" else FULL,
-        tokens_at_once=TOKENS_AT_ONCE,
+        tokens_at_once=tokens_at_once(choose_device(settings.policy.device)),
     )
 
 
