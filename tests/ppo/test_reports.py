@@ -125,7 +125,7 @@ def test_ppo_can_be_lifted_to_a_machine_with_torch_and_transformers_only() -> No
     root = Path(__file__).parents[2] / "rlhf_pipeline"
     allowed = set(sys.stdlib_module_names) | {
         *("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "matplotlib"),
-        *("tokenizers", "jinja2"),  # transformers' own
+        *("tokenizers", "jinja2", "yaml"),  # transformers' own
     }
     # DPO and conversations of several turns need more; nothing else does.
     more = {"dpo.py": {"trl", "datasets"}, "environment.py": {"gymnasium"}}
