@@ -357,21 +357,9 @@ def save_reward_model(
     elif model.adapters is not None:
         save_adapters(_inner(model), model.adapters, folder / TRUNK)
     tokenizer.save_pretrained(folder / TRUNK)
-    save_file(
-        {
-            name: t.detach().float().cpu().contiguous()
-            for name, t in model.head.state_dict().items()
-        },
-        folder / HEAD,
-    )
+    save_file(_weights(model.head), folder / HEAD)
     if model.criteria is not None:
-        save_file(
-            {
-                n: t.detach().float().cpu().contiguous()
-                for n, t in model.criteria.state_dict().items()
-            },
-            folder / CRITERIA,
-        )
+        save_file(_weights(model.criteria), folder / CRITERIA)
     write_json(
         folder / SETTINGS,
         {
@@ -385,6 +373,11 @@ def save_reward_model(
             "calibration": asdict(calibration),
         },
     )
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's weights as safetensors keeps them."""
+    return {name: t.detach().float().cpu().contiguous() for name, t in module.state_dict().items()}
 
 
 def load_reward_model(
