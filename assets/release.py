@@ -34,6 +34,8 @@ def evaluation_report(
             run.log_metrics({f"evaluation/{k}": v for k, v in report.metrics().items()})
             run.log_text("evaluation/report.md", outcome["markdown"])
             run.log_text("evaluation/gate.md", outcome["gate_markdown"])
+            run.log_table("evaluation/comparison.json", report.table())
+            run.log_table("evaluation/gate.json", decision.to_json()["results"])
             run.log_file(Path(outcome["page"]), "evaluation")
             for path in outcome["plots"]:
                 run.log_file(Path(path), "evaluation")

@@ -359,7 +359,12 @@ class EvaluationSettings(Section):
 
     prompts: Positive = Field(400, description="Held-out prompts, at most.")
     bootstrap_samples: Positive = 2000
-    samples_shown: Positive = 10
+    samples_shown: Positive = 30
+    titles: str | None = Field(
+        None,
+        description="A JSON file with the items whose share of the words is counted: titles, or "
+        "{title: [words about it]}. None: any Title (1999) or @12345 is one.",
+    )
     behaviour_tries: int = Field(
         8,
         ge=0,

@@ -423,6 +423,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         {job: judge for job, judge in judges.items() if job != "gate"},
         composite=composite,
         referenced_only=needs_references(settings.reward.functions),
+        titles=settings.evaluation.titles,
         max_completion_tokens=settings.policy.max_completion_tokens,
         max_prompt_tokens=settings.policy.max_prompt_tokens,
         temperature=settings.policy.temperature,

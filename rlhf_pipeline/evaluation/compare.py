@@ -37,6 +37,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
+from rlhf_pipeline.reward.lexicon import empathy, item_ratio
 from rlhf_pipeline.reward.rules import rouge_l
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
 OTHERS = ("baseline", "champion")
 OF_REFERENCES = ("bleu_1", "bleu_2", "rouge_l")  # NaN where a prompt has no reference
+OF_ALL_WORDS = {"distinct_1": 1, "distinct_2": 2}  # n-grams of this size, all texts together
 FEWEST_OF_GROUP = 10  # prompts; fewer say nothing
 
 
@@ -100,6 +102,7 @@ def compare(
     *,
     composite: CompositeReward | None = None,
     referenced_only: bool = False,
+    titles: str | None = None,
     max_completion_tokens: int,
     max_prompt_tokens: int,
     temperature: float,
@@ -117,8 +120,9 @@ def compare(
 
     1. Candidate and champion answer, and say how likely their answers and the references are.
     2. The baseline does the same and says how likely it finds the others' answers (for the KL).
-    3. The judge and the other rewards score all answers; the composite, if any, tells its pieces,
-       `referenced_only` on the prompts that have references.
+    3. The judge and the other rewards score all answers, empathy and item ratio are counted
+       (`titles` is the JSON file of the items, as the rewards of these names take it); the
+       composite, if any, tells its pieces, `referenced_only` on the prompts that have references.
     4. Numbers, paired differences and win rates with intervals; what the behaviour items find.
 
     The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
@@ -137,6 +141,7 @@ def compare(
             "raise it (0.7 is usual)"
         )
     started = time.monotonic()
+    counted = {"empathy": empathy(), "item_ratio": item_ratio(titles)}
     how = Sampling(
         max_completion_tokens, max_prompt_tokens, temperature, seed, batch_size, device, dtype
     )
@@ -164,6 +169,8 @@ def compare(
             found.scores[name] = _finite(scores, len(items), name, folder)
             if apart is not None:
                 found.scores[name.removesuffix("_score") + APART] = np.asarray(apart)
+        for name, count in counted.items():
+            found.scores[name] = np.asarray(count(items), dtype=np.float64)
         if composite is not None:
             some = [i for i in range(len(items)) if items[i].references or not referenced_only]
             found.told.update(zip(some, composite.judge([items[i] for i in some]), strict=True))
@@ -326,6 +333,7 @@ def summarise(
     """Return the report on what candidate, baseline and champion answered, scores included."""
     same = systems["champion"] is systems["baseline"]
     values = {system: _per_prompt(prompts, answers) for system, answers in systems.items()}
+    texts = {system: [c.text for c in answers.completions] for system, answers in systems.items()}
 
     def mean(metric: str, of: Floats) -> Number:
         of = of[~np.isnan(of)] if metric in OF_REFERENCES else of
@@ -333,10 +341,9 @@ def summarise(
 
     def summary(system: str) -> dict[str, Number]:
         answers, n = systems[system], len(prompts)
-        texts = [c.text for c in answers.completions]
         found = {metric: mean(metric, of) for metric, of in values[system].items() if metric != KL}
-        found["distinct_1"] = Number(metrics.distinct(texts, 1), n=n)
-        found["distinct_2"] = Number(metrics.distinct(texts, 2), n=n)
+        for metric, size in OF_ALL_WORDS.items():
+            found[metric] = metrics.distinct_with_interval(texts[system], size)
         if answers.reference_tokens.any():
             found["perplexity"] = metrics.perplexity(
                 answers.reference_logprobs,
@@ -357,7 +364,18 @@ def summarise(
     here = values["candidate"]
     for against in OTHERS[:1] if same else OTHERS:
         other = values[against]
-        differences[against] = {m: mean(m, here[m] - other[m]) for m in here if m != KL}
+        differences[against] = {m: mean(m, here[m] - other[m]) for m in here}
+        for metric, size in OF_ALL_WORDS.items():
+            difference = metrics.distinct_difference(texts["candidate"], texts[against], size)
+            differences[against][metric] = difference
+        if "perplexity" in numbers["candidate"]:
+            differences[against]["perplexity"] = metrics.perplexity_difference(
+                systems["candidate"].reference_logprobs,
+                systems[against].reference_logprobs,
+                systems["candidate"].reference_tokens,
+                samples=bootstrap_samples,
+                seed=seed,
+            )
         plain[against] = metrics.win_rate(here[GATE_SCORE], other[GATE_SCORE])
         controlled[against] = metrics.length_controlled_win_rate(
             here[GATE_SCORE],

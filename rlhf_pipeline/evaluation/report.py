@@ -22,6 +22,8 @@ MEANING = {
     GATE_SCORE: "score of the gate's reward model, which nothing was trained or chosen by",
     f"proxy{APART}": "deviation among the heads of the model that training maximised",
     f"gate{APART}": "deviation among the heads of the gate's reward model",
+    "empathy": "of three kinds of phrases (reacts, has understood, asks), the share that is there",
+    "item_ratio": "share of the words that name items, of evaluation.titles or any Title (1999)",
     "length_tokens": "tokens per completion, the end token among them",
     "distinct_1": "distinct words over all words",
     "distinct_2": "distinct word pairs over all word pairs",
@@ -204,6 +206,10 @@ class EvaluationReport:
             beyond, interval = f"{rate.value - 0.5:+.3f}", _interval(rate, ".3f")
             found.append(Row(name, lost, won, beyond, "", interval))
         return found
+
+    def table(self) -> list[dict[str, str]]:
+        """Return the rows against every other system as records of one form, for MLflow."""
+        return [{"against": a, **asdict(row)} for a in self.others for row in self.rows(a)]
 
     def judge_rows(self) -> list[tuple[str, ...]]:
         """Return group, held-out pairs, accuracy and its interval, the worst first."""

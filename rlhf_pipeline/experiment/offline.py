@@ -123,6 +123,7 @@ def offline(
         [EvaluationPrompt(hashed(text)[:32], prompt_from_json(text)) for text in held_out + seen],
         load_reward_model(folder, device=policy.device, dtype=policy.frozen_dtype),
         {},
+        titles=settings.evaluation.titles,
         max_completion_tokens=policy.max_completion_tokens,
         max_prompt_tokens=policy.max_prompt_tokens,
         temperature=policy.temperature,

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 FLUSH_SECONDS = 5.0
 METRICS_PER_CALL = 1000  # the most that MLflow takes in one log_batch
+TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page knows a run's tables
 TAG_CHARACTERS = 4000  # MLflow takes 5000 in a run's tag
 
 QUIET = {
@@ -186,7 +187,12 @@ class TrackedRun:
         columns = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self.log_json(name, {"columns": columns, "data": data})
-        self.set_tags({"mlflow.loggedArtifacts": [{"path": name, "type": "table"}]})
+        with mlflow_refusals(f"looking up the tables of run {self.run_id}"):
+            tags = self.client.get_run(self.run_id).data.tags
+        known = json.loads(tags.get(TABLES, "[]"))
+        this = {"path": name, "type": "table"}
+        if this not in known:
+            self.set_tags({TABLES: [*known, this]})
 
     def log_text(self, name: str, text: str) -> None:
         """Keep a text, e.g. a markdown table, with the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def test_one_mlflow_run_holds_parameters_metrics_per_step_and_plots(
         for item in client.list_artifacts(run.info.run_id, folder)
     }
     assert {"ppo/result.json", "ppo/training.png", "evaluation/gate.md"} <= kept
-    assert "ppo/samples.json" in kept
+    tables = [table["path"] for table in json.loads(run.data.tags["mlflow.loggedArtifacts"])]
+    assert tables == ["ppo/samples.json", "evaluation/comparison.json", "evaluation/gate.json"]
+    assert kept.issuperset(tables)
     assert version.label == f"v{result['feedback_count']}"
     assert any(path.startswith("reward/proxy/") and path.endswith(".png") for path in kept)
 

@@ -30,6 +30,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.named import named_reward
+from rlhf_pipeline.reward.rules import words_of
 from rlhf_pipeline.reward.settings import Linear
 
 TEXTS = ["how do I bake bread", "what is the time", "tell me a story about rain"]
@@ -51,6 +52,7 @@ def run(
     temperature: float = 0.8,
     max_prompt_tokens: int = 40,
     behaviour: Sequence[BehaviourItem] = (),
+    titles: str | None = None,
 ) -> EvaluationReport:
     return compare(
         candidate,
@@ -61,6 +63,7 @@ def run(
         others or {},
         composite=composite,
         referenced_only=composite is not None,
+        titles=titles,
         max_completion_tokens=8,
         max_prompt_tokens=max_prompt_tokens,
         behaviour=behaviour,
@@ -115,6 +118,8 @@ def test_every_system_has_every_number(report: EvaluationReport) -> None:
         assert set(report.numbers[system]) == {
             "gate_score",
             "proxy_score",
+            "empathy",
+            "item_ratio",
             "length_tokens",
             "repetition",
             "truncation_rate",
@@ -130,6 +135,35 @@ def test_every_system_has_every_number(report: EvaluationReport) -> None:
         }
     assert not report.champion_is_baseline
     assert report.numbers["baseline"]["kl_to_baseline"].value == 0
+
+
+def test_whatever_is_compared_comes_with_an_interval_around_it(report: EvaluationReport) -> None:
+    measured_once = {"seconds_per_completion", "memory_mib"}  # one number each, of this machine
+    for against in ("baseline", "champion"):
+        found = report.differences[against]
+        assert set(found) == set(report.numbers[against]) - measured_once
+        here, other = report.numbers["candidate"], report.numbers[against]
+        for metric, number in found.items():
+            assert number.value == pytest.approx(here[metric].value - other[metric].value)
+            assert number.low is not None
+            assert number.high is not None
+            assert number.low <= number.value <= number.high
+    assert report.differences["champion"]["distinct_2"].low != 0
+    rows = [row for row in report.table() if row["against"] == "champion"]
+    assert {r["name"] for r in rows if r["interval"] == "–"} == measured_once
+
+
+def test_empathy_and_items_are_counted_whatever_the_recipe_rewards(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = run(folders["candidate"], folders["baseline"])
+    said = [sample.completions["candidate"] for sample in plain.samples]
+    word = next(word for text in said for word in words_of(text))
+    titles = tmp_path / "titles.json"
+    titles.write_text(json.dumps([word]))
+    with_titles = run(folders["candidate"], folders["baseline"], titles=str(titles))
+    assert with_titles.numbers["candidate"]["item_ratio"].value > 0
+    assert with_titles.numbers["candidate"]["empathy"].value == 0  # untrained: none of the phrases
 
 
 def test_differences_and_win_rates_are_of_the_paired_scores(report: EvaluationReport) -> None:

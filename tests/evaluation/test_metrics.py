@@ -22,6 +22,35 @@ def test_distinct_on_a_hand_counted_corpus() -> None:
     assert metrics.distinct([""], 2) == 0.0
 
 
+def test_distinct_without_one_text_is_distinct_of_the_others() -> None:
+    texts = ["a b a b", "a b c", "d e", "", "a b"]
+    expected = [metrics.distinct(texts[:i] + texts[i + 1 :], 2) for i in range(len(texts))]
+    assert metrics._distinct_without_each(texts, 2).tolist() == pytest.approx(expected)
+
+
+def test_the_interval_of_distinct_holds_where_a_bootstrap_never_would() -> None:
+    generator = np.random.default_rng(0)
+    weights = 1 / np.arange(1, 201)
+
+    def corpus() -> list[str]:
+        drawn = generator.choice(200, size=(40, 8), p=weights / weights.sum())
+        return [" ".join(f"w{word}" for word in row) for row in drawn]
+
+    truth = np.mean([metrics.distinct(corpus(), 1) for _ in range(200)])
+    corpora = [corpus() for _ in range(100)]
+    found = [metrics.distinct_with_interval(texts, 1) for texts in corpora]
+    held = [(n.low or 0.0) <= truth <= (n.high or 1.0) for n in found]
+    assert np.mean(held) >= 0.9
+    changes = [
+        metrics.distinct_difference(one, other, 1)
+        for one, other in zip(corpora[::2], corpora[1::2], strict=True)
+    ]
+    assert np.mean([(n.low or 0.0) <= 0 <= (n.high or 0.0) for n in changes]) >= 0.9
+    texts = corpora[0]
+    again = [generator.choice(texts, size=len(texts)).tolist() for _ in range(200)]
+    assert np.quantile([metrics.distinct(some, 1) for some in again], 0.95) < found[0].value
+
+
 def test_repetition_counts_fourgrams_said_before() -> None:
     # a b c d a b c d: fourgrams abcd bcda cdab dabc abcd -> 4 distinct of 5
     assert metrics.repetition("a b c d a b c d") == pytest.approx(0.2)
@@ -40,6 +69,13 @@ def test_perplexity_of_a_fair_die_is_six() -> None:
     assert number.n == 2
     with pytest.raises(EvaluationError, match="reference token"):
         metrics.perplexity(floats(0), floats(0), samples=50, seed=0)
+
+
+def test_a_perplexity_twice_as_high_is_so_on_every_text() -> None:
+    tokens = floats(3, 1, 0, 5)
+    here, there = tokens * math.log(1 / 8), tokens * math.log(1 / 4)
+    found = metrics.perplexity_difference(here, there, tokens, samples=50, seed=0)
+    assert (found.value, found.low, found.high) == pytest.approx((4, 4, 4))
 
 
 def test_perplexity_weighs_tokens_not_texts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -334,6 +335,19 @@ def test_a_retried_step_draws_its_curve_once(registry: ModelRegistry, agent: str
     assert [(m.step, m.value) for m in history[:2]] == [(1, 0.5), (2, 0.1 + 0.2)]
     assert [m.step for m in history] == [1, 2, 3, 4]
     assert registry.client.get_run(run.run_id).data.metrics["final"] == 0.9
+
+
+def test_mlflow_shows_every_table_of_a_run_also_after_a_retry(
+    registry: ModelRegistry, agent: str
+) -> None:
+    work: dict[str, Any] = {"fingerprint": "f3", "stage": "turn", "parameters": {}}
+    for _ in range(2):
+        with registry.run(agent, **work) as run:
+            run.log_table("ppo/samples.json", [{"update": 1, "score": 0.5}])
+            run.log_table("evaluation/comparison.json", [{"name": "length", "here": "3.0"}])
+    tags = registry.client.get_run(run.run_id).data.tags
+    paths = [table["path"] for table in json.loads(tags["mlflow.loggedArtifacts"])]
+    assert paths == ["ppo/samples.json", "evaluation/comparison.json"]
 
 
 def test_a_projection_that_hangs_holds_nobody_for_ever(
