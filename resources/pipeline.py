@@ -250,7 +250,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if not automatic:
             return (
                 f"version {version.version} passed and waits for a person: "
-                f"rlhf promote {version.version} --agent {turn.agent_id}"
+                f"rlhf promote {version.version} --agent {turn.agent_id}, or the service's "
+                f"/candidates/{turn.agent_id}"
             )
         if turn.settings.experiments.enabled:
             book = ExperimentBook(self.database)

@@ -30,7 +30,8 @@ table{border-collapse:collapse;margin:1rem 0} img{max-width:100%} small,.off{col
 td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 .pass{color:#1b7837} .fail{color:#b2182b;font-weight:bold} .pause,.warn{color:#b35806}
-.sample{border-left:3px solid #ccc;padding-left:1rem;margin:1.2rem 0;white-space:pre-wrap}
+.sample{border-left:3px solid #ccc;padding-left:1rem;margin:1.2rem 0} .said{white-space:pre-wrap}
+.sample table{width:100%;table-layout:fixed} .sample td{vertical-align:top;overflow-wrap:anywhere}
 """
 
 
@@ -52,9 +53,18 @@ def write_page(
 def page(
     title: str, report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]
 ) -> str:
-    """Return the page: verdict, rules, numbers, groups, behaviour, pictures, samples."""
+    """Return the page: its title, and the body below it."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{body(report, decision, pictures)}\n</body></html>\n"
+    )
+
+
+def body(report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]) -> str:
+    """Return verdict, rules, numbers, groups, behaviour, pictures, samples, as HTML."""
     parts = [
-        f"<h1>{escape(title)}</h1>",
         f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
         f"{report.seed}. Intervals hold 95 %.</p>",
         *([] if decision is None else _gate(decision)),
@@ -69,13 +79,7 @@ def page(
         "<h2>Side by side</h2>" if report.samples else "",
         *(_sample(sample) for sample in report.samples),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body></html>\n"
-    )
+    return "\n".join(part for part in parts if part)
 
 
 def _gate(decision: GateDecision) -> list[str]:
@@ -157,12 +161,10 @@ def _picture(path: Path) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    said = [f"<b>{escape(role)}:</b> {escape(content)}" for role, content in sample.prompt]
-    said += [
-        f"<b>{escape(system)}</b> ({sample.scores[system]:.2f}): {escape(text)}"
-        for system, text in sample.completions.items()
-    ]
-    return '<div class="sample">' + "\n".join(said) + "</div>"
+    asked = [f"<b>{escape(role)}:</b> {escape(content)}" for role, content in sample.prompt]
+    head = [f"{system} ({sample.scores[system]:.2f})" for system in sample.completions]
+    said = [f'<div class="said">{escape(text)}</div>' for text in sample.completions.values()]
+    return f'<div class="sample">{"<br>".join(asked)}{_table(head, [said], ())}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:

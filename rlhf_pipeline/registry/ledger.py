@@ -83,6 +83,7 @@ class Standing:
     champion: ModelVersion | None
     challenger: ModelVersion | None
     previous: ModelVersion | None
+    waiting: tuple[ModelVersion, ...] = ()  # passed, newer than the champion, not rolled back from
 
     @property
     def entry(self) -> int:
@@ -153,6 +154,7 @@ class PromotionLedger:
             champion=champion,
             challenger=max(waiting, key=lambda v: v.version, default=None),
             previous=by_number[line[-2]] if len(line) > 1 else None,
+            waiting=tuple(sorted(waiting, key=lambda v: v.version)),
         )
 
     def find(self, agent_id: str, name: str) -> ModelVersion:

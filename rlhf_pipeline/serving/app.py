@@ -94,6 +94,8 @@ def create_app(
     add_rater_routes(app, settings, registry)
     keys = Keys(settings.state_dir)
     if pages:
+        from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
+        from rlhf_pipeline.serving.pages.approval_page import add_approval_page
         from rlhf_pipeline.serving.pages.dashboard import add_dashboard
         from rlhf_pipeline.serving.pages.data_page import ANYBODY, add_data_pages
         from rlhf_pipeline.serving.pages.desk import Desk
@@ -107,10 +109,12 @@ def create_app(
         tracked = settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
             links["MLflow"] = tracked
-        add_dashboard(app, gateway, store.agents, {**links, "Answers": EXPLAIN, "Raters": ANYBODY})
+        links |= {"Candidates": CANDIDATES, "Answers": EXPLAIN, "Raters": ANYBODY}
+        add_dashboard(app, gateway, store.agents, links)
         add_explain_page(app, gateway, store.agents)
         add_experiment_page(app, gateway, store.agents)
         add_data_pages(app, settings, registry, store.agents, keys.signing_secret())
+        add_approval_page(app, registry, store.agents, keys.signing_secret())
     add_access(app, store, keys, open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
     add_metrics(app, metrics)

@@ -80,7 +80,8 @@ def test_promotion_waits_for_a_person_by_default_and_after_drift(
     first = loop.run("retrain", agent, compute=replaying(first_turn.work))
     assert first.success, failures(first)
     assert verdict(first) == (
-        "version 1 passed and waits for a person: rlhf promote 1 --agent asking"
+        "version 1 passed and waits for a person: rlhf promote 1 --agent asking, or the service's "
+        "/candidates/asking"
     )
     assert loop.aliases(agent) == {"champion": 0, "challenger": 1}
     assert evaluation_of(first, "feedback_is_stable").passed  # nothing to compare with

@@ -122,7 +122,7 @@ class _DataPage:
     async def _answered(
         self, request: Request, work: Callable[[Asked, Asked], Response]
     ) -> Response:
-        typed = await _form_of(request)
+        typed = await form_of(request)
 
         def done() -> Response:
             try:
@@ -152,7 +152,7 @@ class _DataPage:
         body = f"<h2>Rater {inert(asked['rater'])}</h2>" if self.path == ANYBODY else ""
         body += table(("assistant", *COUNTED), rows) + _lines(learned)
         if rows:
-            body += _form(f"{self.path}/download", asked, "<button>Download all of it</button>")
+            body += form(f"{self.path}/download", asked, "<button>Download all of it</button>")
             unsigned = (
                 '<label><input type="checkbox" name="unsigned" value="yes"> also answers nobody '
                 "signed that they voted on (not for annotators)</label>"
@@ -160,7 +160,7 @@ class _DataPage:
                 else ""
             )
             words = f'{unsigned}<button class="erase" id="erase">Erase …</button>'
-            body += _form(f"{self.path}/erase", {**asked, "unsigned": ""}, words)
+            body += form(f"{self.path}/erase", {**asked, "unsigned": ""}, words)
         if found["erased_before"]:
             body += "<h2>Erased before</h2>" + _lines(told(found["erased_before"]))
         return self._page(body)
@@ -196,7 +196,7 @@ class _DataPage:
             f'<a href="{self.path}">Keep it</a>'
         )
         signed = sign(self.secret, PURPOSE, dict(asked), CONFIRM_SECONDS)
-        return _form(f"{self.path}/erase", {**asked, "confirmed": signed}, words)
+        return form(f"{self.path}/erase", {**asked, "confirmed": signed}, words)
 
     def _look(self, asked: Asked) -> dict[str, Any]:
         try:
@@ -220,7 +220,7 @@ class _DataPage:
         return answer(page, nonce, status, forms=True)
 
 
-async def _form_of(request: Request) -> dict[str, str]:
+async def form_of(request: Request) -> dict[str, str]:
     """Return what a form sent; of what is too long, nothing."""
     body = bytearray()
     async for piece in request.stream():
@@ -232,7 +232,7 @@ async def _form_of(request: Request) -> dict[str, str]:
     }
 
 
-def _form(path: str, fields: Asked, inside: str) -> str:
+def form(path: str, fields: Asked, inside: str) -> str:
     """Return a form that sends these fields along with what is inside."""
     hidden = "".join(
         f'<input type="hidden" name="{name}" value="{inert(value)}">'
@@ -250,7 +250,7 @@ def _rater_form(agents: Sequence[str]) -> str:
         '<label>Agent <select name="agent"><option value="">every one</option>'
         f'{options}</select></label><button id="look">Look</button>'
     )
-    return _form(ANYBODY, {}, words)
+    return form(ANYBODY, {}, words)
 
 
 def _lines(lines: Sequence[str]) -> str:

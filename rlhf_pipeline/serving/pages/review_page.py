@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
 from rlhf_pipeline.serving.pages import review
+from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
 from rlhf_pipeline.serving.pages.chat_page import assistants, not_stored
 from rlhf_pipeline.serving.pages.desk import Desk
 
@@ -58,7 +59,7 @@ def review_page(desk: Desk) -> Any:
         better = gr.Textbox(label="The better answer", lines=2, max_length=50_000, elem_id="better")
         send = gr.Button("Send the better answer", elem_id="send-better")
         agreement = gr.Textbox(show_label=False, interactive=False, elem_id="agreement")
-        gr.Markdown(KEYS)
+        gr.Markdown(f"{KEYS}\n\n[Versions that wait for approval]({CANDIDATES})")
 
         shown = [waiting, prompt, completion, notice, agreement, better]
         here = [waiting, agent, who]
