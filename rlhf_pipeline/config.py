@@ -354,12 +354,38 @@ class TrainingSettings(Section):
     )
 
 
+class PairJudgeSettings(Section):
+    """A language model that says which of two completions is better, asked in both orders."""
+
+    url: str = Field(pattern=r"^https?://[^\s]+$", description="Ends with /v1, as clients take it.")
+    model: str = Field(min_length=1, description="The model's name there.")
+    question: str = Field(
+        "Which answer helps the person more, and is right, harmless and to the point?",
+        min_length=1,
+        description="What it decides by.",
+    )
+    prompts: Positive = Field(100, description="Held-out prompts it is asked about, at most.")
+    key_variable: str | None = Field(
+        None, description="Environment variable that holds the API key; None: no key."
+    )
+    at_once: Positive = Field(4, description="Requests under way at the same time.")
+    timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    structured: bool = Field(
+        True, description="Ask for the verdict's schema; false for servers that refuse that."
+    )
+
+
 class EvaluationSettings(Section):
     """How a candidate is compared."""
 
     prompts: Positive = Field(400, description="Held-out prompts, at most.")
     bootstrap_samples: Positive = 2000
     samples_shown: Positive = 30
+    judge: PairJudgeSettings | None = Field(
+        None,
+        description="Whom to ask which of two answers is better, beside the reward models; prompts "
+        "and answers go to its address.",
+    )
     titles: str | None = Field(
         None,
         description="A JSON file with the items whose share of the words is counted: titles, or "

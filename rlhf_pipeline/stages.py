@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from rlhf_pipeline.evaluation.behaviour import BehaviourItem
+    from rlhf_pipeline.evaluation.pair_judge import PairJudge
     from rlhf_pipeline.policy.loading import Policy
     from rlhf_pipeline.ppo.plan import RewardModels
     from rlhf_pipeline.ppo.result import TrainingResult
@@ -424,6 +425,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         composite=composite,
         referenced_only=needs_references(settings.reward.functions),
         titles=settings.evaluation.titles,
+        pair_judge=pair_judge_of(settings),
+        pairs_judged=asked.prompts if (asked := settings.evaluation.judge) else 0,
         max_completion_tokens=settings.policy.max_completion_tokens,
         max_prompt_tokens=settings.policy.max_prompt_tokens,
         temperature=settings.policy.temperature,
@@ -464,6 +467,20 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         "gate_markdown": decision.to_markdown(),
         "plots": [str(path) for path in drawn],
     }
+
+
+def pair_judge_of(settings: Settings) -> PairJudge | None:
+    """Return the language model that compares completions; None where the settings name none."""
+    from rlhf_pipeline.evaluation.pair_judge import PairJudge
+
+    asked = settings.evaluation.judge
+    if asked is None:
+        return None
+    return PairJudge(
+        asked.url,
+        cache=settings.state_dir / "judgements",
+        **asked.model_dump(exclude={"url", "prompts"}),
+    )
 
 
 def judges_of(turn: Turn) -> dict[Job, LearnedReward]:

@@ -19,6 +19,7 @@ from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation import metrics
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem, ItemResult, judge_items
 from rlhf_pipeline.evaluation.metrics import Floats, Number
+from rlhf_pipeline.evaluation.pair_judge import Judged, Pair, PairJudge
 from rlhf_pipeline.evaluation.pieces import reward_pieces
 from rlhf_pipeline.evaluation.report import (
     APART,
@@ -103,6 +104,8 @@ def compare(
     composite: CompositeReward | None = None,
     referenced_only: bool = False,
     titles: str | None = None,
+    pair_judge: PairJudge | None = None,
+    pairs_judged: int = 100,
     max_completion_tokens: int,
     max_prompt_tokens: int,
     temperature: float,
@@ -123,7 +126,8 @@ def compare(
     3. The judge and the other rewards score all answers, empathy and item ratio are counted
        (`titles` is the JSON file of the items, as the rewards of these names take it); the
        composite, if any, tells its pieces, `referenced_only` on the prompts that have references.
-    4. Numbers, paired differences and win rates with intervals; what the behaviour items find.
+    4. `pair_judge`, if any, says of `pairs_judged` prompts whose answer is better.
+    5. Numbers, paired differences and win rates with intervals; what the behaviour items find.
 
     The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
     Schulman, joschu.net/blog/kl-approx.html), at the sampling temperature, on the tokens drawn.
@@ -178,9 +182,20 @@ def compare(
     found_behaviour = judge_items(
         behaviour, {system: of.said for system, of in by_system.items()}, behaviour_tries
     )
+    asked_of: dict[str, Judged] = {}
+    if pair_judge is not None:
+        report({"stage": "asking the judge", "systems": len(answers)})
+        asked_of = _asked(
+            pair_judge,
+            prompts[:pairs_judged],
+            by_system,
+            bootstrap_samples=bootstrap_samples,
+            seed=seed,
+        )
     return summarise(
         prompts,
         by_system,
+        judged=asked_of,
         weights={} if composite is None else composite.weights,
         behaviour=found_behaviour,
         seed=seed,
@@ -189,6 +204,37 @@ def compare(
         samples_shown=samples_shown,
         started=started,
     )
+
+
+def _asked(
+    judge: PairJudge,
+    prompts: Sequence[EvaluationPrompt],
+    systems: Mapping[str, Answers],
+    *,
+    bootstrap_samples: int,
+    seed: int,
+) -> dict[str, Judged]:
+    """Return what the judge says of the candidate beside each other system, by its name."""
+    found: dict[str, Judged] = {}
+    for against in OTHERS:
+        same = against == "champion" and systems["champion"] is systems["baseline"]
+        pairs = [
+            Pair(prompt.prompt, here.text, there.text)
+            for prompt, here, there in zip(
+                prompts,
+                systems["candidate"].completions,
+                systems[against].completions,
+                strict=False,  # it is asked about the first of them
+            )
+        ]
+        told = (
+            found.get("baseline")
+            if same
+            else judge.judged(pairs, bootstrap_samples=bootstrap_samples, seed=seed)
+        )
+        if told is not None:
+            found[against] = told
+    return found
 
 
 def _visit(
@@ -323,6 +369,7 @@ def summarise(
     systems: Mapping[str, Answers],
     *,
     weights: Mapping[str, float],
+    judged: Mapping[str, Judged] | None = None,
     behaviour: Sequence[ItemResult] = (),
     seed: int,
     temperature: float,
@@ -422,6 +469,7 @@ def summarise(
         topics=by_group([p.topic for p in prompts]),
         cohorts=by_group([p.cohort for p in prompts]),
         behaviour=list(behaviour),
+        judged=dict(judged or {}),
     )
 
 

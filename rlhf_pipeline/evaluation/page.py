@@ -69,6 +69,7 @@ def body(report: EvaluationReport, decision: GateDecision | None, pictures: Sequ
         f"{report.seed}. Intervals hold 95 %.</p>",
         *([] if decision is None else _gate(decision)),
         *(_comparison(report, against) for against in report.others),
+        *(f"<p>{escape(words)}</p>" for words in report.judge_words()),
         _pieces(report),
         _groups("topic", report.topics),
         _groups("cohort", report.cohorts),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlhf_pipeline.evaluation.behaviour import ItemResult, worse_at
 from rlhf_pipeline.evaluation.metrics import Number, repetition_change
+from rlhf_pipeline.evaluation.pair_judge import Judged
 from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
 
@@ -92,6 +93,7 @@ class EvaluationReport:
     cohorts: dict[str, GroupResult] = field(default_factory=dict)  # of who voted on the prompts
     judge: dict[str, Number] = field(default_factory=dict)  # the gate model's accuracy, by group
     behaviour: list[ItemResult] = field(default_factory=list)
+    judged: dict[str, Judged] = field(default_factory=dict)  # against; where a judge was asked
 
     @property
     def others(self) -> list[Against]:
@@ -118,6 +120,9 @@ class EvaluationReport:
             _spread(flat, f"{there}/win_rate", self.win_rates[against])
             controlled = self.length_controlled_win_rates[against]
             _spread(flat, f"{there}/length_controlled_win_rate", controlled)
+            if (told := self.judged.get(against)) is not None:
+                _spread(flat, f"{there}/judge_win_rate", told.win_rate)
+                flat[f"{there}/judge_consistent"] = told.consistent
             flat |= {f"{there}/{key}": value for key, value in self._relations(against).items()}
         if self.reward is not None:
             for name, number in self.reward.metrics():
@@ -159,6 +164,10 @@ class EvaluationReport:
             groups = fields.get(name, {})
             fields[name] = {group: GroupResult(**_numbers(of)) for group, of in groups.items()}
         fields["judge"] = _numbers(fields.get("judge", {}))
+        fields["judged"] = {
+            against: Judged(**{**told, "win_rate": Number(**told["win_rate"])})
+            for against, told in fields.get("judged", {}).items()
+        }
         fields["behaviour"] = [ItemResult(**result) for result in fields["behaviour"]]
         return cls(**fields)
 
@@ -168,6 +177,7 @@ class EvaluationReport:
         parts += [self._table("baseline")]
         if not self.champion_is_baseline:
             parts += [self._table("champion")]
+        parts += [quoted(words) for words in self.judge_words()]
         if self.reward is not None:
             parts += [self.reward.to_markdown()]
         for word, groups in (("topic", self.topics), ("cohort", self.cohorts)):
@@ -197,11 +207,13 @@ class EvaluationReport:
             interval = _interval(self.differences[against].get(metric), "+.3f")
             row = (f"{other.value:.3f}", f"{here.value:.3f}", f"{change:+.3f}", percent, interval)
             found.append(Row(metric, *row))
-        for name, rates in (
-            ("win rate", self.win_rates),
-            ("win rate, length-controlled", self.length_controlled_win_rates),
-        ):
-            rate = rates[against]
+        rates = {
+            "win rate": self.win_rates[against],
+            "win rate, length-controlled": self.length_controlled_win_rates[against],
+        }
+        if (told := self.judged.get(against)) is not None:
+            rates[f"win rate, by {told.model}"] = told.win_rate
+        for name, rate in rates.items():
             won, lost = f"{rate.value:.3f}", f"{1 - rate.value:.3f}"
             beyond, interval = f"{rate.value - 0.5:+.3f}", _interval(rate, ".3f")
             found.append(Row(name, lost, won, beyond, "", interval))
@@ -211,6 +223,16 @@ class EvaluationReport:
         """Return the rows against every other system as records of one form, for MLflow."""
         return [{"against": a, **asdict(row)} for a in self.others for row in self.rows(a)]
 
+    def judge_words(self) -> list[str]:
+        """Return what has to be known of a judge's win rates; nothing where none was asked."""
+        return [
+            f"{told.model} was asked in both orders about {told.win_rate.n} pairs with the "
+            f"{against}: in {told.consistent:.0%} of them the order changed nothing, elsewhere it "
+            f"is a tie; {told.unanswered} more had no verdict."
+            for against in self.others
+            if (told := self.judged.get(against)) is not None
+        ]
+
     def judge_rows(self) -> list[tuple[str, ...]]:
         """Return group, held-out pairs, accuracy and its interval, the worst first."""
         ordered = sorted(self.judge.items(), key=lambda item: item[1].value)
@@ -219,7 +241,8 @@ class EvaluationReport:
     def _table(self, against: Against) -> str:
         head = ("metric", against, "candidate", "change", "change %", "95 % interval")
         rows = [
-            (r.name, r.other, r.here, r.change, r.percent, r.interval) for r in self.rows(against)
+            (r.name.replace("|", "\\|"), r.other, r.here, r.change, r.percent, r.interval)
+            for r in self.rows(against)
         ]
         return _markdown(head, rows, f"### Candidate against {against}")
 

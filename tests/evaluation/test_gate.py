@@ -68,6 +68,7 @@ FACTS = {
     "votes/top_share": 0.04,
     "drift/psi": 0.1,
     "vs_champion/behaviour_worse": 0.0,
+    "vs_champion/judge_win_rate_high": 0.6,
 }
 
 
