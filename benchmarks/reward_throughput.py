@@ -85,7 +85,7 @@ def work(case: RewardCase, folder: Path) -> None:
     """Train as the protocol asks for it, each time from the same weights."""
     from rlhf_pipeline.records import ignore_progress
     from rlhf_pipeline.reward.model import Row, new_reward_model
-    from rlhf_pipeline.reward.training import EncodedPairs, fit_model
+    from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, fit_model
 
     worker = Worker()
     torch.set_num_threads(case.threads)
@@ -99,15 +99,8 @@ def work(case: RewardCase, folder: Path) -> None:
         model, _ = new_reward_model(folder, seed=0, device="cpu")
         touch(model)
         started = time.perf_counter()
-        fit = fit_model(
-            model,
-            pairs,
-            epochs=1,
-            learning_rate=case.learning_rate,
-            batch_size=case.batch,
-            seed=0,
-            report=ignore_progress,
-        )
+        once = Descent(1, case.learning_rate, case.batch, seed=0)
+        fit = fit_model(model, pairs, once, report=ignore_progress)
         seconds = time.perf_counter() - started
         worker.answer(seconds=seconds, loss=mean(loss for _, loss in fit.loss_curve))
 

@@ -40,7 +40,8 @@ from rlhf_pipeline.reward.heads import Combined, parts_of
 from rlhf_pipeline.reward.kinds import scales
 from rlhf_pipeline.reward.model import LIKELIHOODS, Limits, RewardModel, encode_rows, score_rows
 from rlhf_pipeline.reward.raters import rater_weights
-from rlhf_pipeline.reward.training import EncodedPairs, all_features, fit_head, fit_parts
+from rlhf_pipeline.reward.training import all_features, fit_head, fit_parts
+from rlhf_pipeline.reward.tuning import EncodedPairs
 from rlhf_pipeline.simulation.people import PAIR_SLOPE, TIE_BELOW, Person, population
 from rlhf_pipeline.simulation.world import every_question, hidden_preference, judge, question_of
 

@@ -219,7 +219,7 @@ class RewardSettings(Section):
     kinds: Mapping[Trains, Annotated[float, Field(gt=0)]] = Field(
         default_factory=lambda: dict(PAIRS_ALONE),
         description="Kinds of feedback the score is learnt from, with the weight of each in the "
-        "loss; beyond these two the trunk must be frozen.",
+        "loss.",
     )
 
     base: str | None = Field(
@@ -231,7 +231,7 @@ class RewardSettings(Section):
     reads: Literal["first", "last", "mean"] | None = Field(
         None,
         description="What the head judges: an encoder's first token, a causal base's last, or the "
-        "mean of all; unset: the first or the last, and the mean where only a head is trained.",
+        "mean of all; unset: the first or the last, and the mean where a head is fitted first.",
     )
     shares: RewardShares = RewardShares()
     min_pairs: Positive = Field(30, description="Training pairs each of the three needs.")
@@ -317,14 +317,9 @@ class RewardSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _kinds_meet_in_a_head(self) -> RewardSettings:
+    def _something_is_learnt_from(self) -> RewardSettings:
         if not self.kinds:
             raise ValueError("kinds must name at least one kind of feedback, found none")
-        if self.reads_every_kind and not self.freeze_trunk:
-            raise ValueError(
-                "kinds other than preference and correction, each of weight 1, are learnt by a "
-                f"head on a frozen trunk: found {', '.join(self.kinds)}; set freeze_trunk true"
-            )
         return self
 
 

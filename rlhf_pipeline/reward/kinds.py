@@ -78,6 +78,14 @@ class Opinions:
         others = (*self.singles.values(), *self.criteria.values())
         return len(self.preferences) + len(self.corrections) + sum(len(some) for some in others)
 
+    def about(self) -> list[tuple[int, ...]]:
+        """Return the texts that belong together: compared with each other, or one by itself."""
+        compared = [(better, worse) for better, worse, _, _ in self.preferences]
+        compared += [(better, worse) for better, worse, _ in self.corrections]
+        others = (*self.singles.values(), *self.criteria.values())
+        alone = {text: None for some in others for text, _, _ in some}  # each once, in order
+        return [*compared, *((text,) for text in alone)]
+
 
 def gather(
     pairs: Sequence[PreferencePair],
@@ -182,14 +190,18 @@ class Likelihoods(nn.Module):
         """Return a rating's four thresholds, rising."""
         return torch.cat([self.first[None], self.first + self.log_steps.exp().cumsum(0)])
 
-    def said(self, scores: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def said(
+        self, scores: Tensor, features: Tensor, texts: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return each thing's log-likelihood, that of a careless rater, and its voter's number.
 
-        `scores` (N,) and `features` (N, F) are those of the opinions' texts. Both likelihoods are
-        multiplied by the kind's weight.
+        `scores` (N,) and `features` (N, F) are those of the opinions' texts, or of the `texts` with
+        these numbers: then of what was said about them alone. Both likelihoods are multiplied by
+        the kind's weight.
         """
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for kind, about in self._said.items():
+        for kind, everything in self._said.items():
+            about = everything if texts is None else everything.among(texts)
             name = kind.partition(" ")[0]
             lenient = self.leniency[about.voter]
             if name == "preference":
@@ -283,6 +295,20 @@ class _Said:
     voter: Tensor
     careless: Tensor
 
+    def among(self, texts: Sequence[int]) -> _Said:
+        """Return what was said about these texts, which are numbered by their places here."""
+        last = max(int(self.text.max()), int(self.other.max()), *texts)
+        places = self.text.new_full((last + 1,), -1)
+        places[list(texts)] = torch.arange(len(texts))
+        kept = places[self.text] >= 0
+        return _Said(
+            places[self.text[kept]],
+            places[self.other[kept]],
+            self.value[kept],
+            self.voter[kept],
+            self.careless[kept],
+        )
+
 
 def _tensors(opinions: Opinions) -> dict[str, _Said]:
     said: dict[str, _Said] = {}
@@ -337,6 +363,7 @@ class Fitted:
     likelihoods: Likelihoods
     careful: dict[str, float]  # voter -> probability of having looked
     loss: float  # mean over everything said, in nats
+    ridge: float
 
 
 def score_weights(fitted: Fitted) -> Tensor:
@@ -381,11 +408,13 @@ def fit(
     likelihoods: int = 0,
     mixed: bool = True,
     gold: Mapping[str, Tally] | None = None,
+    head: Tensor | None = None,
 ) -> Fitted:
     """Return the weights under which what was said is likeliest, on the texts' features (N, F).
 
-    First as if everybody had looked, then each rater may be careless. L-BFGS on all of it; the same
-    opinions give the same weights. Raises NotEnoughData where nothing was said, TrainingError where
+    First as if everybody had looked, then each rater may be careless. L-BFGS on all of it, or,
+    where the score's `head` (F,) is known already, on everything beside it; the same opinions give
+    the same weights. Raises NotEnoughData where nothing was said, TrainingError where
     features or losses are not finite.
     """
     if opinions.count == 0:
@@ -403,13 +432,15 @@ def fit(
     scaled = (features - mean) / deviation
     model = Likelihoods(opinions, scaled.shape[1], kinds, gold).double()
     weight = torch.zeros(scaled.shape[1], dtype=torch.float64, requires_grad=True)
+    if head is not None:
+        weight = head.detach().cpu().double() * deviation
 
     def objective(mixed: bool) -> Tensor:
         shrunk = weight.dot(weight) + APART * model.apart.pow(2).sum()
         shrunk = shrunk + WRITTEN * model.written.pow(2).sum()
         return model.loss(scaled @ weight, scaled, mixed=mixed) + ridge / 2 * shrunk
 
-    weights = [weight, *model.parameters()]
+    weights = [*([weight] if head is None else []), *model.parameters()]
     _minimise(weights, lambda: objective(False))
     if mixed:
         _minimise(weights, lambda: objective(True))
@@ -424,6 +455,7 @@ def fit(
         model,
         dict(zip(opinions.voters, careful, strict=True)),
         loss,
+        ridge,
     )
 
 

@@ -1,15 +1,13 @@
 """Training a reward model on preference pairs, and judging it on pairs it has not seen.
 
 The loss is Bradley-Terry's: -log sigmoid(score(chosen) - score(rejected)), with a target of one
-half for ties; kinds.py has that of every other kind. Either the whole model learns, or
+half for ties; kinds.py has that of every other kind. Either the whole model learns (tuning.py), or
 (freeze_trunk) its features are computed once and only the head is fitted, which takes seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import random
 import statistics
 import time
 from collections import Counter
@@ -49,7 +47,14 @@ from rlhf_pipeline.reward.heads import (
     influences,
     parts_of,
 )
-from rlhf_pipeline.reward.kinds import criteria_weights, fit_best, gather, scales, score_weights
+from rlhf_pipeline.reward.kinds import (
+    criteria_weights,
+    fit,
+    fit_best,
+    gather,
+    scales,
+    score_weights,
+)
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
@@ -58,7 +63,6 @@ from rlhf_pipeline.reward.model import (
     Reads,
     RewardModel,
     Row,
-    batches_by_length,
     check_lengths,
     encode_rows,
     features_of,
@@ -67,14 +71,11 @@ from rlhf_pipeline.reward.model import (
     save_reward_model,
     score_rows,
     scores_by_head,
-    tokens_at_once,
 )
 from rlhf_pipeline.reward.plots import plot_report
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights
+from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
 
-ADAM_EPS = 1e-5  # arXiv:2403.17031 (N+), as for PPO
-MAX_GRAD_NORM = 1.0
-POOL = 16  # minibatches drawn together and sorted by length, so that little is padding
 RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
 
 
@@ -112,26 +113,6 @@ class RewardModelReport:
     influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
 
 
-@dataclass(frozen=True)
-class EncodedPairs:
-    """Token ids of pairs; target is 1 where chosen is better and 0.5 for ties."""
-
-    chosen: list[Row]
-    rejected: list[Row]
-    targets: list[float]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How training went."""
-
-    loss_curve: list[tuple[int, float]]  # (optimizer step, mean loss since the last one)
-    train_accuracy: float  # on the decided training pairs, as seen in the last epoch
-
-
 def train_reward_model(
     base: str | Path,
     train_pairs: Sequence[PreferencePair],
@@ -166,13 +147,13 @@ def train_reward_model(
     1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
     `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
     pairs; 6. save model, report.json and plots in one rename.
-    `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head alone is
-    fitted and nothing else is asked for. With reads_likelihood the head is solved on the frozen
-    trunk before all of it is trained: few votes then bend the features less (arXiv:2202.10054).
-    With freeze_trunk, epochs, learning_rate and batch_size
-    are unused: the head's problem is convex and is solved. With `kinds` (kind -> weight, kinds.py;
-    a frozen trunk only) the head learns from train_pairs and `examples` of those kinds, min_pairs
-    counts both, and raters.json keeps who seems to have looked. With lora_rank the trunk stays the
+    `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head is fitted
+    first and nothing else is asked for. With reads_likelihood or `kinds` the head is fitted on the
+    trunk as it is before all of it is trained: few votes then bend the features less
+    (arXiv:2202.10054). With freeze_trunk it stays at that, and epochs, learning_rate and batch_size
+    are unused. With `kinds` (kind -> weight, kinds.py) it learns from train_pairs and `examples` of
+    those kinds, min_pairs counts both, and raters.json keeps who seems to have looked. With
+    lora_rank the trunk stays the
     base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
     the head alone, so that other models can share the base. With weigh_raters each pair counts as
     far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
@@ -182,11 +163,6 @@ def train_reward_model(
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
-    if kinds is not None and not freeze_trunk:
-        raise TrainingError(
-            f"needed a frozen trunk to learn from {', '.join(kinds)}, found one that trains; set "
-            "reward.freeze_trunk, or leave reward.kinds out"
-        )
     if heads > 1 and (kinds is not None or not freeze_trunk):
         raise TrainingError(
             f"{heads} heads need a frozen trunk and pairs alone, found "
@@ -196,10 +172,12 @@ def train_reward_model(
     check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples)
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
+    descent = Descent(epochs, learning_rate, batch_size, seed)
+    fits_head = freeze_trunk or reads_likelihood or kinds is not None
     model, tokenizer = new_reward_model(
         base,
         seed=seed,
-        reads=reads or ("mean" if freeze_trunk or reads_likelihood else None),
+        reads=reads or ("mean" if fits_head else None),
         likelihood=reads_likelihood,
         on_base=lora_rank > 0,
         lora_rank=0 if freeze_trunk else lora_rank,
@@ -225,24 +203,24 @@ def train_reward_model(
     if features is not None and heads > 1:
         parts = parts_of(voters, heads)
         model.combined = Combined(combine, disagreement_weight)
-        fit = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
+        went = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
     elif kinds is not None:
-        fit, careful = fit_kinds(
-            model, tokenizer, train_pairs, examples, kinds, limits, gold=gold, report=report
-        )
-    elif freeze_trunk or reads_likelihood:
-        fit = fit_head(model, train, groups, weights=weights, features=features, report=report)
-    if not freeze_trunk:
-        fit = fit_model(
+        went, careful = fit_kinds(
             model,
-            train,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            seed=seed,
-            weights=None if weights is None else weights.tolist(),
+            tokenizer,
+            train_pairs,
+            examples,
+            kinds,
+            limits,
+            gold=gold,
+            descent=None if freeze_trunk else descent,
             report=report,
         )
+    elif fits_head:
+        went = fit_head(model, train, groups, weights=weights, features=features, report=report)
+    if kinds is None and not freeze_trunk:
+        counts = None if weights is None else weights.tolist()
+        went = fit_model(model, train, descent, weights=counts, report=report)
     model.eval()
 
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
@@ -263,7 +241,7 @@ def train_reward_model(
         accuracy=accuracy,
         interval=wilson_interval(accuracy, len(margins)),
         n=len(margins),
-        train_accuracy=fit.train_accuracy,
+        train_accuracy=went.train_accuracy,
         floors={"longer": longer_is_better(decided), "random": 0.5},
         temperature=temperature,
         ece=calibration_error(bins),
@@ -275,7 +253,7 @@ def train_reward_model(
         score_deviation=statistics.pstdev(centre),
         pairs=len(train),
         ties=sum(is_tie(pair) for pair in train_pairs),
-        loss_curve=tuple(fit.loss_curve),
+        loss_curve=tuple(went.loss_curve),
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
         raters=len(set(voters)),
@@ -396,97 +374,6 @@ def margins_of(model: RewardModel, pairs: EncodedPairs) -> list[float]:
     return [chosen - rejected for chosen, rejected in zip(scores[:n], scores[n:], strict=True)]
 
 
-def fit_model(
-    model: RewardModel,
-    pairs: EncodedPairs,
-    *,
-    epochs: float,
-    learning_rate: float,
-    batch_size: int,
-    seed: int,
-    weights: Sequence[float] | None = None,
-    report: Progress,
-) -> Fit:
-    """Train trunk and head with AdamW, annealed linearly to 0; return how it went.
-
-    A minibatch is `batch_size` pairs of like length, run in microbatches that fit tokens_at_once;
-    how it is split does not change its gradient. `weights` are how much each pair counts.
-    """
-    steps = max(1, round(epochs * math.ceil(len(pairs) / batch_size)))
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, eps=ADAM_EPS, weight_decay=0.0)
-    anneal = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    lengths = [len(c) + len(r) for c, r in zip(pairs.chosen, pairs.rejected, strict=True)]
-    draw = random.Random(seed)
-    minibatches: list[list[int]] = []
-    curve: list[tuple[int, float]] = []
-    recent: list[float] = []
-    seen: dict[int, float] = {}  # each pair's latest margin
-    model.train()
-    for step in range(1, steps + 1):
-        minibatches = minibatches or like_length(lengths, batch_size, draw)
-        loss, margins = backward(model, pairs, minibatches.pop(), weights)
-        seen.update(margins)
-        norm = torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
-        if not (math.isfinite(loss) and math.isfinite(float(norm))):
-            raise TrainingError(
-                f"loss and gradient must stay finite, found {loss} and {float(norm)} at step "
-                f"{step}; lower reward.learning_rate from {learning_rate}"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        anneal.step()
-        recent.append(loss)
-        if step == steps or step % max(1, steps // 50) == 0:
-            curve.append((step, statistics.fmean(recent)))
-            report({"step": step, "of": steps, "loss": curve[-1][1]})
-            recent.clear()
-    decided = [margin for i, margin in seen.items() if pairs.targets[i] == 1]
-    return Fit(curve, pair_accuracy(decided or [0.0]))
-
-
-def backward(
-    model: RewardModel,
-    pairs: EncodedPairs,
-    members: Sequence[int],
-    weights: Sequence[float] | None = None,
-) -> tuple[float, dict[int, float]]:
-    """Add the gradient of the members' mean loss, microbatch by microbatch.
-
-    Returns that loss and each member's margin.
-    """
-    longest = [max(len(pairs.chosen[i]), len(pairs.rejected[i])) for i in members]
-    total = 0.0
-    seen: dict[int, float] = {}
-    tokens = tokens_at_once(model.head.weight.device) // 2  # the two sides run together
-    for batch in batches_by_length(longest, tokens):
-        chosen = [pairs.chosen[members[i]] for i in batch]
-        rejected = [pairs.rejected[members[i]] for i in batch]
-        targets = torch.tensor([pairs.targets[members[i]] for i in batch])
-        scores = model([*chosen, *rejected])
-        margins = scores[: len(batch)] - scores[len(batch) :]
-        losses = preference_loss(margins, targets.to(margins.device))
-        if weights is not None:
-            losses = losses * losses.new_tensor([weights[members[i]] for i in batch])
-        loss = losses.sum() / len(members)
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-        seen.update(zip((members[i] for i in batch), margins.tolist(), strict=True))
-    return total, seen
-
-
-def like_length(lengths: Sequence[int], size: int, draw: random.Random) -> list[list[int]]:
-    """Return one epoch's minibatches: random, but of like length within a pool of POOL."""
-    order = list(range(len(lengths)))
-    draw.shuffle(order)
-    minibatches = []
-    for start in range(0, len(order), size * POOL):
-        pool = sorted(order[start : start + size * POOL], key=lambda i: lengths[i])
-        minibatches += [pool[i : i + size] for i in range(0, len(pool), size)]
-    draw.shuffle(minibatches)
-    return minibatches
-
-
 def fit_head(
     model: RewardModel,
     pairs: EncodedPairs,
@@ -589,36 +476,46 @@ def fit_kinds(
     limits: Limits,
     *,
     gold: Mapping[str, Tally] | None = None,
+    descent: Descent | None = None,
     report: Progress,
 ) -> tuple[Fit, dict[str, float]]:
-    """Fit the head on the frozen trunk's features to everything that was said (kinds.py).
+    """Fit the head on the trunk's features to everything that was said (kinds.py).
 
-    What people rated by name gets a head of its own beside it (model.criteria). Returns how it
-    went, and each voter's probability of having looked.
+    With a `descent` trunk and head are then trained on it together. What people rated by name gets
+    a head of its own beside it (model.criteria). Returns how it went, and each voter's probability
+    of having looked.
     """
     opinions = gather(pairs, examples, kinds)
     texts = opinions.texts
     found = encode_rows(tokenizer, [(t.record.prompt, t.completion) for t in texts], limits)
     rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
     features = all_features(model, rows, report)
-    fitted = fit_best(
-        features,
-        opinions,
-        kinds,
-        groups=[prompt_digest(text.record) for text in texts],
-        likelihoods=LIKELIHOODS * model.likelihood,
-        gold=gold,
-    )
-    weight = score_weights(fitted)
+    likelihoods = LIKELIHOODS * model.likelihood
+    groups = [prompt_digest(text.record) for text in texts]
+    fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
+    careful, weight = fitted.careful, score_weights(fitted)
     with torch.no_grad():
         model.head.weight.copy_(weight[None])
         model.head.bias.zero_()
-    if opinions.criteria:
-        model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
     report({"step": 1, "of": 1, "loss": fitted.loss})
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
     margins = [float((features[a] - features[b]) @ weight) for a, b in decided]
-    return Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0])), fitted.careful
+    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]))
+    if descent is not None:
+        went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
+        if opinions.criteria:  # what is beside the score, of what the trunk reads now
+            fitted = fit(
+                all_features(model, rows, report),
+                opinions,
+                kinds,
+                ridge=fitted.ridge,
+                likelihoods=likelihoods,
+                gold=gold,
+                head=model.head.weight[0],
+            )
+    if opinions.criteria:
+        model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
+    return went, careful
 
 
 def longer_is_better(pairs: Sequence[PreferencePair]) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import ConfigError, ModelError, NotEnoughData, TrainingError
+from rlhf_pipeline.errors import ConfigError, ModelError, NotEnoughData
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
@@ -34,6 +34,7 @@ from rlhf_pipeline.reward.model import (
 from rlhf_pipeline.reward.named import check_function, composite_of
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.reward.training import fit_kinds, train_reward_model
+from rlhf_pipeline.reward.tuning import Descent
 from tests.reward.conftest import Planted
 
 EVERY = {kind.value: 1.0 for kind in FeedbackKind if kind is not FeedbackKind.comment}
@@ -140,10 +141,10 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
         if i % 2 == side  # one completion of a prompt: nothing that could be compared
     ]
     settings: dict[str, Any] = {
-        "freeze_trunk": True,
+        "freeze_trunk": False,
         "centre_on": planted.centre,
         "epochs": 1,
-        "learning_rate": 1e-3,
+        "learning_rate": 1e-4,
         "batch_size": 16,
         "max_prompt_tokens": 32,
         "max_completion_tokens": 40,
@@ -154,6 +155,7 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
     out = tmp_path / "reward"
     report = train_reward_model(planted.base, [], planted.test, out, examples=examples, **settings)
     assert report.accuracy > 0.8
+    assert len(report.loss_curve) > 1  # the trunk was trained too
     assert report.score_deviation > 0.1  # two round numbers are no sign that nobody had looked
     centred = load_reward_model(out, device="cpu")(planted.centre)
     assert sum(centred) / len(centred) == pytest.approx(0, abs=1e-3)
@@ -167,19 +169,11 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
             examples=examples,
             **{**settings, "kinds": {"rating": 1.0}},
         )
-    with pytest.raises(TrainingError, match="frozen trunk"):
-        train_reward_model(
-            planted.base,
-            [],
-            planted.test,
-            out,
-            examples=examples,
-            **{**settings, "freeze_trunk": False},
-        )
 
 
+@pytest.mark.parametrize("descent", [None, Descent(1, 1e-4, 16, 0)])
 def test_a_criterion_that_people_rate_is_a_reward_of_its_own(
-    planted: Planted, tmp_path: Path
+    planted: Planted, tmp_path: Path, descent: Descent | None
 ) -> None:
     """Scores like the chosen side, and people find it a little kinder."""
     said = [
@@ -201,10 +195,13 @@ def test_a_criterion_that_people_rate_is_a_reward_of_its_own(
         )
         for i, pair, text, kind, number in said
     ]
-    model, tokenizer = new_reward_model(planted.base, seed=0, on_base=True, device="cpu")
+    frozen = descent is None
+    model, tokenizer = new_reward_model(planted.base, seed=0, on_base=frozen, device="cpu")
     limits = Limits(32, 40)
     kinds = {"score": 1.0, "criteria": 1.0}
-    fit_kinds(model, tokenizer, [], examples, kinds, limits, report=ignore_progress)
+    fit_kinds(
+        model, tokenizer, [], examples, kinds, limits, descent=descent, report=ignore_progress
+    )
     folder = tmp_path / "reward"
     folder.mkdir()
     save_reward_model(model, tokenizer, folder, limits=limits, calibration=Calibration())
@@ -225,13 +222,53 @@ def test_a_criterion_that_people_rate_is_a_reward_of_its_own(
         check_function("learned:kind", FunctionSettings(options={"a": 1}))
 
 
-def test_the_kinds_are_a_setting_that_needs_a_frozen_trunk() -> None:
+def test_what_is_said_part_by_part_is_all_that_is_said() -> None:
+    """As minibatches have it: every thing once, with its own rater, whatever the order of texts."""
+    rng = random.Random(0)
+    pairs = [
+        replace(PAIR, pair_id=str(i), voter=f"r{i % 3}", corrected=i % 2 == 0, tie=i == 5)
+        for i in range(12)
+    ]
+    examples = [
+        replace(EXAMPLE, example_id=str(i), kind=kind, number=number, criteria=named, voter="r1")
+        for i, (kind, number, named) in enumerate(
+            [
+                (FeedbackKind.thumbs, 1.0, None),
+                (FeedbackKind.rating, 4.0, None),
+                (FeedbackKind.score, 0.3, None),
+                (FeedbackKind.criteria, None, {"kind": 0.5, "safe": 0.1}),
+            ]
+        )
+    ]
+    opinions = gather(pairs, examples, EVERY)
+    judge = Likelihoods(opinions, 4, EVERY).double()
+    features = torch.randn(len(opinions.texts), 4, dtype=torch.float64)
+    scores = features.sum(1)
+    with torch.no_grad():
+        judge.apart.normal_()
+        judge.written.normal_()
+    about = opinions.about()
+    assert sorted(i for texts in about for i in texts) == list(range(len(opinions.texts)))
+    rng.shuffle(about)
+    found = []
+    for some in (about[:5], about[5:9], about[9:]):
+        texts = [i for together in some for i in together]
+        with torch.no_grad():
+            found.append(judge.said(scores[texts], features[texts], texts))
+    with torch.no_grad():
+        whole = judge.said(scores, features)
+    for n in range(2):
+        parts = torch.cat([some[n] for some in found])
+        torch.testing.assert_close(parts.sort().values, whole[n].sort().values)
+    for rater in range(3):
+        of_parts = sum(float(p[0][p[2] == rater].sum()) for p in found)
+        assert of_parts == pytest.approx(float(whole[0][whole[2] == rater].sum()))
+
+
+def test_the_kinds_are_a_setting() -> None:
     plain = load_settings("tiny")
     assert not plain.reward.reads_every_kind
-    every = load_settings("tiny", {"reward": {"kinds": EVERY, "freeze_trunk": True}})
-    assert every.reward.reads_every_kind
-    with pytest.raises(ConfigError, match="freeze_trunk true"):
-        load_settings("tiny", {"reward": {"kinds": EVERY}})
+    assert load_settings("tiny", {"reward": {"kinds": EVERY}}).reward.reads_every_kind
     with pytest.raises(ConfigError, match="at least one kind"):
         load_settings("tiny", {"reward": {"kinds": {}, "freeze_trunk": True}})
 

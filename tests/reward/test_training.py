@@ -15,7 +15,7 @@ import torch
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.files import folder_sha256, read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
-from rlhf_pipeline.reward import training
+from rlhf_pipeline.reward import training, tuning
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model
@@ -147,12 +147,12 @@ def test_how_a_minibatch_is_split_does_not_change_its_gradient(
     def gradient_and_loss() -> tuple[list[torch.Tensor], float]:
         model, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
         pairs = encode_pairs(tokenizer, planted.train[:12], Limits(32, 40))
-        loss, margins = training.backward(model, pairs, range(12))
+        loss, margins = tuning.backward(model, pairs, range(12))
         assert sorted(margins) == list(range(12))
         return [p.grad for p in model.parameters() if p.grad is not None], loss
 
     whole, loss = gradient_and_loss()
-    monkeypatch.setattr(training, "tokens_at_once", lambda device: 150)
+    monkeypatch.setattr(tuning, "tokens_at_once", lambda device: 150)
     pieces, same_loss = gradient_and_loss()
     assert loss == pytest.approx(same_loss, abs=1e-6)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
