@@ -31,6 +31,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import can_merge, empty_cache, merge
 from rlhf_pipeline.policy.chat import encode_prompt
+from rlhf_pipeline.policy.lean import forward_of
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import (
     Completion,
@@ -38,7 +39,6 @@ from rlhf_pipeline.policy.sampling import (
     logits_of,
     pad_left,
     position_ids,
-    run_trunk,
     trunk_of,
 )
 from rlhf_pipeline.policy.streaming import UNFINISHED
@@ -93,6 +93,7 @@ class Decoder:
     def __init__(self, policy: Policy, *, rows: int) -> None:
         self.policy = policy
         self._trunk = trunk_of(policy.model)
+        self._forward = forward_of(self._trunk)
         # Caches that forget (sliding windows) cannot be merged: there one request at a time.
         self._most = rows if can_merge(empty_cache(self._trunk.config)) else 1
         self._waiting: deque[_Row] = deque()
@@ -222,7 +223,7 @@ class Decoder:
         ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
         ids, mask = ids.to(self.policy.device), mask.to(self.policy.device)
         cache = empty_cache(self._trunk.config)
-        hidden = run_trunk(self._trunk, ids, mask.long(), position_ids(mask), cache)[:, -1]
+        hidden = self._forward(ids, mask.long(), position_ids(mask), cache)[:, -1]
         new = _Batch(joining, cache, (~mask).sum(1), ids[:, :1])
         added = self._draw(new, hidden)
         if batch is None or added is None:
@@ -239,7 +240,7 @@ class Decoder:
         columns = torch.arange(length + 1, device=batch.starts.device)
         mask = (columns[None] >= batch.starts[:, None]).long()
         positions = (length - batch.starts)[:, None]
-        hidden = run_trunk(self._trunk, batch.inputs, mask, positions, batch.cache)[:, -1]
+        hidden = self._forward(batch.inputs, mask, positions, batch.cache)[:, -1]
         return self._draw(batch, hidden)
 
     def _draw(self, batch: _Batch, hidden: Tensor) -> _Batch | None:
