@@ -7,6 +7,7 @@ copy happens once every ROOM tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
     def __init__(self) -> None:
         super().__init__()
         self.buffers: tuple[Tensor, Tensor] | None = None
+        self.rows = 0  # B; the buffers may have room for more
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -30,38 +32,56 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
         """Append the new states and return all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.rows = key_states.shape[0]
         before = self.get_seq_length()
         after = before + key_states.shape[-2]
         if self.buffers is None or self.buffers[0].shape[-2] < after:
+            rows = self.rows if self.buffers is None else self.buffers[0].shape[0]
             self.buffers = (
-                _larger(self.keys, before, key_states, after),
-                _larger(self.values, before, value_states, after),
+                _larger(self.keys, before, key_states, rows, after),
+                _larger(self.values, before, value_states, rows, after),
             )
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[..., before:after, :] = states
+            buffer[: self.rows, :, before:after] = states
         self._look_at(after)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only these rows of the batch, and no room for others."""
         if self.buffers is not None:
             length = self.get_seq_length()
             self.buffers = (self.buffers[0][indices], self.buffers[1][indices])
+            self.rows = self.buffers[0].shape[0]
             self._look_at(length)
+
+    def move_rows(self, moves: Iterable[tuple[int, int]], rows: int) -> None:
+        """Put rows in others' places, (to, from) each, and forget all but the first `rows`.
+
+        What is forgotten leaves room for rows that `take_in` adds, where nothing need be copied.
+        """
+        assert self.buffers is not None
+        length = self.get_seq_length()
+        for to, source in moves:
+            for buffer in self.buffers:
+                buffer[to, :, :length] = buffer[source, :, :length]
+        self.rows = rows
+        self._look_at(length)
 
     def take_in(self, other: RoomyLayer, left: int, others_left: int) -> None:
         """Add another layer's rows below these, each side moved right by its columns of padding."""
-        mine, theirs = (self.keys, self.values), (other.keys, other.values)
-        length = left + self.keys.shape[-2]
-        rows = self.keys.shape[0]
-        merged = []
-        for own, added in zip(mine, theirs, strict=True):
-            _, heads, _, width = own.shape
-            buffer = own.new_zeros(rows + added.shape[0], heads, length + ROOM, width)
-            buffer[:rows, :, left:length] = own
-            buffer[rows:, :, others_left:length] = added
-            merged.append(buffer)
-        self.buffers = (merged[0], merged[1])
+        assert self.buffers is not None
+        length, kept = left + self.keys.shape[-2], self.rows
+        self.rows += other.rows
+        roomy = self.buffers[0].shape[0] >= self.rows and self.buffers[0].shape[-2] >= length
+        if left or not roomy:
+            self.buffers = (
+                _moved(self.keys, left, max(self.rows, self.buffers[0].shape[0]), length),
+                _moved(self.values, left, max(self.rows, self.buffers[0].shape[0]), length),
+            )
+        for buffer, added in zip(self.buffers, (other.keys, other.values), strict=True):
+            # Padding is not seen, but 0 times what is no number is no number.
+            buffer[kept : self.rows, :, :others_left] = 0
+            buffer[kept : self.rows, :, others_left:length] = added
         self._look_at(length)
 
     def drop_left(self, columns: int) -> None:
@@ -74,8 +94,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
 
     def _look_at(self, length: int) -> None:
         assert self.buffers is not None
-        self.keys = self.buffers[0][..., :length, :]
-        self.values = self.buffers[1][..., :length, :]
+        self.keys = self.buffers[0][: self.rows, :, :length]
+        self.values = self.buffers[1][: self.rows, :, :length]
 
 
 def empty_cache(config: Any) -> DynamicCache:
@@ -106,11 +126,19 @@ def merge(cache: DynamicCache, other: DynamicCache) -> tuple[int, int]:
     return left, others_left
 
 
-def _larger(current: Tensor, filled: int, states: Tensor, needed: int) -> Tensor:
-    batch, heads, _, width = states.shape
+def _larger(current: Tensor, filled: int, states: Tensor, rows: int, needed: int) -> Tensor:
+    _, heads, _, width = states.shape
     buffer = torch.empty(
-        batch, heads, needed + ROOM, width, dtype=states.dtype, device=states.device
+        rows, heads, needed + ROOM, width, dtype=states.dtype, device=states.device
     )
     if filled:
-        buffer[..., :filled, :] = current
+        buffer[: current.shape[0], :, :filled] = current
+    return buffer
+
+
+def _moved(current: Tensor, left: int, rows: int, length: int) -> Tensor:
+    """Return a buffer with the states moved right by `left` columns of zeros."""
+    _, heads, _, width = current.shape
+    buffer = current.new_zeros(rows, heads, length + ROOM, width)
+    buffer[: current.shape[0], :, left:length] = current
     return buffer

@@ -67,7 +67,7 @@ class _Row:
 
     ids: Sequence[int]
     sampling: Sampling
-    uniforms: Tensor  # (T,)
+    uniforms: list[float]  # T of them
     loop: asyncio.AbstractEventLoop
     tokens: asyncio.Queue[list[int] | Exception]
     written: int = 0
@@ -146,7 +146,7 @@ class Decoder:
         model writes no numbers or the decoder has retired.
         """
         generator = torch.Generator().manual_seed(sampling.seed)
-        uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0]
+        uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0].tolist()
         loop = asyncio.get_running_loop()
         row = _Row(ids, sampling, uniforms, loop, asyncio.Queue())
         with self._changed:
@@ -250,7 +250,8 @@ class Decoder:
         sound = logits.amax(-1).isfinite().tolist()  # NaN is the largest of all
         if not all(sound):
             logits = logits.nan_to_num()
-        uniforms = torch.stack([row.uniforms[row.written] for row in rows]).to(logits.device)
+        numbers = [row.uniforms[row.written] for row in rows]
+        uniforms = torch.tensor(numbers, device=logits.device)
         tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
         alike: dict[tuple[float, float], list[int]] = {}
         for i, row in enumerate(rows):
@@ -288,14 +289,19 @@ def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:
         return None
     if len(keep) == len(batch.rows):
         return batch
-    chosen = torch.tensor(keep, device=batch.starts.device)
-    batch.cache.batch_select_indices(chosen)
-    batch.rows = [batch.rows[i] for i in keep]
-    batch.starts, batch.inputs = batch.starts[chosen], batch.inputs[chosen]
-    if columns := int(batch.starts.min()) if can_merge(batch.cache) else 0:
-        for layer in batch.cache.layers:
+    order = list(range(len(keep)))  # the last rows go where others have left
+    sources = [i for i in keep if i >= len(keep)]
+    moves = list(zip(sorted(set(order).difference(keep)), sources, strict=True))
+    for to, source in moves:
+        order[to] = source
+    batch.rows = [batch.rows[i] for i in order]
+    batch.starts, batch.inputs = batch.starts[order], batch.inputs[order]
+    columns = int(batch.starts.min())
+    for layer in batch.cache.layers:
+        layer.move_rows(moves, len(keep))
+        if columns:
             layer.drop_left(columns)
-        batch.starts = batch.starts - columns
+    batch.starts = batch.starts - columns
     return batch
 
 
