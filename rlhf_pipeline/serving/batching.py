@@ -10,7 +10,8 @@ What this does not bound is how many wait: the gateway does (serving/gateway.py)
 
 The first tokens are handed on one by one, until there is text to show; later ones that come faster
 than anybody reads are handed on together. What a token costs the event loop is then paid less often
-than tokens are drawn, and the loop's work is what requests wait for that have no text yet.
+than tokens are drawn, and the loop's work is what requests wait for that have no text yet; the more
+rows, the less often each.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from rlhf_pipeline.records import Prompt
 log = structlog.get_logger(__name__)
 
 TOGETHER_SECONDS = 0.03  # tokens drawn within this time are handed on together
+ROW_SECONDS = 0.005  # more rows take longer between two times: they share the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,7 @@ class Decoder:
         told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
         eos_id, moment = self.policy.eos_id, time.monotonic()
+        apart = max(TOGETHER_SECONDS, ROW_SECONDS * len(rows))
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if not sound[i]:
                 told.append((row, ModelError("the model's logits are no numbers; retrain it")))
@@ -272,7 +275,7 @@ class Decoder:
             row.written += 1
             row.held.append(token)
             ended = token == eos_id or row.written == len(row.uniforms)
-            if ended or not row.shown or moment - row.handed >= TOGETHER_SECONDS:
+            if ended or not row.shown or moment - row.handed >= apart:
                 told.append((row, row.held))
                 row.held, row.handed = [], moment
             if not ended and not row.gone:
