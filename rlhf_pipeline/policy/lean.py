@@ -44,6 +44,8 @@ def can_lean(trunk: nn.Module) -> bool:
         and config.rope_parameters["rope_type"] == "default"  # others change with the length
         and all(weights.dtype == torch.float32 for weights in trunk.parameters())
         and sum(weights.numel() for weights in trunk.parameters()) <= SMALL
+        # Adapters wrap the layers that they change, and the weight one reads there is the base's.
+        and not any(hasattr(part, "base_layer") for part in trunk.modules())
     )
 
 

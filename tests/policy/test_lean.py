@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
+from rlhf_pipeline.policy.adapters import add_adapters
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.lean import LeanLlama, can_lean
 from rlhf_pipeline.policy.sampling import position_ids, run_trunk
@@ -54,10 +55,12 @@ def test_lean_states_are_those_of_transformers(changes: dict[str, Any]) -> None:
 
 
 def test_other_models_keep_their_own_forward() -> None:
-    """Other kinds, types, positions that change with the length: none is run lean."""
+    """Other kinds, types, adapters, positions that change with the length: none is run lean."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     eager = llama()
     eager.config._attn_implementation = "eager"
     gpt2 = GPT2Model(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50))
-    others = [gpt2, llama().bfloat16(), llama(rope_parameters=dynamic), eager]
+    adapted = llama()
+    add_adapters(adapted, "some", rank=2, alpha=4, seed=0)
+    others = [gpt2, llama().bfloat16(), llama(rope_parameters=dynamic), eager, adapted]
     assert not any(can_lean(trunk) for trunk in others)
