@@ -96,6 +96,9 @@ class Decoder:
         self.policy = policy
         self._trunk = trunk_of(policy.model)
         self._forward = forward_of(self._trunk)
+        # Asked for at every request and token: of transformers' configurations they cost as much
+        # as a small product.
+        self._eos_id, self._context_length = policy.eos_id, policy.context_length
         # Caches that forget (sliding windows) cannot be merged: there one request at a time.
         self._most = rows if can_merge(empty_cache(self._trunk.config)) else 1
         self._waiting: deque[_Row] = deque()
@@ -124,9 +127,9 @@ class Decoder:
     def prompt_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
         """Return the prompt's tokens. Raises ModelError where prompt and completion do not fit."""
         longest = sampling.max_prompt_tokens + sampling.max_completion_tokens
-        if sampling.max_completion_tokens < 1 or longest > self.policy.context_length:
+        if sampling.max_completion_tokens < 1 or longest > self._context_length:
             raise ModelError(
-                f"prompt and completion must fit a context of {self.policy.context_length} tokens, "
+                f"prompt and completion must fit a context of {self._context_length} tokens, "
                 f"found {sampling.max_prompt_tokens} + {sampling.max_completion_tokens}; lower one "
                 "of the two"
             )
@@ -156,7 +159,7 @@ class Decoder:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
             self._waiting.append(row)
             self._changed.notify()
-        text, eos_id, n = Text(self.policy, sampling.stop), self.policy.eos_id, 0
+        text, eos_id, n = Text(self.policy, sampling.stop), self._eos_id, 0
         late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
             while True:
@@ -266,7 +269,7 @@ class Decoder:
             tokens[members] = drawn
         told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
-        eos_id, moment = self.policy.eos_id, time.monotonic()
+        eos_id, moment = self._eos_id, time.monotonic()
         apart = max(TOGETHER_SECONDS, ROW_SECONDS * len(rows))
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if not sound[i]:
@@ -280,6 +283,7 @@ class Decoder:
                 row.held, row.handed = [], moment
             if not ended and not row.gone:
                 keep.append(i)
+        told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
         _deliver(told)
         keep = [i for i in keep if not rows[i].gone]
         batch.inputs = tokens[:, None]
