@@ -5,10 +5,12 @@ from pathlib import Path
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots, table
+from assets.reward_tables import beside, groups_of
 from resources.compute import Compute
 from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.reward import WORST
 
 
 @dg.asset(
@@ -92,6 +94,8 @@ def reward_model(
                     run.log_metrics({f"reward/{job}/loss": loss}, step=step)
                 numbers = ("accuracy", "n", "ece", "temperature", "pairs")
                 run.log_metrics({f"reward/{job}/{n}": float(reports[job][n]) for n in numbers})
+                run.log_metrics({f"reward/{job}/{n}": v for n, v in beside(reports[job]).items()})
+                run.log_json(f"reward/{job}/report.json", reports[job])
             for path in images:
                 run.log_file(path, f"reward/{path.parent.name}")
     rows = [
@@ -118,6 +122,9 @@ def reward_model(
         metadata={
             "accuracy": reports["proxy"]["accuracy"],
             "held-out accuracy": table(rows),
+            "held-out accuracy by group": table(groups_of(reports)),
+            "worst disagreements": table(reports["proxy"]["findings"]["worst"]),
+            "their words": dg.MetadataValue.path(str(turn.work / "reward" / "proxy" / WORST)),
             **plots([p for p in images if p.parent.name == "proxy"]),
         },
         check_results=[

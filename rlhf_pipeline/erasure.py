@@ -31,6 +31,7 @@ from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
 from rlhf_pipeline.files import file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
+from rlhf_pipeline.reward import WORST
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -254,6 +255,8 @@ def _clean_files(
         )
     for path in sorted(agent.rglob("raters.json")):
         changed += _without_rater(path, person.rater_id)
+    for path in sorted(agent.rglob(WORST)):
+        changed += _without_pairs(path, held.gone)
     return changed
 
 
@@ -323,6 +326,16 @@ def _without_rater(path: Path, rater_id: str) -> int:
         table: {name: one for name, one in people.items() if name != rater_id}
         for table, people in before.items()  # "careful" or "weights"
     }
+    if after == before:
+        return 0
+    write_json(path, after)
+    return 1
+
+
+def _without_pairs(path: Path, gone: Collection[str]) -> int:
+    """Take pairs that these votes made out of what a reward model is most wrong about."""
+    before = read_json(path)
+    after = {"pairs": [pair for pair in before["pairs"] if pair["pair_id"] not in gone]}
     if after == before:
         return 0
     write_json(path, after)

@@ -179,8 +179,11 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
     every = settings.reward.reads_every_kind
-    examples = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample) if every else []
+    found = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
+    examples = found if every else []
     train, test = reward_splits(pairs, settings, examples)
+    asked = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
+    topics = {prompt_to_json(p.prompt): p.topic for p in asked if p.topic is not None}
     said = _examples_by_job(examples, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
@@ -196,6 +199,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             freeze_trunk=freeze,
             centre_on=centre_on,
             examples=said[job],
+            test_examples=[example for example in found if example.split == "evaluation"],
+            topics=topics,
             kinds={str(k): w for k, w in settings.reward.kinds.items()} if every else None,
             epochs=settings.reward.epochs,
             learning_rate=settings.reward.learning_rate,

@@ -210,6 +210,8 @@ def _turn(world: World) -> None:
     write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
     write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})
     write_json(work / "reward" / "gate" / "raters.json", {"weights": {ANN: {}, BOB: {}}})
+    wrong = [{"pair_id": p.pair_id, "chosen": p.chosen} for p in built.preference_pairs]
+    write_json(work / "reward" / "proxy" / "worst.json", {"pairs": wrong})
     texts = (f"{SECRET} one?", "pear one?")
     samples = [
         {"update": 0, "prompt": t, "baseline": t, "completion": t, "score": 1} for t in texts

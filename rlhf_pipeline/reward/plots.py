@@ -1,4 +1,4 @@
-"""Pictures of a reward model's report: loss curve, reliability diagram, held-out margins."""
+"""Pictures of a reward model's report: loss, reliability, margins, groups, learning curve."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.reward.held_out import Findings, Measured
+
 if TYPE_CHECKING:
     from rlhf_pipeline.reward.training import RewardModelReport
 
-PLOTS = ("loss.png", "reliability.png", "margins.png")
+PLOTS = ("loss.png", "reliability.png", "margins.png", "held_out.png")
+
+MOST_BARS = 16  # groups in the picture; the report has all
 
 
 def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Path) -> None:
-    """Write the three PNG files of PLOTS into `folder`."""
+    """Write the PNG files of PLOTS into `folder`."""
     loss, axes = _figure("optimizer step", "loss (nats)", "Training loss")
     axes.plot(*zip(*report.loss_curve, strict=True), marker=".")
     axes.axhline(0.6931, color="grey", linestyle=":", label="knows nothing")
@@ -45,6 +49,39 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     axes.hist(margins, bins=30)
     axes.axvline(0, color="grey", linestyle=":")
     histogram.savefig(folder / PLOTS[2])
+
+    if report.findings is not None:
+        _held_out(report, report.findings).savefig(folder / PLOTS[3])
+
+
+def _held_out(report: RewardModelReport, findings: Findings) -> Any:
+    """Return accuracy by group beside what knows less, and what more votes brought."""
+    rows = [
+        ("all", Measured(report.accuracy, *report.interval, report.n)),
+        ("like length", findings.length_matched),
+        ("bag of words", findings.bag_of_words),
+        ("annotators", findings.annotators),
+        *findings.by_kind.items(),
+        *findings.by_topic.items(),
+        *findings.by_cohort.items(),
+    ]
+    shown = [(name[:24], one) for name, one in rows if one is not None][:MOST_BARS]
+    figure, axes = _figure("accuracy, 95 % intervals", "", "Held-out votes")
+    axes.set_position((0.27, 0.13, 0.3, 0.79))
+    for place, (_, one) in enumerate(shown):
+        axes.plot([one.low, one.high], [place, place], color="C0")
+        axes.plot([one.share], [place], "o", color="C0")
+    axes.axvline(report.floors["longer"], color="grey", linestyle=":")
+    axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
+    axes.invert_yaxis()
+    curve = figure.add_axes((0.68, 0.13, 0.3, 0.79))
+    curve.set(xlabel="training pairs", title="Head on the base")
+    learnt = findings.learning_curve
+    for bound in ("low", "share", "high"):
+        style = "o-" if bound == "share" else ":"
+        heights = [getattr(one.accuracy, bound) for one in learnt]
+        curve.plot([one.pairs for one in learnt], heights, style, color="C0")
+    return figure
 
 
 def _figure(x: str, y: str, title: str) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.feedback.datasets import unit_interval
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import new_folder, write_json
 from rlhf_pipeline.records import (
@@ -29,6 +30,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
+from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     calibration_error,
@@ -46,6 +48,15 @@ from rlhf_pipeline.reward.heads import (
     fit_heads,
     influences,
     parts_of,
+)
+from rlhf_pipeline.reward.held_out import (
+    CURVE_PAIRS,
+    Disagreement,
+    Findings,
+    Learnt,
+    find,
+    learning_curve,
+    some_of_each_kind,
 )
 from rlhf_pipeline.reward.kinds import (
     criteria_weights,
@@ -111,6 +122,7 @@ class RewardModelReport:
     heads: int = 1
     disagreement: float = 0.0  # mean deviation among heads on the held-out completions
     influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
+    findings: Findings | None = None  # for whom it is right, beside what, and where it is not
 
 
 def train_reward_model(
@@ -122,6 +134,8 @@ def train_reward_model(
     freeze_trunk: bool,
     centre_on: Sequence[RewardInput],
     examples: Sequence[RewardExample] = (),
+    test_examples: Sequence[RewardExample] = (),
+    topics: Mapping[str, str] | None = None,
     kinds: Mapping[str, float] | None = None,
     epochs: float,
     learning_rate: float,
@@ -146,7 +160,8 @@ def train_reward_model(
 
     1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
     `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
-    pairs; 6. save model, report.json and plots in one rename.
+    pairs, and what else these and `test_examples` say (held_out.py, by `topics` too: prompt as JSON
+    -> what it was filed under); 6. save model, report.json, worst.json and plots in one rename.
     `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head is fitted
     first and nothing else is asked for. With reads_likelihood or `kinds` the head is fitted on the
     trunk as it is before all of it is trained: few votes then bend the features less
@@ -195,6 +210,9 @@ def train_reward_model(
     groups = [prompt_digest(pair) for pair in train_pairs]
     if kinds is None and (weigh_raters or heads > 1):
         features = all_features(model, [*train.chosen, *train.rejected], report)
+    decided = [pair for pair in test_pairs if not is_tie(pair)]
+    test = encode_pairs(tokenizer, decided, limits)
+    curve = head_curve(model, train, [pair.pair_id for pair in train_pairs], test, features, report)
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
@@ -225,8 +243,6 @@ def train_reward_model(
 
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
     centre = score_rows(model, centre_rows)
-    decided = [pair for pair in test_pairs if not is_tie(pair)]
-    test = encode_pairs(tokenizer, decided, limits)
     by_head = scores_by_head(model, [*test.chosen, *test.rejected])
     scores = model.combined(by_head)
     margins = (scores[: len(test)] - scores[len(test) :]).tolist()
@@ -236,6 +252,18 @@ def train_reward_model(
     judged = [margins[i] for i in judging]
     bins = reliability(judged, temperature)
     accuracy = pair_accuracy(margins)
+    singles = some_of_each_kind(test_examples)
+    said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
+    findings = find(
+        decided,
+        margins,
+        scores.tolist(),
+        train=[pair for pair in train_pairs if not is_tie(pair)],
+        examples=singles,
+        example_scores=score_rows(model, said),
+        topics=topics or {},
+        curve=curve,
+    )
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
@@ -271,11 +299,13 @@ def train_reward_model(
             if heads > 1
             else ()
         ),
+        findings=findings,
     )
     calibration = Calibration(result.offset, temperature, result.score_deviation)
     with new_folder(output_dir) as folder:
         save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
         write_json(folder / "report.json", {**asdict(result), "path": str(result.path)})
+        write_json(folder / WORST, {"pairs": examples_of(findings.worst, decided)})
         plot_report(result, margins, folder)
         if kinds is not None:
             write_json(folder / "raters.json", {"careful": careful})
@@ -372,6 +402,51 @@ def margins_of(model: RewardModel, pairs: EncodedPairs) -> list[float]:
     scores = score_rows(model, [*pairs.chosen, *pairs.rejected])
     n = len(pairs)
     return [chosen - rejected for chosen, rejected in zip(scores[:n], scores[n:], strict=True)]
+
+
+def head_curve(
+    model: RewardModel,
+    train: EncodedPairs,
+    pair_ids: Sequence[str],
+    test: EncodedPairs,
+    features: Tensor | None,
+    report: Progress,
+) -> tuple[Learnt, ...]:
+    """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS pairs at most.
+
+    `features` are those of the training pairs where they are known. Empty where none was decided.
+    """
+    known = [i for i in range(len(train)) if train.targets[i] == 1]
+    chosen = sorted(known, key=lambda i: unit_interval("curve", pair_ids[i]))[:CURVE_PAIRS]
+    if not chosen:
+        return ()
+    if features is None:
+        rows = [side[i] for side in (train.chosen, train.rejected) for i in chosen]
+        features = all_features(model, rows, report)
+    else:
+        features = features[[*chosen, *(len(train) + i for i in chosen)]]
+    held = min(len(test), CURVE_PAIRS // 2)
+    judged = all_features(model, [*test.chosen[:held], *test.rejected[:held]], report)
+    scale = scales(features, LIKELIHOODS * model.likelihood)
+    told, unseen = features / scale, judged / scale
+    return learning_curve(told[: len(chosen)] - told[len(chosen) :], unseen[:held] - unseen[held:])
+
+
+def examples_of(
+    worst: Sequence[Disagreement], pairs: Sequence[PreferencePair]
+) -> list[dict[str, object]]:
+    """Return the pairs in words: what erasure goes through by pair_id."""
+    by_id = {pair.pair_id: pair for pair in pairs}
+    return [
+        {
+            "pair_id": one.pair_id,
+            "margin": one.margin,
+            "prompt": [asdict(message) for message in by_id[one.pair_id].prompt],
+            "people preferred": by_id[one.pair_id].chosen,
+            "the model prefers": by_id[one.pair_id].rejected,
+        }
+        for one in worst
+    ]
 
 
 def fit_head(

@@ -1,0 +1,45 @@
+"""A reward model's report as numbers and rows for MLflow and Dagster."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_pipeline.feedback.datasets import JOBS
+
+BESIDE = ("bag_of_words", "annotators", "length_matched")
+
+
+def beside(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a report's accuracy is read beside, by metric name; what is unknown is left out.
+
+    `report` is report.json of reward.training, so are those of the others here.
+    """
+    findings = report["findings"]
+    found = {f"accuracy/{n}": findings[n]["share"] for n in BESIDE if findings[n] is not None}
+    if findings["length_correlation"] is not None:
+        found["length_correlation"] = findings["length_correlation"]
+    return found
+
+
+def groups_of(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per model and group of held-out votes, with accuracy and interval."""
+    rows = []
+    for job in JOBS:
+        findings = reports[job]["findings"]
+        groups = [(n.replace("_", " "), findings[n]) for n in BESIDE]
+        for word in ("kind", "topic", "cohort"):
+            groups += [(f"{word} {name}", one) for name, one in findings[f"by_{word}"].items()]
+        curve = findings["learning_curve"]
+        groups += [(f"head on {one['pairs']} pairs", one["accuracy"]) for one in curve]
+        rows += [
+            {
+                "model": job,
+                "group": group,
+                "accuracy": round(one["share"], 4),
+                "low": round(one["low"], 4),
+                "high": round(one["high"], 4),
+                "held-out": one["n"],
+            }
+            for group, one in groups
+            if one is not None
+        ]
+    return rows

@@ -1,0 +1,199 @@
+"""What held-out votes say of a reward model: for whom, beside what, and where it is wrong."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from assets.reward_tables import beside, groups_of
+from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
+from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.reward.held_out import (
+    annotators_agree,
+    is_good,
+    learning_curve,
+    of_like_length,
+    rank_correlation,
+    tells_apart,
+    word_margins,
+)
+from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
+from tests.reward.conftest import SETTINGS, Planted
+
+TURNED = 4  # held-out pairs that people have the other way round
+
+
+@pytest.fixture(scope="module")
+def trained(
+    planted: Planted, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RewardModelReport, Path]:
+    """Return a reward model's report and folder: two topics, a file's raters, single votes."""
+    test = [
+        replace(
+            pair,
+            origin="/in/votes.jsonl" if i % 2 else "chat",
+            corrected=i % 4 == 0,
+            **({"chosen": pair.rejected, "rejected": pair.chosen} if i < TURNED else {}),  # type: ignore[arg-type]
+        )
+        for i, pair in enumerate(planted.test)
+    ]
+    thumbs = [
+        RewardExample(
+            f"{side} {i}", p.prompt, text, FeedbackKind.thumbs, up, None, "v", "evaluation"
+        )
+        for i, p in enumerate(planted.test[:30])
+        for side, text, up in (("good", p.chosen, 1.0), ("bad", p.rejected, 0.0))
+    ]
+    topics = {prompt_to_json(p.prompt): "tea" for p in test[:40]}
+    folder = tmp_path_factory.mktemp("held out") / "rm"
+    report = train_reward_model(
+        planted.base,
+        planted.train,
+        test,
+        folder,
+        freeze_trunk=True,
+        centre_on=planted.centre,
+        test_examples=thumbs,
+        topics=topics,
+        **SETTINGS,
+    )
+    return report, folder
+
+
+def test_the_report_says_for_whom_it_is_right_and_beside_what(
+    trained: tuple[RewardModelReport, Path],
+) -> None:
+    report, _ = trained
+    found = report.findings
+    assert found is not None
+    assert (found.by_topic["tea"].n, set(found.by_topic)) == (40, {"tea"})
+    assert {name: of.n for name, of in found.by_kind.items()} == {
+        "correction": 20,
+        "preference": 60,
+        "thumbs": 60,
+    }
+    assert {name: of.n for name, of in found.by_cohort.items()} == {"chat": 40, "votes.jsonl": 40}
+    by_cohort = [of.share * of.n for of in found.by_cohort.values()]
+    assert sum(by_cohort) / 80 == pytest.approx(report.accuracy)
+    assert found.by_kind["thumbs"].share > 0.9  # they say what the model learnt
+    assert found.bag_of_words is not None
+    assert found.bag_of_words.share > 0.9  # one word decides here
+    assert found.annotators is None  # nobody judged what another judged
+    matched = found.length_matched
+    assert matched is not None
+    assert matched.low < matched.share <= matched.high
+    assert matched.n < report.n
+    assert found.length_correlation is not None
+    assert abs(found.length_correlation) < 0.5
+    assert [one.pairs for one in found.learning_curve] == [30, 60, 120, 240]
+    last = found.learning_curve[-1].accuracy
+    assert last.share > found.learning_curve[0].accuracy.share
+    assert (last.n, last.share) == (80, pytest.approx(report.accuracy, abs=0.1))
+
+
+def test_the_worst_disagreements_are_kept_as_examples(
+    planted: Planted, trained: tuple[RewardModelReport, Path]
+) -> None:
+    report, folder = trained
+    assert report.findings is not None
+    worst = report.findings.worst
+    assert {pair.pair_id for pair in planted.test[:TURNED]} <= {one.pair_id for one in worst[:6]}
+    assert [one.margin for one in worst] == sorted(one.margin for one in worst)
+    assert worst[0].margin < 0
+    words = read_json(folder / WORST)["pairs"]
+    assert [one["pair_id"] for one in words] == [one.pair_id for one in worst]
+    wrong = next(p for p in planted.test if p.pair_id == worst[0].pair_id)
+    assert {words[0]["people preferred"], words[0]["the model prefers"]} == {
+        wrong.chosen,
+        wrong.rejected,
+    }
+    # What is shown beyond the folder has no words of anybody's.
+    assert wrong.chosen not in (folder / "report.json").read_text()
+
+
+def test_mlflow_and_dagster_are_told_all_of_it(trained: tuple[RewardModelReport, Path]) -> None:
+    report, folder = trained
+    assert report.findings is not None
+    saved = read_json(folder / "report.json")
+    metrics = beside(saved)
+    assert set(metrics) == {
+        "accuracy/bag_of_words",
+        "accuracy/length_matched",
+        "length_correlation",
+    }
+    rows = groups_of(dict.fromkeys(JOBS, saved))
+    assert [row["group"] for row in rows if row["model"] == "gate"] == [
+        "bag of words",
+        "length matched",
+        *(f"kind {name}" for name in ("correction", "preference", "thumbs")),
+        "topic tea",
+        "cohort chat",
+        "cohort votes.jsonl",
+        *(f"head on {pairs} pairs" for pairs in (30, 60, 120, 240)),
+    ]
+    assert (folder / "held_out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None:
+    rng = random.Random(0)
+    better = [float(rng.randint(0, 9)) for _ in range(13)]
+    worse = [float(rng.randint(0, 7)) for _ in range(7)]
+    each = [1.0 if b > w else 0.5 if b == w else 0.0 for b in better for w in worse]
+    found = tells_apart(better, worse)
+    assert found.share == pytest.approx(statistics.fmean(each))
+    assert found.low < found.share < found.high
+    assert tells_apart(worse, better).share == pytest.approx(1 - found.share)
+    assert tells_apart(better * 9, worse * 9).high < found.high
+
+
+def test_single_votes_are_good_bad_or_neither() -> None:
+    def one(kind: FeedbackKind, number: float | None, **criteria: float) -> bool | None:
+        return is_good(RewardExample("e", (), "c", kind, number, criteria, "v", "evaluation"))
+
+    kinds = FeedbackKind
+    assert [one(kinds.rating, stars) for stars in (1, 2, 3, 4, 5)] == [
+        False,
+        False,
+        None,
+        True,
+        True,
+    ]
+    assert [one(kinds.thumbs, up) for up in (0, 1)] == [False, True]
+    assert [one(kinds.score, share) for share in (0.2, 0.5, 0.7)] == [False, None, True]
+    assert one(kinds.criteria, None, safety=1.0, helpfulness=0.4) is True
+
+
+def test_annotators_agree_as_often_as_two_of_them_say_the_same(planted: Planted) -> None:
+    first, second = planted.test[:2]
+    votes = [replace(first, voter=name) for name in ("ann", "bob")]
+    votes.append(replace(first, voter="eve", chosen=first.rejected, rejected=first.chosen))
+    found = annotators_agree([*votes, second])  # the second has one vote: it says nothing
+    assert found is not None
+    assert (found.share, found.n) == (pytest.approx(1 / 3), 1)  # ann and bob, of three twos
+
+
+def test_length_is_told_by_ranks_and_by_pairs_of_like_length(planted: Planted) -> None:
+    assert rank_correlation([1, 2, 2, 9], [1, 5, 5, 6]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    pair = planted.test[0]
+    assert of_like_length(replace(pair, chosen="a" * 10, rejected="b" * 9))
+    assert not of_like_length(replace(pair, chosen="a" * 10, rejected="b" * 8))
+
+
+def test_a_bag_of_words_and_a_curve_need_something_to_go_by(planted: Planted) -> None:
+    alone: Any = [replace(planted.train[0], chosen="one", rejected="two")]
+    assert word_margins(alone, planted.test) == []
+    damaged = torch.full((8, 3), float("nan"), dtype=torch.float64)
+    assert learning_curve(damaged, damaged) == ()
+    wide = torch.randn(40, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wide[:, 0] += 9
+    assert learning_curve(wide[:30], wide[30:])[-1].accuracy.share == 1
