@@ -111,6 +111,7 @@ def reward_model(
             "ECE": round(reports[job]["ece"], 4),
             "raters": reports[job]["raters"],
             "doubted": reports[job]["doubted"],
+            "turned": reports[job]["turned"],
             "heads": reports[job]["heads"],
             "disagreement": round(reports[job]["disagreement"], 4),
         }

@@ -15,6 +15,11 @@ time, the contrary wrong. How those who were asked did is what is expected of th
 the first head is already weighed by it: a majority which agrees on something else then does not
 decide who is careful.
 
+Who turns: along each rater's votes, in the order they were given, goes an e-detector of "careful
+until some vote, careless or contrary from there". A rater who was as careful as they are held to be
+is taken for one who turned with probability TURN_ALPHA a vote at most. From the turn on their votes
+count nothing, and before it by what was foreseen of those before it alone.
+
 What this does not protect against: without gold questions, more than about a third of the raters
 who agree on something else; with or without, people made up by the dozen, and a few who vote like
 everybody but where a trigger stands (feedback/support.py looks for those, heads.py outvotes them).
@@ -23,6 +28,7 @@ everybody but where a trigger stands (feedback/support.py looks for those, heads
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +48,7 @@ GOLD_RIGHT = 0.95  # of a careful rater: even they err
 PRIOR_RATERS = 5  # that the prior is worth beside those who were asked gold questions
 JUDGED_VOTES = 5  # a rater with fewer decided pairs counts as any other
 JUDGED_RATERS = 10  # with so many votes; fewer cannot outvote each other
+TURN_ALPHA = 1e-4
 WIDEST = 256  # directions of the features that raters are judged in
 
 
@@ -54,6 +61,7 @@ class RaterWeight:
     weight: float  # probability of being careful; of those with few pairs, 1
     gold: int = 0  # gold questions answered
     gold_right: int = 0
+    turned_after: int | None = None  # decided pairs; None: the same rater to the end
 
 
 def rater_weights(
@@ -64,9 +72,10 @@ def rater_weights(
 ) -> dict[str, RaterWeight]:
     """Return each rater's weight, from features(chosen) - features(rejected), (N, F) float64.
 
-    `targets` (N,) are 1 where chosen was preferred and 0.5 for ties, which judge nobody. The
-    features should be of one scale. `gold` is how raters answered what is known. Where too few
-    raters have votes enough, gold alone counts, and all other weights are 1.
+    A rater's votes are in the order they were given. `targets` (N,) are 1 where chosen was
+    preferred and 0.5 for ties, which judge nobody. The features should be of one scale. `gold` is
+    how raters answered what is known. Where too few raters have votes enough, gold alone counts,
+    and all other weights are 1.
     """
     decided = targets == 1
     names = sorted(set(voters))
@@ -82,6 +91,7 @@ def rater_weights(
     weights = torch.where(tested, _kinds(known, priors)[0], everyone)
     judged = counts >= JUDGED_VOTES
     right = weights.new_zeros(len(names))
+    turned: dict[int, int] = {}
     if int(judged.sum()) >= JUDGED_RATERS:
         if tested.any():
             shares = _kinds(known, priors)[:, tested].sum(1) + PRIOR_RATERS * priors
@@ -96,6 +106,14 @@ def rater_weights(
             margins = _foreseen(told, (weights * voice)[rater], folds[rater])
             seen = _vote_likelihoods(margins, rater, (weights * voice)[rater], len(names))
             weights = torch.where(judged | tested, _kinds(known + seen, priors)[0], everyone)
+        sure = margins * _slope(margins, (weights * voice)[rater])
+        turned = _turns(sure, rater, [int(i) for i in judged.nonzero()])
+        if turned:
+            before = _before(turned, rater)
+            seen = _vote_likelihoods(
+                margins[before], rater[before], (weights * voice)[rater[before]], len(names)
+            )
+            weights = torch.where(judged | tested, _kinds(known + seen, priors)[0], everyone)
         right = right.index_add(0, rater, (margins > 0).to(right.dtype))
     return {
         name: RaterWeight(
@@ -104,9 +122,69 @@ def rater_weights(
             float(weights[i]),
             answered[i].asked,
             answered[i].right,
+            turned.get(i),
         )
         for i, name in enumerate(names)
     }
+
+
+def vote_weights(
+    weighed: Mapping[str, RaterWeight], voters: Sequence[str], targets: Sequence[float]
+) -> Tensor:
+    """Return how much each vote counts, (N,) float64: its rater's weight, 0 once they turned."""
+    given: Counter[str] = Counter()
+    found = []
+    for voter, target in zip(voters, targets, strict=True):
+        one = weighed[voter]
+        gone = one.turned_after is not None and given[voter] >= one.turned_after
+        found.append(0.0 if gone else one.weight)
+        given[voter] += target == 1
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def turn_of(sure: Sequence[float]) -> int | None:
+    """Return how many votes a rater gave before they turned; None where nothing says they did.
+
+    `sure` are the log-odds with which a careful rater says what this one said, vote by vote.
+    Two CUSUMs, M = max(M, 1) L, with L how much likelier a careless or a contrary rater says it,
+    .5 / p and (1 - p) / p; it is a turn once their mean reaches 1 / TURN_ALPHA, and it began where
+    the larger one was last below 1. E[L] is 1 for a careful rater, so the mean is no larger than
+    an e-detector. Source: the CUSUM e-detector of Shin, Ramdas and Rinaldo, arXiv:2203.03532.
+    """
+    logs, began = [0.0, 0.0], [0, 0]
+    for vote, odds in enumerate(sure):
+        careful = -math.log1p(math.exp(-odds)) if odds > -30 else odds
+        for i, other in enumerate((math.log(0.5), careful - odds)):
+            if logs[i] <= 0:
+                logs[i], began[i] = 0.0, vote
+            logs[i] += other - careful
+        larger = max((0, 1), key=lambda i: logs[i])
+        mean = logs[larger] + math.log1p(math.exp(logs[1 - larger] - logs[larger])) - math.log(2)
+        if mean >= -math.log(TURN_ALPHA):
+            return began[larger]
+    return None
+
+
+def _turns(sure: Tensor, rater: Tensor, judged: Sequence[int]) -> dict[int, int]:
+    """Return how many decided pairs each of the judged raters who turned gave before that."""
+    found = {}
+    for one in judged:
+        turn = turn_of(sure[rater == one].tolist())
+        if turn is not None:
+            found[one] = turn
+    return found
+
+
+def _before(turned: Mapping[int, int], rater: Tensor) -> Tensor:
+    """Return which votes came before their rater turned, (N,) bool.
+
+    Of raters who were never careful all count, or nothing would say what they are.
+    """
+    before = torch.ones_like(rater, dtype=torch.bool)
+    for one, votes in turned.items():
+        if votes >= JUDGED_VOTES:
+            before[(rater == one).nonzero().flatten()[votes:]] = False
+    return before
 
 
 def _foreseen(differences: Tensor, weights: Tensor, folds: Tensor) -> Tensor:
@@ -122,8 +200,7 @@ def _foreseen(differences: Tensor, weights: Tensor, folds: Tensor) -> Tensor:
 
 def _vote_likelihoods(margins: Tensor, rater: Tensor, weights: Tensor, raters: int) -> Tensor:
     """Return the log-likelihood of each rater's votes by kind of rater, (3, raters)."""
-    slope, _ = logistic(margins[:, None], torch.ones_like(margins), 1e-6, weights)
-    sure = margins * slope.clamp(min=0)
+    sure = margins * _slope(margins, weights)
     by_kind = (
         functional.logsigmoid(sure),
         torch.full_like(sure, math.log(0.5)),
@@ -131,6 +208,12 @@ def _vote_likelihoods(margins: Tensor, rater: Tensor, weights: Tensor, raters: i
     )
     none = margins.new_zeros(raters)
     return torch.stack([none.index_add(0, rater, likelihood) for likelihood in by_kind])
+
+
+def _slope(margins: Tensor, weights: Tensor) -> Tensor:
+    """Return a, (1,): how sure the margins are; 0 where they foresee nothing."""
+    slope, _ = logistic(margins[:, None], torch.ones_like(margins), 1e-6, weights)
+    return slope.clamp(min=0)
 
 
 def _gold_likelihoods(answered: Sequence[Tally]) -> Tensor:

@@ -84,7 +84,7 @@ from rlhf_pipeline.reward.model import (
     scores_by_head,
 )
 from rlhf_pipeline.reward.plots import plot_report
-from rlhf_pipeline.reward.raters import RaterWeight, rater_weights
+from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
 from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
 
 RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
@@ -119,6 +119,7 @@ class RewardModelReport:
     # the raters
     raters: int = 0  # who gave the training pairs
     doubted: int = 0  # of them, weighed below one half (raters.py)
+    turned: int = 0  # of them, who were careful until some vote and not from there
     heads: int = 1
     disagreement: float = 0.0  # mean deviation among heads on the held-out completions
     influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
@@ -217,7 +218,7 @@ def train_reward_model(
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
         weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters, gold)
-        weights = torch.tensor([weighed[voter].weight for voter in voters], dtype=torch.float64)
+        weights = vote_weights(weighed, voters, train.targets)
     if features is not None and heads > 1:
         parts = parts_of(voters, heads)
         model.combined = Combined(combine, disagreement_weight)
@@ -286,6 +287,7 @@ def train_reward_model(
         freeze_trunk=freeze_trunk,
         raters=len(set(voters)),
         doubted=sum(one.weight < 0.5 for one in weighed.values()),
+        turned=sum(bool(one.turned_after) for one in weighed.values()),
         heads=heads,
         disagreement=float(disagreement(by_head).mean()),
         influence=tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
 from rlhf_pipeline.reward.heads import Combined, disagreement, influences, parts_of
 from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.raters import rater_weights
+from rlhf_pipeline.reward.raters import TURN_ALPHA, rater_weights, turn_of, vote_weights
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import Planted
 
@@ -191,3 +192,43 @@ def test_few_raters_or_few_votes_are_not_judged_and_wide_features_are() -> None:
     assert {name for name, one in found.items() if one.weight < 0.5} == {"v03"}
     for judged in ([f"v{i % 9}" for i in range(400)], [f"v{rng.random()}" for _ in range(400)]):
         assert {one.weight for one in rater_weights(wide, targets, judged).values()} == {1.0}
+
+
+def test_a_rater_who_turns_is_caught_and_counts_until_then() -> None:
+    rng = torch.Generator().manual_seed(3)
+    votes, raters = 60, 20
+    direction = torch.randn(6, generator=rng, dtype=torch.float64)
+    told = torch.randn(raters * votes, 6, generator=rng, dtype=torch.float64)
+    says = (2 * told @ direction).sigmoid() > torch.rand(len(told), generator=rng)
+    told = torch.where(says[:, None], told, -told)
+    voters = [f"r{i:02d}" for i in range(raters) for _ in range(votes)]
+    told[40:60] = -told[40:60]  # r00 turns after 40 of 60
+    targets = torch.ones(len(told), dtype=torch.float64)
+    targets[5] = 0.5  # a tie, which is no decided pair
+    found = rater_weights(told, targets, voters)
+    turned = found["r00"].turned_after
+    assert turned is not None
+    assert 35 <= turned <= 43
+    assert found["r00"].weight > 0.9  # as they were
+    assert [one.turned_after for name, one in found.items() if name != "r00"] == [None] * 19
+    counts = vote_weights(found, voters, targets.tolist())
+    assert counts[:turned].min() > 0.9
+    assert counts[turned + 1 : votes].max() == 0
+    assert counts[votes:].min() > 0.5
+
+
+def test_a_careful_rater_is_seldom_taken_for_one_who_turned() -> None:
+    rng = random.Random(0)
+    false, missed, late = 0, 0, []
+    for _ in range(400):
+        odds = [rng.gauss(0, 2) for _ in range(100)]
+        said = [o if rng.random() < 1 / (1 + math.exp(-o)) else -o for o in odds]
+        false += turn_of(said) is not None
+        turned = turn_of([*said[:50], *(-o for o in said[50:])])
+        missed += turned is None
+        late.append(abs((turned or 0) - 50))
+    assert false <= 400 * 100 * TURN_ALPHA
+    assert missed == 0
+    assert statistics.median(late) <= 2
+    assert turn_of([5.0] * 50) is None
+    assert turn_of([-800.0] * 3) == 0
