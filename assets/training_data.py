@@ -31,8 +31,11 @@ def training_data(
     """The validated votes as data sets; no prompt is in two splits."""
     with pipeline.turn(context) as turn:
         feedback = turn.settings.feedback
+        votes = stages.without_gold(turn, snapshot.read(turn.data / VALIDATED))
+        capped = datasets.within_cap(votes, feedback.max_per_rater)
+        context.log.info("%d votes left out by the cap per rater", len(votes) - len(capped))
         built = datasets.build(
-            stages.without_gold(turn, snapshot.read(turn.data / VALIDATED)),
+            capped,
             evaluation_share=feedback.evaluation_share,
             min_rating=feedback.min_rating,
             max_samples=feedback.max_samples,
@@ -44,6 +47,7 @@ def training_data(
                 source=turn.data / VALIDATED,
                 context="training",
                 counts={
+                    "over_rater_cap": len(votes) - len(capped),
                     "preference_pairs": len(built.preference_pairs),
                     "reward_examples": len(built.reward_examples),
                     "sft_examples": len(built.sft_examples),

@@ -149,6 +149,11 @@ class FeedbackSettings(Section):
         4, ge=1, le=5, description="Rating from which a completion is imitated."
     )
     max_samples: Positive | None = Field(None, description="Rows per data set; None keeps all.")
+    max_per_rater: Positive | None = Field(
+        1000,
+        description="Votes of one rater that data sets are made of, the same ones every time; the "
+        "rest stay in the snapshot. None: no cap. Unsigned votes are each of another rater.",
+    )
     evaluation_share: Share = Field(0.15, description="Prompts kept from training, by hash.")
     gold_questions: str | None = Field(
         None,

@@ -147,6 +147,18 @@ def build(
     )
 
 
+def within_cap(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
+    """Return a snapshot frame's rows with `most` of each rater's at most, in their order.
+
+    Those whose hash comes first are kept, so that nobody chooses which of their votes count.
+    """
+    if most is None or not len(frame):
+        return frame
+    order = frame["feedback_id"].map(lambda key: unit_interval("rater cap", str(key)))
+    place = order.groupby(frame["voter"]).rank(method="first")
+    return frame[place <= most].reset_index(drop=True)
+
+
 def cohort_of(origin: str) -> str:
     """Return which cohort a vote's rater is of: where votes come in; a file by its name alone."""
     return PurePath(origin).name[:MOST_OF_NAME] or origin[:MOST_OF_NAME]

@@ -22,6 +22,7 @@ from rlhf_pipeline.feedback.datasets import (
     read_jsonl,
     split_of,
     unit_interval,
+    within_cap,
     write_jsonl,
 )
 from rlhf_pipeline.records import (
@@ -267,6 +268,19 @@ def test_a_cap_keeps_the_same_records_whatever_their_order() -> None:
         (p.pair_id for p in capped.preference_pairs), key=lambda i: int(i[3:])
     )  # in the order they came
     assert len(made(*rows, max_samples=50).preference_pairs) == 50
+
+
+def test_no_rater_has_more_votes_than_the_cap() -> None:
+    votes = pd.DataFrame(
+        {"feedback_id": [f"f{i}" for i in range(60)], "voter": ["loud"] * 50 + ["ann"] * 10}
+    )
+    kept = within_cap(votes, 20)
+    assert kept["voter"].value_counts().to_dict() == {"loud": 20, "ann": 10}
+    again = within_cap(votes.sample(frac=1, random_state=0), 20)
+    assert set(again["feedback_id"]) == set(kept["feedback_id"])
+    assert kept["feedback_id"].is_unique
+    assert kept.index.tolist() == list(range(30))
+    assert within_cap(votes, None) is votes
 
 
 def test_nothing_in_is_nothing_out() -> None:
