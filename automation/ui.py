@@ -26,7 +26,10 @@ def main() -> None:
     dagster_port = processes.free_port(arguments.dagster_port)
     mlflow_port = processes.free_port(arguments.mlflow_port)
     service_port = processes.free_port(arguments.service_port)
-    asks_at = {"RLHF_DAGSTER_URL": f"http://127.0.0.1:{dagster_port}"}
+    asks_at = {
+        "RLHF_DAGSTER_URL": f"http://127.0.0.1:{dagster_port}",
+        "RLHF_MLFLOW_URL": f"http://127.0.0.1:{mlflow_port}",
+    }
     children = [
         processes.start_daemon(state),
         processes.start_webserver(state, dagster_port),

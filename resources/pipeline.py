@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -203,6 +204,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "data": {name: file_sha256(path) for name, path in lines.items() if path.exists()},
             "reward_models": rewards,
             **_training_of(turn),
+            **_evaluation_of(turn),
             "base": turn.settings.policy.base,
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
@@ -358,6 +360,22 @@ def _training_of(turn: Turn) -> dict[str, Any]:
             "updates": len(result["reward_history"]),
             "reward_mean": result["final_reward_mean"],
             "reward_std": result["final_reward_std"],
+        }
+    }
+
+
+def _evaluation_of(turn: Turn) -> dict[str, Any]:
+    """Return what the comparison found, where it came to that: the gate model's score in short."""
+    path = turn.work / "evaluation.json"
+    if not path.exists():
+        return {}
+    report = read_json(path)["result"]["report"]
+    return {
+        "evaluation": {
+            "score": report["numbers"]["candidate"]["gate_score"]["value"],
+            "score_std": statistics.pstdev(report["scores"]["candidate"]),  # between prompts
+            "over_champion": report["differences"]["champion"]["gate_score"]["value"],
+            "win_rate": report["win_rates"]["champion"]["value"],
         }
     }
 

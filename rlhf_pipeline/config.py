@@ -514,6 +514,11 @@ class PagesSettings(Section):
         description="Do so too where the heads of the champion's reward model differ, if it has "
         "several; that model is then held in memory beside the champion.",
     )
+    mlflow_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s@]+$",
+        description="MLflow's page, for links to versions. None: mlflow_uri, where that is a page.",
+    )
     log_traces: bool = Field(
         False,
         description="Log each answer as an MLflow trace, and take what people say of it there.",
@@ -808,6 +813,8 @@ def load_settings(
     tree = _merged(_read_recipe(name), {key: v for key, v in environment.items() if v})
     if dagster := os.environ.get("RLHF_DAGSTER_URL"):
         tree = _merged(tree, {"training": {"dagster_url": dagster}})
+    if page := os.environ.get("RLHF_MLFLOW_URL"):
+        tree = _merged(tree, {"pages": {"mlflow_url": page}})
     if webhook := os.environ.get("RLHF_WEBHOOK"):
         tree = _merged(tree, {"notifications": {"webhook": webhook}})
     tree = _merged(tree, overrides or {})

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
+from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, now
+from rlhf_pipeline.registry.comparison import learned_per_thousand
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.store import FeedbackStore
@@ -72,6 +74,10 @@ class Standing:
     margin: float | None  # half the width of its 95 % interval, people taken as independent
     gain: float | None  # held-out score over the baseline's, lower bound
     kl: float | None  # nats a completion, to the baseline
+    score: float | None = None  # held-out, by the gate's model of its turn: mean over prompts
+    spread: float | None = None  # its standard deviation between prompts
+    learned: float | None = None  # score over the champion of its day, for 1,000 more votes
+    mlflow_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Overview:
     troubles: Mapping[str, int]  # rule -> how often, most first
     waits: Waits | None  # for the newest answers
     drift: Mapping[str, Any] | None  # as the newest snapshot's drift.json says
+    support: Mapping[str, Any] | None = None  # on whom it rests, as its support.json says
 
 
 def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Overview:
@@ -102,7 +109,7 @@ def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Ov
         agent_id=agent_id,
         paused=row.paused_reason if row else None,
         votes=_votes(database, agent_id),
-        standings=_standings(database, ledger, agent_id),
+        standings=standings(database, ledger, agent_id),
         attempts=claims.history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
         last_turn=last_turn,
         waiting_votes=store.new_since(agent_id, last_turn.watermark if last_turn else 0).votes,
@@ -110,7 +117,8 @@ def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Ov
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),
         waits=_waits(database, agent_id),
-        drift=_drift(database, agent_id),
+        drift=_of_snapshot(database, agent_id, DRIFT),
+        support=_of_snapshot(database, agent_id, SUPPORT),
     )
 
 
@@ -143,7 +151,8 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest)
 
 
-def _standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> Sequence[Standing]:
+def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> list[Standing]:
+    """Return every version, newest first: what people, its comparison and the gate say of it."""
     opinions = _opinions(database, agent_id)
     roles: dict[int, list[str]] = defaultdict(list)
     for role, found in (
@@ -153,13 +162,20 @@ def _standings(database: db.Database, ledger: PromotionLedger, agent_id: str) ->
     ):
         if found is not None:
             roles[found.version].append(role)
+    known = ledger.versions(agent_id)
     return [
-        _standing(version, tuple(roles[version.version]), opinions.get(version.version, []))
-        for version in reversed(ledger.versions(agent_id))
+        _standing(version, known, tuple(roles[version.version]), opinions.get(version.version, []))
+        for version in reversed(known)
     ]
 
 
-def _standing(version: ModelVersion, roles: tuple[str, ...], said: Sequence[float]) -> Standing:
+def _standing(
+    version: ModelVersion,
+    known: Sequence[ModelVersion],
+    roles: tuple[str, ...],
+    said: Sequence[float],
+) -> Standing:
+    compared = version.lineage.get("evaluation", {})
     judged = {} if version.gate is None else {r["rule"]: r for r in version.gate["results"]}
     enough = len(said) >= FEWEST
     mean = fmean(said) if enough else None
@@ -178,6 +194,10 @@ def _standing(version: ModelVersion, roles: tuple[str, ...], said: Sequence[floa
         margin=margin,
         gain=judged.get("score_vs_baseline", {}).get("number"),
         kl=judged.get("kl_stop", {}).get("number"),
+        score=compared.get("score"),
+        spread=compared.get("score_std"),
+        learned=learned_per_thousand(version, known),
+        mlflow_version=version.mlflow_version,
     )
 
 
@@ -231,12 +251,12 @@ def _waits(database: db.Database, agent_id: str) -> Waits | None:
     return Waits(len(took), took[len(took) // 2], took[math.ceil(0.95 * len(took)) - 1])
 
 
-def _drift(database: db.Database, agent_id: str) -> Mapping[str, Any] | None:
+def _of_snapshot(database: db.Database, agent_id: str, name: str) -> Mapping[str, Any] | None:
     s = db.snapshots.c
     query = sa.select(s.path).where(s.agent_id == agent_id).order_by(s.created_at.desc()).limit(1)
     with database.read() as connection:
         path = connection.execute(query).scalar()
-    report = Path(path).parent / "drift.json" if path else None
+    report = Path(path).parent / name if path else None
     if report is None or not report.exists():
         return None
     found: Mapping[str, Any] = read_json(report)

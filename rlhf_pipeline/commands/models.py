@@ -22,17 +22,27 @@ from rlhf_pipeline.commands.common import (
 from rlhf_pipeline.errors import RegistryError
 
 if TYPE_CHECKING:
+    from rlhf_pipeline import overview
     from rlhf_pipeline.registry.ledger import ModelVersion, Standing
 
 
 def versions(agent: Agent) -> None:
-    """List an agent's versions: who serves, who waits, what the gate said."""
+    """List an agent's versions: who serves, who waits, what the gate and people said.
+
+    Score is the gate model's on held-out prompts, with its spread between them; learned is how much
+    of it came over the champion of that day for 1,000 more votes. KL is in nats a completion.
+    """
     from rich.table import Table
+
+    from rlhf_pipeline.overview import standings
 
     here = workspace()
     here.version(agent, "0")  # says what to do where there is none
     standing, baseline = here.ledger.standing(agent), here.ledger.baseline(agent)
     table = Table("version", "label", "standing", "gate", "registered (UTC)", "MLflow")
+    for name in ("score", "KL", "learned", "satisfaction"):
+        table.add_column(name, justify="right")
+    seen = {one.version: one for one in standings(here.store.database, here.ledger, agent)}
     for version in here.ledger.versions(agent):
         table.add_row(
             str(version.version),
@@ -41,8 +51,20 @@ def versions(agent: Agent) -> None:
             _gate(version),
             f"{version.created_at:%Y-%m-%d %H:%M}",
             version.mlflow_version or "–",
+            *_measured(seen[version.version]),
         )
     console().print(table)
+
+
+def _measured(standing: overview.Standing) -> list[str]:
+    """Return score, KL, what was learned, and satisfaction; a dash where nobody measured."""
+    told = [
+        (standing.score, f" ± {standing.spread or 0.0:.2f}", "+.2f"),
+        (standing.kl, "", ".1f"),
+        (standing.learned, "", "+.2f"),
+        (standing.satisfaction, f" ± {standing.margin or 0.0:.2f}", ".2f"),
+    ]
+    return ["–" if value is None else f"{value:{form}}{more}" for value, more, form in told]
 
 
 def promote(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion
 
 OUTCOME = "evaluation.json"  # in the turn's work folder: what its evaluation stage came to
 
@@ -26,12 +27,31 @@ def pictures_of(version: ModelVersion) -> list[Path]:
     return [*drawn, *sorted((work / "ppo").rglob("over_optimisation.png"))]
 
 
-def compared_with(ledger: PromotionLedger, version: ModelVersion) -> ModelVersion | None:
-    """Return who was champion when the version was trained and compared; None where unknown."""
+def compared_with(version: ModelVersion, known: Sequence[ModelVersion]) -> ModelVersion | None:
+    """Return who was champion when the version was trained and compared; None where unknown.
+
+    `known` are the agent's versions, oldest first.
+    """
     place = str(version.lineage.get("started_from") or "")
     # The end of the path, as the state folder may have been elsewhere on that day.
-    known = reversed(ledger.versions(version.agent_id)) if place else iter(())
-    return next((v for v in known if place.endswith("/".join(v.path.parts[-3:]))), None)
+    found = (v for v in reversed(known) if place.endswith("/".join(v.path.parts[-3:])))
+    return next(found, None)
+
+
+def learned_per_thousand(version: ModelVersion, known: Sequence[ModelVersion]) -> float | None:
+    """Return how much higher the version scored than the champion of its day, for 1,000 more votes.
+
+    By the gate's model on held-out prompts. Votes before reward models count in nothing: a baseline
+    imitates, and has learned from none. None where its lineage does not say, or where it was
+    trained on no more votes than that champion.
+    """
+    before = compared_with(version, known)
+    gained = version.lineage.get("evaluation", {}).get("over_champion")
+    if before is None or gained is None:
+        return None
+    had = int(before.lineage.get("votes", 0)) if before.lineage.get("reward_models") else 0
+    more = int(version.lineage.get("votes", 0)) - had
+    return 1000 * float(gained) / more if more > 0 else None
 
 
 def _work(version: ModelVersion) -> Path:

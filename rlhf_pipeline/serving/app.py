@@ -106,9 +106,9 @@ def create_app(
 
         mount_pages(app, Desk(settings, store, registry, gateway, limit))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
-        tracked = settings.mlflow_uri or ""
+        tracked = settings.pages.mlflow_url or settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
-            links["MLflow"] = tracked
+            links["MLflow"] = tracked.rstrip("/")
         links |= {"Candidates": CANDIDATES, "Answers": EXPLAIN, "Raters": ANYBODY}
         add_dashboard(app, gateway, store.agents, links)
         add_explain_page(app, gateway, store.agents)

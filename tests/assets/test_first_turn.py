@@ -12,6 +12,7 @@ import pytest
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import folder_sha256, read_json
+from rlhf_pipeline.registry.comparison import learned_per_thousand
 from tests.assets.world import UPDATES, FirstTurn, Loop, failures
 
 ASSETS = (
@@ -129,6 +130,13 @@ def test_a_version_keeps_the_gates_numbers_and_its_whole_lineage(
     assert set(lineage["reward_models"]) == {"proxy", "stopping", "gate"}
     assert Path(lineage["started_from"]) == loop.version("shop", 0).path
     assert version.label == f"v{lineage['votes']}"
+    report = read_json(first_turn.work / "evaluation.json")["result"]["report"]
+    assert lineage["evaluation"]["score"] == pytest.approx(
+        sum(report["scores"]["candidate"]) / report["prompts"]
+    )
+    assert learned_per_thousand(version, loop.pipeline.ledger.versions("shop")) == pytest.approx(
+        1000 * report["differences"]["baseline"]["gate_score"]["value"] / lineage["votes"]
+    )
     assert lineage["votes"] == metadata(first_turn, "feedback_snapshot")["dagster/row_count"]
 
 

@@ -123,7 +123,7 @@ def _list(agent_id: str, waiting: Sequence[ModelVersion]) -> str:
 def _candidate(registry: ModelRegistry, version: ModelVersion, secret: bytes) -> str:
     """Return what there is to look at of one version, and the form where it may be promoted."""
     ledger, agent_id = registry.ledger, version.agent_id
-    standing, then = ledger.standing(agent_id), compared_with(ledger, version)
+    standing, then = ledger.standing(agent_id), compared_with(version, ledger.versions(agent_id))
     champion = standing.champion
     told = f"<h2>Version {version.version} ({inert(version.label)})</h2>"
     if champion is not None and then is not None:

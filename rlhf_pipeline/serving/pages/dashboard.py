@@ -6,6 +6,7 @@ content security policy lets nothing else in. It shows no words that anybody wro
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -19,6 +20,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from rlhf_pipeline.alerts import Alert, alerts_of
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
+from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.serving.pages.parts import (
     STYLE,
     Html,
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from matplotlib.figure import Figure
 
+    from rlhf_pipeline.feedback.claims import Claim
     from rlhf_pipeline.serving.gateway import Gateway
 
 PATH = "/dashboard"
+RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a Dagster run's id
 FRESH_SECONDS = 20.0  # a page asked for again within them is the same one
 AGAIN_SECONDS = 60  # after which a browser asks again
 COLOURS = ("#1b7837", "#2166ac", "#b2182b", "#762a83", "#b35806", "#666666", "#35978f")
@@ -116,18 +120,26 @@ def render(
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
         picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
+        "<h2>Raters of the newest snapshot</h2>",
+        _raters(o.support),
         "<h2>Versions</h2>",
-        picture(satisfaction_figure(o.standings), "how good people find each version")
-        if any(s.satisfaction is not None for s in o.standings)
+        picture(versions_figure(o.standings), "score, KL, satisfaction and learning by version")
+        if len(o.standings) > 1 or any(s.satisfaction is not None for s in o.standings)
         else "",
-        _versions(o.standings),
+        _versions(o.standings, o.agent_id, links.get("MLflow")),
         "<h2>Experiment</h2>",
         _experiment(o),
         "<h2>Training</h2>",
         table(
             ("asked", "attempt", "state", "asked by", "why it ended"),
             [
-                (when(a.created_at), a.attempt, a.state, a.asked_by, a.reason or "")
+                (
+                    _run(a, links.get("Dagster")),
+                    a.attempt,
+                    a.state,
+                    a.asked_by,
+                    a.reason or "",
+                )
                 for a in o.attempts
             ],
         ),
@@ -160,18 +172,37 @@ def votes_figure(o: Overview) -> Figure:
     return figure
 
 
-def satisfaction_figure(standings: Sequence[Standing]) -> Figure:
-    """Return how good people find each version, with 95 % intervals, oldest first."""
+def versions_figure(standings: Sequence[Standing]) -> Figure:
+    """Return the versions over time, oldest first: score with its spread between prompts, KL,
+    satisfaction with its 95 % interval, and what was learned for 1,000 more votes.
+    """
     from matplotlib.figure import Figure
 
-    seen = [s for s in reversed(standings) if s.satisfaction is not None]
-    figure = Figure(figsize=(9, 2.4), layout="constrained")
-    axes = figure.add_subplot()
-    means = [s.satisfaction or 0.0 for s in seen]
-    axes.errorbar(range(len(seen)), means, yerr=[s.margin or 0.0 for s in seen], fmt="o", capsize=4)
-    axes.set_xticks(range(len(seen)), [str(s.version) for s in seen])
-    axes.set(xlabel="version", ylabel="satisfaction", ylim=(0, 1), xlim=(-0.5, len(seen) - 0.5))
-    axes.grid(axis="y", alpha=0.3)
+    seen = list(reversed(standings))
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    places = figure.subplots(2, 2, sharex=True).flatten()
+    curves: tuple[tuple[str, list[float | None], list[float | None]], ...] = (
+        ("held-out score, ± spread", [s.score for s in seen], [s.spread for s in seen]),
+        ("KL to the baseline, nats", [s.kl for s in seen], [None for s in seen]),
+        ("satisfaction, 95 %", [s.satisfaction for s in seen], [s.margin for s in seen]),
+        ("score learned / 1,000 votes", [s.learned for s in seen], [None for s in seen]),
+    )
+    for axes, (name, values, margins) in zip(places, curves, strict=True):
+        known = [n for n, value in enumerate(values) if value is not None]
+        axes.errorbar(
+            known,
+            [values[n] for n in known],
+            yerr=[margins[n] or 0.0 for n in known],
+            fmt="o-",
+            capsize=4,
+        )
+        axes.set_title(name, fontsize="small")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_xlim(-0.5, len(seen) - 0.5)
+    ticks = range(0, len(seen), max(1, len(seen) // 12))
+    for axes in places[2:]:
+        axes.set_xticks(ticks, [str(seen[n].version) for n in ticks])
+        axes.set_xlabel("version")
     return figure
 
 
@@ -233,24 +264,61 @@ def _facts(o: Overview, waiting: int) -> str:
     return f'<div class="facts">{cards}</div>'
 
 
-def _versions(standings: Sequence[Standing]) -> str:
+def _run(attempt: Claim, dagster: str | None) -> str:
+    """Return when it was asked for, as a link to the run on Dagster's page where it has one."""
+    moment = when(attempt.created_at)
+    if dagster is None or not RUN.fullmatch(attempt.holder):
+        return moment
+    return Html(f'<a href="{inert(dagster.rstrip("/"))}/runs/{attempt.holder}">{moment}</a>')
+
+
+def _raters(support: Mapping[str, Any] | None) -> str:
+    if support is None:
+        return "<p>No snapshot yet.</p>"
+    compared = [r for r in support["by_rater"] if r["compared"] >= FEWEST]
+    against = sum(r["alike"] < 0.5 for r in compared)
+    rows: list[tuple[object, ...]] = [
+        (f"agreement on {on}", f"alpha {a['alpha']:.2f}, {a['alike']:.0%} alike", a["answers"])
+        for on, a in support["agreement"].items()
+        if a["answers"]
+    ]
+    rows += [
+        ("who contradict the others more often than not", against, len(compared)),
+        ("of the votes by the busiest hundredth", f"{support['top_share']:.0%}", support["raters"]),
+        ("n-grams that few raters carry", len(support["associations"]), support["raters"]),
+    ]
+    return table(("raters", "found", "looked at"), rows)
+
+
+def _versions(standings: Sequence[Standing], agent_id: str, mlflow: str | None) -> str:
     verdicts = {True: '<span class="good">passed</span>', False: "refused", None: "not judged"}
     rows = [
         (
-            s.version,
+            _version(s, agent_id, mlflow),
             s.label,
             ", ".join(s.roles),
             when(s.created_at),
             Html(verdicts[s.passed]),
+            "–" if s.score is None else f"{s.score:+.2f} ± {s.spread or 0.0:.2f}",
             "–" if s.gain is None else f"{s.gain:+.2f}",
             "–" if s.kl is None else f"{s.kl:.1f}",
+            "–" if s.learned is None else f"{s.learned:+.2f}",
             f"{s.satisfaction:.3f} ± {s.margin:.3f}" if s.satisfaction is not None else "–",
             s.votes,
         )
         for s in standings
     ]
-    head = ("version", "label", "is", "registered", "gate", "score over baseline, at least")
-    return table((*head, "KL, nats", "satisfaction", "people who voted"), rows)
+    head = ("version", "label", "is", "registered", "gate", "held-out score, ± spread")
+    more = ("over baseline, at least", "KL, nats", "learned / 1,000 votes")
+    return table((*head, *more, "satisfaction", "people who voted"), rows)
+
+
+def _version(standing: Standing, agent_id: str, mlflow: str | None) -> str:
+    """Return its number, as a link to its page in MLflow where there is one."""
+    if mlflow is None or standing.mlflow_version is None:
+        return str(standing.version)
+    page = f"{mlflow}/#/models/{quote(model_name(agent_id))}/versions/{standing.mlflow_version}"
+    return Html(f'<a href="{inert(page)}">{standing.version}</a>')
 
 
 def _experiment(o: Overview) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -15,12 +18,19 @@ from fastapi.testclient import TestClient
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.overview import Votes, Waits, overview
+from rlhf_pipeline.overview import Standing, Votes, Waits, overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.serving.pages.dashboard import _facts, add_dashboard
+from rlhf_pipeline.serving.pages.dashboard import (
+    _facts,
+    _raters,
+    _run,
+    _versions,
+    add_dashboard,
+    versions_figure,
+)
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -68,14 +78,15 @@ def store(tmp_path: Path) -> Iterator[FeedbackStore]:
 def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
     """A baseline, and a version that the gate refused."""
     ledger = PromotionLedger(store.database, tmp_path)
-    made: dict[str, Any] = {"path": tmp_path / "v", "files": {"a": "0" * 64}, "lineage": {}}
-    ledger.add_baseline("tea", label="v0", actor="test", **made)
+    made: dict[str, Any] = {"path": tmp_path / "v", "files": {"a": "0" * 64}}
+    # Version 0 comes from the first turn's snapshot, but imitates: votes have taught it nothing.
+    ledger.add_baseline("tea", label="v0", actor="test", lineage={"votes": 500}, **made)
     results = [
         {"rule": "score_vs_baseline", "number": -0.25, "verdict": "fail", "words": ""},
         {"rule": "kl_stop", "number": 3.5, "verdict": "pass", "words": ""},
     ]
     gate = {"passed": False, "results": results}
-    made["files"] = {"a": "1" * 64}
+    made |= {"files": {"a": "1" * 64}, "lineage": {}}
     ledger.add_version("tea", label="v29", gate=gate, fingerprint="f", **made)
     return ledger
 
@@ -98,6 +109,82 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_versions_over_time_have_score_spread_and_what_a_vote_taught(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    for number, votes, gained in ((2, 500, 0.3), (3, 500, 0.1), (4, 900, -0.2)):
+        path = tmp_path / "turns" / str(number) / "ppo" / "policy"
+        before = ledger.versions("tea")[-1].path if number > 2 else tmp_path / "v"
+        found = {"score": 0.5, "score_std": 0.25, "over_champion": gained, "win_rate": 0.6}
+        ledger.add_version(
+            "tea",
+            label=f"v{votes}",
+            path=path,
+            files={"a": str(number) * 64},
+            lineage={
+                "votes": votes,
+                "started_from": str(before),
+                "reward_models": {"gate": {"a": "0"}},
+                "evaluation": found,
+            },
+            gate=None,
+            fingerprint=str(number),
+        )
+    newest, same_votes, first, refused, _ = overview(store, ledger, "tea").standings
+    assert (first.score, first.spread) == (0.5, 0.25)
+    assert first.learned == pytest.approx(0.6)
+    assert same_votes.learned is None  # from no more votes than the champion of its day
+    assert newest.learned == pytest.approx(-0.5)  # 0.2 lost for 400 more
+    assert (refused.score, refused.learned) == (None, None)
+    figure = versions_figure([newest, same_votes, first, refused])
+    drawn = {
+        axes.get_title(): np.asarray(axes.lines[0].get_xydata()).tolist() for axes in figure.axes
+    }
+    assert drawn["held-out score, ± spread"] == [[1, 0.5], [2, 0.5], [3, 0.5]]
+    learned = drawn["score learned / 1,000 votes"]
+    assert [x for x, _ in learned] == [1, 3]
+    assert drawn["KL to the baseline, nats"] == [[0, 3.5]]
+
+
+def test_runs_and_versions_are_links_where_their_pages_are_known() -> None:
+    at = datetime(2026, 5, 1, tzinfo=UTC)
+    run = "0f8fad5b-d9cb-469f-a165-70867728950e"
+    claim = Claim(1, "tea", "f", 1, 1, "done", run, "sensor", at, at, at)
+    link = _run(claim, "http://127.0.0.1:3000/")
+    assert link.startswith(f'<a href="http://127.0.0.1:3000/runs/{run}">2026')
+    assert _run(replace(claim, holder="erasure-1"), "http://127.0.0.1:3000") == "2026-05-01 00:00"
+    assert _run(claim, None) == "2026-05-01 00:00"
+    seen = Standing(7, "v7", at, (), None, 0, None, None, None, None, mlflow_version="8")
+    page = _versions([seen], "tea", "http://127.0.0.1:5000")
+    assert '<a href="http://127.0.0.1:5000/#/models/rlhf-tea/versions/8">7</a>' in page
+    assert "<a " not in _versions([seen], "tea", None)
+
+
+def test_raters_health_is_how_far_they_agree_and_who_does_not() -> None:
+    raters = [
+        {"voter": "a", "votes": 50, "compared": 40, "alike": 0.9},
+        {"voter": "b", "votes": 50, "compared": 40, "alike": 0.1},
+        {"voter": "c", "votes": 3, "compared": 2, "alike": 0.0},
+    ]
+    agreement = {
+        "pairs": {"answers": 12, "alike": 0.75, "alpha": 0.5},
+        "thumbs": {"answers": 0, "alike": 0.0, "alpha": 0.0},
+    }
+    told = _raters(
+        {
+            "raters": 3,
+            "top_share": 0.5,
+            "associations": [{}],
+            "agreement": agreement,
+            "by_rater": raters,
+        }
+    )
+    assert "<td>agreement on pairs</td><td>alpha 0.50, 75% alike</td><td>12</td>" in told
+    assert "more often than not</td><td>1</td><td>2</td>" in told  # c has been compared too little
+    assert "thumbs" not in told
+    assert _raters(None) == "<p>No snapshot yet.</p>"
 
 
 def test_with_few_or_many_people_only_what_is_so_is_said() -> None:
