@@ -2,7 +2,8 @@
 
 The book is read every LOOK_EVERY_SECONDS, so an experiment that another process ended is over here
 within as many. Trouble seen here ends it here, and in the book: no request after it meets the
-challenger. Where the book cannot be read, everybody meets the champion.
+challenger, also where the book cannot be written now; it is told again at every look. Where the
+book cannot be read, everybody meets the champion.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Trials:
         self.settings = settings
         self._running: dict[str, Experiment] = {}
         self._answers: dict[str, deque[bool]] = {}  # by experiment: whether the baseline had to
+        self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
         self._lock = threading.Lock()
 
@@ -56,12 +58,20 @@ class Trials:
             answers.append(fell_back)
             failed = sum(answers)
             trouble = failed >= max(self.settings.trouble_share * most, 1.0)
-            if trouble:
-                self._running.pop(experiment.agent_id, None)
-        if trouble:
+            if not trouble or experiment.experiment_id in self._ended:
+                return
             reason = f"the baseline had to answer {failed} of the latest {len(answers)} times"
-            log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)
-            self.book.end(experiment, "rolled_back", reason)
+            self._ended[experiment.experiment_id] = reason
+            self._running.pop(experiment.agent_id, None)
+        log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)
+        self._write_down(experiment)
+
+    def _write_down(self, experiment: Experiment) -> None:
+        """End in the book what trouble ended here."""
+        try:
+            self.book.end(experiment, "rolled_back", self._ended[experiment.experiment_id])
+        except Exception:  # a store that cannot be written now
+            log.exception("an ended experiment stands in the book as running; told again soon")
 
     def _refresh(self) -> None:
         if time.monotonic() - self._looked < LOOK_EVERY_SECONDS:
@@ -71,7 +81,14 @@ class Trials:
                 return
             self._looked = time.monotonic()
             try:
-                self._running = {e.agent_id: e for e in self.book.all_running()}
+                running = self.book.all_running()
+                self._running = {
+                    e.agent_id: e for e in running if e.experiment_id not in self._ended
+                }
             except Exception:  # a store that cannot be read now
                 log.exception("experiments could not be read; everybody meets the champion")
                 self._running = {}
+                return
+            for experiment in running:
+                if experiment.experiment_id in self._ended:
+                    self._write_down(experiment)

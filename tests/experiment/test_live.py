@@ -199,6 +199,30 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
     assert ended.reason == "the baseline had to answer 2 of the latest 10 times"
 
 
+def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
+    store: FeedbackStore, ledger: PromotionLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, SETTINGS.model_copy(update={"trouble_answers": 1}))
+    assert trials.meeting(AGENT, "ann") == experiment
+
+    def full(*_: object) -> bool:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExperimentBook, "end", full)
+        trials.tell(experiment, fell_back=True)  # the request that met it is answered all the same
+        assert trials.meeting(AGENT, "ann") is None
+        assert book.running(AGENT) is not None
+    assert trials.meeting(AGENT, "ann") is None
+    [ended] = book.history(AGENT)
+    assert (ended.state, ended.reason) == (
+        "rolled_back",
+        "the baseline had to answer 1 of the latest 1 times",
+    )
+
+
 def test_an_experiment_that_ends_elsewhere_is_over_here_within_seconds(
     store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
