@@ -24,7 +24,7 @@ from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
-from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
@@ -505,3 +505,57 @@ def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: W
         after = asked(people["challenger"])
         assert (after.experiment, after.arm) == (None, "champion")
         assert after.model_version == champion.version
+
+
+def test_a_rollback_reaches_everybody_within_five_seconds_and_streams_finish(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, over, step = ExperimentBook(world.database), threading.Event(), Decoder._step
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    users = [n for n in map(str, range(40)) if is_challenged(begun, n)]
+
+    def slowly(decoder: Decoder, batch: Any) -> Any:
+        over.wait(0.2)  # each token, until the rollback is over
+        return step(decoder, batch)
+
+    monkeypatch.setattr(Decoder, "_step", slowly)
+    with serving(world.settings, world) as running:
+
+        def met(user: str) -> Any:
+            found = world.store.interaction(running.post(user=user, max_tokens=2).json()["id"])
+            assert found is not None
+            return found
+
+        body = {"model": "shop", "seed": SEED, "stream": True, "user": users[0], **ASKED}
+        address = f"{running.address}/v1/chat/completions"
+        with httpx.stream("POST", address, json=body, timeout=30) as answer:
+            arriving = answer.iter_lines()
+            lines = [next(arriving)]
+            key = json.loads(lines[0].removeprefix("data: "))["id"]
+            assert met(users[0]).arm == "challenger"
+            triggered = time.monotonic()
+            assert book.end(begun, "rolled_back", "surely worse")  # as the daemon does
+            while met(users[0]).arm == "challenger":
+                assert time.monotonic() < triggered + 5
+            assert time.monotonic() < triggered + 5
+            assert world.store.interaction(key) is None  # the stream is still in flight
+            after = [met(user) for user in users[:4]]
+            assert {(a.experiment, a.arm, a.model_version) for a in after} == {
+                (None, "champion", 0)
+            }
+            over.set()
+            lines += arriving
+        assert "data: [DONE]" in lines
+        whole = world.store.interaction(key)
+        assert whole is not None
+        assert (whole.experiment, whole.arm, whole.model_version) == (
+            begun.experiment_id,
+            "challenger",
+            1,
+        )
+
+
+def is_challenged(experiment: Experiment, user: str) -> bool:
+    """Say whether a chat's `user` meets the challenger."""
+    unit = hash_rater("shop", user)
+    return arm_of(experiment.experiment_id, unit, experiment.share) == "challenger"
