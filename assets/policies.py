@@ -113,6 +113,7 @@ def reward_model(
             "doubted": reports[job]["doubted"],
             "turned": reports[job]["turned"],
             "heads": reports[job]["heads"],
+            "began with": reports[job].get("reused_from") or reports[job]["began_with"] or "base",
             "disagreement": round(reports[job]["disagreement"], 4),
         }
         for job in JOBS

@@ -14,6 +14,8 @@ def beside(report: Mapping[str, Any]) -> dict[str, float]:
     `report` is report.json of reward.training, so are those of the others here.
     """
     findings = report["findings"]
+    if new := report.get("on_new_votes"):
+        return {"accuracy/on_new_votes": new["share"]}  # of a model that was used again
     found = {f"accuracy/{n}": findings[n]["share"] for n in BESIDE if findings[n] is not None}
     if findings["length_correlation"] is not None:
         found["length_correlation"] = findings["length_correlation"]
@@ -25,7 +27,8 @@ def groups_of(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for job in JOBS:
         findings = reports[job]["findings"]
-        groups = [(n.replace("_", " "), findings[n]) for n in BESIDE]
+        groups = [("new votes", reports[job].get("on_new_votes"))]
+        groups += [(n.replace("_", " "), findings[n]) for n in BESIDE]
         for word in ("kind", "topic", "cohort"):
             groups += [(f"{word} {name}", one) for name, one in findings[f"by_{word}"].items()]
         curve = findings["learning_curve"]

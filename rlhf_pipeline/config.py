@@ -262,6 +262,21 @@ class RewardSettings(Section):
     )
     disagreement_weight: Annotated[float, Field(ge=0)] = 1.0
     freeze_trunk: bool = Field(False, description="Train only heads on the policy's features.")
+    warm_start: bool = Field(
+        False,
+        description="Begin with the turn before's reward models rather than with their base, where "
+        "they are made alike; what is fitted whole, as a head on a frozen trunk, is fitted anew.",
+    )
+    retrain_drop: Share | None = Field(
+        None,
+        description="Use the turn before's reward models again while their accuracy on votes that "
+        "came since is at most so much below what it was found to be; None trains every turn.",
+    )
+    given: str | None = Field(
+        None,
+        description="A folder with proxy/, stopping/ and gate/ as a turn leaves them: used as they "
+        "are, and nothing is trained.",
+    )
     freeze_judges: bool = Field(
         False, description="The same for the stopping and the gate model alone: quicker."
     )

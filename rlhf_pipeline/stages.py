@@ -172,7 +172,11 @@ def without_gold(turn: Turn, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
-    """Train proxy, stopping and gate model, each on voters of its own; returns their reports."""
+    """Train proxy, stopping and gate model, each on voters of its own; returns their reports.
+
+    Given ones are used as they are, and the turn before's while they are good enough
+    (reward.retrain_drop).
+    """
     from rlhf_pipeline.reward.training import train_reward_model
 
     settings = turn.settings
@@ -186,6 +190,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     topics = {prompt_to_json(p.prompt): p.topic for p in asked if p.topic is not None}
     said = _examples_by_job(examples, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
+    again = _used_again(turn, pairs)
+    if again is not None:
+        return again
+    warm = turn.previous if settings.reward.warm_start else None
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
     for job in JOBS:
@@ -201,6 +209,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             examples=said[job],
             test_examples=[example for example in found if example.split == "evaluation"],
             topics=topics,
+            earlier=None if warm is None else warm / "reward" / job,
             kinds={str(k): w for k, w in settings.reward.kinds.items()} if every else None,
             epochs=settings.reward.epochs,
             learning_rate=settings.reward.learning_rate,
@@ -223,6 +232,43 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
         )
         reports[job] = read_json(outcome.path / "report.json")
     return reports
+
+
+def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] | None:
+    """Use given reward models, or the turn before's, as they are; None: they are to be trained.
+
+    All three or none: a proxy judged by models of another time would be judged by other raters.
+    """
+    from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.reward.reuse import accuracy_on, has_fallen, is_whole, use_again
+
+    reward, previous = turn.settings.reward, turn.previous
+    before: set[str] = set()
+    if reward.given is not None:
+        source = Path(reward.given)
+    elif reward.retrain_drop is not None and previous is not None:
+        source = previous / "reward"
+        known = turn.data.parent / previous.name[:16] / PAIRS  # the snapshot of that turn
+        if not (known.exists() and all(is_whole(source / job) for job in JOBS)):
+            return None
+        before = {pair.pair_id for pair in datasets.read_jsonl(known, PreferencePair)}
+    else:
+        return None
+    new = [p for p in pairs if p.pair_id not in before]
+    policy = turn.settings.policy
+    measured = {}
+    for job in JOBS:
+        if is_whole(source / job):
+            model = load_reward_model(source / job, device=policy.device, dtype=policy.frozen_dtype)
+            measured[job] = accuracy_on(model, new)
+            fell = reward.retrain_drop is not None and has_fallen(
+                source / job, measured[job], reward.retrain_drop
+            )
+            if fell and reward.given is None:
+                return None
+    return {
+        job: use_again(source / job, turn.work / "reward" / job, measured.get(job)) for job in JOBS
+    }
 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.evaluation.gate import GateDecision
+from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.records import ignore_progress
 from rlhf_pipeline.registry.reproduce import recorded_turn
@@ -36,6 +37,33 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
     decision = GateDecision.from_json(judged["gate"])
     assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
+
+
+def test_reward_models_are_used_again_while_nobody_votes_otherwise(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    before = first_turn.work / "reward"
+    for changes in ({"retrain_drop": 0.0}, {"given": str(before)}):
+        reward = turn.settings.reward.model_copy(update=changes)
+        again = replace(
+            turn,
+            work=tmp_path / next(iter(changes)),
+            settings=turn.settings.model_copy(update={"reward": reward}),
+            previous=first_turn.work,
+        )
+        reports = stages.train_reward_models(again, ignore_progress, lambda: None)
+        assert {job: one["reused_from"] for job, one in reports.items()} == {
+            job: str(before / job) for job in JOBS
+        }
+        weights = "head.safetensors"
+        kept = again.work / "reward" / "proxy" / weights
+        assert kept.read_bytes() == (before / "proxy" / weights).read_bytes()
+        # Of the turn before nothing is new; of given models nobody knows what they have seen.
+        new = reports["proxy"]["on_new_votes"]
+        assert new is None if "retrain_drop" in changes else new["n"] > 20
 
 
 @pytest.mark.slow

@@ -296,7 +296,7 @@ def new_reward_model(
     Raises ModelError where the base cannot be read that way.
     Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
     """
-    trunk = _load_trunk(base, likelihood, dtype)
+    trunk = load_trunk(base, likelihood, dtype)
     tokenizer = load_tokenizer(base)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
@@ -355,7 +355,7 @@ def save_reward_model(
         with no_progress_bars():
             trunk.save_pretrained(folder / TRUNK)
     elif model.adapters is not None:
-        save_adapters(_inner(model), model.adapters, folder / TRUNK)
+        save_adapters(inner_trunk(model), model.adapters, folder / TRUNK)
     tokenizer.save_pretrained(folder / TRUNK)
     save_file(_weights(model.head), folder / HEAD)
     if model.criteria is not None:
@@ -411,8 +411,8 @@ def load_reward_model(
         trunk = causal if likelihood else trunk_of(causal)
         device = str(base.policy.device)
     else:
-        source: str | Path = root / TRUNK if facts is None else _base_source(facts, root)
-        trunk = _load_trunk(source, likelihood, "float32" if facts is None else dtype)
+        source: str | Path = root / TRUNK if facts is None else base_source(facts, root)
+        trunk = load_trunk(source, likelihood, "float32" if facts is None else dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
         weights = load_file(root / HEAD)
@@ -584,7 +584,7 @@ def _assemble(
     return model.to(choose_device(device)).eval()
 
 
-def _load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:
+def load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:
     """Return the trunk at source, with its output layer where likelihoods are read."""
     trunk = load_weights(AutoModelForCausalLM if likelihood else AutoModel, source, dtype)
     if isinstance(getattr(trunk, "pooler", None), nn.Module):
@@ -613,7 +613,7 @@ def _hidden(trunk: Any, ids: Tensor, mask: Tensor, *, encoder: bool) -> Tensor:
     return padded
 
 
-def _inner(model: RewardModel) -> nn.Module:
+def inner_trunk(model: RewardModel) -> nn.Module:
     """Return the trunk without an output layer: where adapters sit."""
     return trunk_of(model.trunk) if model.likelihood else model.trunk
 
@@ -625,7 +625,7 @@ def _base_facts(base: str, parent: Path) -> dict[str, str]:
     return {"path": here, "digest": base_digest(base)}
 
 
-def _base_source(facts: dict[str, str], root: Path) -> str | Path:
+def base_source(facts: dict[str, str], root: Path) -> str | Path:
     """Return the base to load: the folder as it was, or the hub id."""
     folder = (root.resolve().parent / facts["path"]).resolve()
     if not folder.is_dir():

@@ -85,6 +85,7 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.reward.plots import plot_report
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
+from rlhf_pipeline.reward.reuse import begin_with
 from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
 
 RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
@@ -124,6 +125,7 @@ class RewardModelReport:
     disagreement: float = 0.0  # mean deviation among heads on the held-out completions
     influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
     findings: Findings | None = None  # for whom it is right, beside what, and where it is not
+    began_with: Path | None = None  # the earlier model; None: its base
 
 
 def train_reward_model(
@@ -137,6 +139,7 @@ def train_reward_model(
     examples: Sequence[RewardExample] = (),
     test_examples: Sequence[RewardExample] = (),
     topics: Mapping[str, str] | None = None,
+    earlier: Path | None = None,
     kinds: Mapping[str, float] | None = None,
     epochs: float,
     learning_rate: float,
@@ -175,7 +178,8 @@ def train_reward_model(
     far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
     keeps that. `gold` is how raters answered gold questions (feedback/gold.py), where there were
     some. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
-    The same seed gives the same model.
+    It begins with the `earlier` model's weights where that was made alike (reuse.py); no learning
+    curve is told then, as that trunk has seen such pairs. The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
@@ -201,6 +205,7 @@ def train_reward_model(
         device=device,
     )
     check_lengths(model, tokenizer, limits)
+    warm = earlier is not None and begin_with(model, earlier)
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
     weighed: dict[str, RaterWeight] = {}
@@ -213,7 +218,8 @@ def train_reward_model(
         features = all_features(model, [*train.chosen, *train.rejected], report)
     decided = [pair for pair in test_pairs if not is_tie(pair)]
     test = encode_pairs(tokenizer, decided, limits)
-    curve = head_curve(model, train, [pair.pair_id for pair in train_pairs], test, features, report)
+    pair_ids = [pair.pair_id for pair in train_pairs]
+    curve = () if warm else head_curve(model, train, pair_ids, test, features, report)
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
@@ -302,11 +308,16 @@ def train_reward_model(
             else ()
         ),
         findings=findings,
+        began_with=earlier if warm else None,
     )
     calibration = Calibration(result.offset, temperature, result.score_deviation)
     with new_folder(output_dir) as folder:
         save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
-        write_json(folder / "report.json", {**asdict(result), "path": str(result.path)})
+        began = None if result.began_with is None else str(result.began_with)
+        write_json(
+            folder / "report.json",
+            {**asdict(result), "path": str(result.path), "began_with": began},
+        )
         write_json(folder / WORST, {"pairs": examples_of(findings.worst, decided)})
         plot_report(result, margins, folder)
         if kinds is not None:

@@ -1,0 +1,130 @@
+"""Reward models of an earlier turn: begun from, or used as they are while people vote as they say.
+
+What this does not tell: whether an earlier model is right about what nobody voted on since.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import new_folder, read_json, write_json
+from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
+from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
+from rlhf_pipeline.reward.model import (
+    HEAD,
+    SETTINGS,
+    TRUNK,
+    RewardModel,
+    base_source,
+    inner_trunk,
+    load_trunk,
+)
+
+REPORT = "report.json"
+
+
+def is_whole(folder: Path) -> bool:
+    """Say whether a reward model and its report are there; retention may have left the report."""
+    return all((folder / name).exists() for name in (TRUNK, HEAD, SETTINGS, REPORT))
+
+
+def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Measured | None:
+    """Return the accuracy on the decided ones of these pairs; None of fewer than FEWEST."""
+    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
+    if len(decided) < FEWEST:
+        return None
+    chosen = reward([RewardInput(pair.prompt, pair.chosen) for pair in decided])
+    rejected = reward([RewardInput(pair.prompt, pair.rejected) for pair in decided])
+    return measured([better - worse for better, worse in zip(chosen, rejected, strict=True)])
+
+
+def has_fallen(folder: Path, on_new: Measured | None, most: float) -> bool:
+    """Say whether accuracy is more than `most` below what the model was found to have.
+
+    Too few votes since say nothing: it has not.
+    """
+    before = float(read_json(folder / REPORT)["accuracy"])
+    return on_new is not None and on_new.share < before - most
+
+
+def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[str, Any]:
+    """Copy the model whole into output_dir; return its report with where it came from.
+
+    Raises ModelError where it is not whole, or the base it reads with is gone.
+    """
+    if not is_whole(folder):
+        raise ModelError(
+            f"a reward model with its report is needed at {folder}, found none; correct "
+            "reward.given, or leave it out and train one"
+        )
+    settings = read_json(folder / SETTINGS)
+    report = {
+        **read_json(folder / REPORT),
+        "path": str(output_dir),
+        "reused_from": str(folder),
+        "on_new_votes": None if on_new is None else asdict(on_new),
+    }
+    with new_folder(output_dir) as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        if settings.get("base"):
+            source = base_source(settings["base"], folder)
+            if isinstance(source, Path):  # said from where the model lies
+                there = os.path.relpath(source.resolve(), output_dir.parent.resolve())
+                write_json(
+                    copy / SETTINGS, {**settings, "base": {**settings["base"], "path": there}}
+                )
+        write_json(copy / REPORT, report)
+    return report
+
+
+def begin_with(model: RewardModel, folder: Path) -> bool:
+    """Give an untrained model an earlier one's trunk, or adapters, and head; say whether it could.
+
+    It could not where that is not whole, or is made otherwise: nothing of it is taken then.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    from rlhf_pipeline.policy.adapters import WEIGHTS, base_digest, only
+
+    if not is_whole(folder):
+        return False
+    settings = read_json(folder / SETTINGS)
+    made = (model.encoder, model.reads, model.likelihood, model.base is None)
+    facts = settings.get("base")
+    if made != (*(settings[n] for n in ("encoder", "reads", "likelihood")), facts is None):
+        return False
+    head = load_file(folder / HEAD)
+    if not _alike(model.head.state_dict(), head):
+        return False
+    if model.base is None:
+        trunk = load_trunk(folder / TRUNK, model.likelihood, "float32").state_dict()
+        if not _alike(model.trunk.state_dict(), trunk):
+            return False
+        model.trunk.load_state_dict(trunk)
+    elif model.adapters is None or not (folder / TRUNK / WEIGHTS).exists():
+        return False  # a head alone is fitted anew, whatever it begins with
+    else:
+        inner: Any = inner_trunk(model)
+        adapters = load_file(folder / TRUNK / WEIGHTS)
+        own = get_peft_model_state_dict(
+            inner, adapter_name=model.adapters, save_embedding_layers=False
+        )
+        if base_digest(model.base) != facts["digest"] or not _alike(own, adapters):
+            return False
+        with only(inner, model.adapters):
+            set_peft_model_state_dict(inner, adapters, adapter_name=model.adapters)
+    model.head.load_state_dict(head)
+    return True
+
+
+def _alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return {n: t.shape for n, t in one.items()} == {n: t.shape for n, t in other.items()}

@@ -1,0 +1,121 @@
+"""An earlier reward model is begun from, or used again until people vote otherwise than it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import FeedbackKind, RewardExample, RewardInput
+from rlhf_pipeline.reward.model import LearnedReward, load_reward_model, new_reward_model
+from rlhf_pipeline.reward.reuse import accuracy_on, begin_with, has_fallen, use_again
+from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
+from tests.reward.conftest import SETTINGS, Planted
+
+LORA = {"lora_rank": 4, "learning_rate": 2e-2, "epochs": 3}
+EVERY = {"preference": 1.0, "thumbs": 1.0, "criteria": 1.0}
+
+
+def train(planted: Planted, folder: Path, **changes: Any) -> RewardModelReport:
+    settings = {**SETTINGS, "epochs": 2, "freeze_trunk": False, **changes}
+    return train_reward_model(
+        planted.base,
+        planted.train,
+        planted.test,
+        folder,
+        centre_on=planted.centre,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def earlier(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return reward models: one with a trunk of its own, one of adapters on every kind of vote."""
+    folder = tmp_path_factory.mktemp("earlier")
+    criteria = [
+        RewardExample(
+            f"e{i}", p.prompt, text, FeedbackKind.criteria, None, {"kind": good}, "v", "train"
+        )
+        for i, p in enumerate(planted.train[:40])
+        for text, good in ((p.chosen, 0.9), (p.rejected, 0.2))
+    ]
+    train(planted, folder / "whole")
+    train(planted, folder / "adapters", **LORA, kinds=EVERY, examples=criteria)
+    return {"whole": folder / "whole", "adapters": folder / "adapters"}
+
+
+def scores(reward: LearnedReward, planted: Planted) -> list[float]:
+    return reward([RewardInput(p.prompt, p.chosen) for p in planted.test[:20]])
+
+
+def test_adapters_learn_from_every_kind_and_keep_criteria(
+    planted: Planted, earlier: dict[str, Path]
+) -> None:
+    reward = load_reward_model(earlier["adapters"], device="cpu")
+    assert read_json(earlier["adapters"] / "report.json")["accuracy"] > 0.9
+    kind = reward.criterion("kind")
+    told = [kind([RewardInput(p.prompt, t) for p in planted.test]) for t in ("please", "the order")]
+    assert sum(told[0]) > sum(told[1])
+    names = {path.name for path in (earlier["adapters"] / "trunk").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+
+
+@pytest.mark.parametrize("made", ["whole", "adapters"])
+def test_a_warm_start_goes_on_where_the_earlier_model_ended(
+    made: str, planted: Planted, earlier: dict[str, Path], tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {} if made == "whole" else LORA
+    began = train(
+        planted,
+        tmp_path / "rm",
+        earlier=earlier[made],
+        **{**changes, "reads": read_json(earlier[made] / "reward_model.json")["reads"]},
+    )
+    assert began.began_with == earlier[made]
+    assert began.loss_curve[0][1] < 0.35  # a fresh one knows nothing: 0.69
+    assert began.accuracy > 0.9
+    assert began.findings is not None
+    assert began.findings.learning_curve == ()
+
+
+def test_what_is_made_otherwise_is_not_begun_with(
+    planted: Planted, earlier: dict[str, Path], tmp_path: Path
+) -> None:
+    reads = read_json(earlier["adapters"] / "reward_model.json")["reads"]
+    other: dict[str, Any]
+    for other in ({"on_base": True, "lora_rank": 2, "reads": reads}, {"on_base": True}, {}):
+        model, _ = new_reward_model(planted.base, seed=0, device="cpu", **other)
+        assert not begin_with(model, earlier["adapters"])
+    assert not begin_with(model, tmp_path)  # nothing is there
+    assert begin_with(model, earlier["whole"])
+
+
+def test_a_model_is_used_again_until_people_vote_otherwise(
+    planted: Planted, earlier: dict[str, Path], tmp_path: Path
+) -> None:
+    reward = load_reward_model(earlier["whole"], device="cpu")
+    as_before = accuracy_on(reward, planted.test)
+    assert as_before is not None
+    assert as_before.share == pytest.approx(
+        read_json(earlier["whole"] / "report.json")["accuracy"], abs=1e-9
+    )
+    assert not has_fallen(earlier["whole"], as_before, 0.02)
+    turned = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in planted.test]
+    assert has_fallen(earlier["whole"], accuracy_on(reward, turned[:12]), 0.02)
+    few = accuracy_on(reward, [*turned[:9], replace(turned[9], tie=True)])
+    assert few is None
+    assert not has_fallen(earlier["whole"], few, 0.02)
+    for made, folder in earlier.items():  # adapters find their base from where they are now
+        again = tmp_path / "deeper" / "turn" / made
+        report = use_again(folder, again, as_before)
+        assert report["reused_from"] == str(folder)
+        assert read_json(again / "report.json")["on_new_votes"]["n"] == 80
+        before = load_reward_model(folder, device="cpu")
+        assert scores(load_reward_model(again, device="cpu"), planted) == scores(before, planted)
+    with pytest.raises(ModelError, match=r"reward\.given"):
+        use_again(tmp_path, tmp_path / "none", None)
