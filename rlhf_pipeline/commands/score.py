@@ -14,7 +14,7 @@ import typer
 from rlhf_pipeline.commands.common import progress
 from rlhf_pipeline.config import reward_functions
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused
-from rlhf_pipeline.records import Progress, RewardInput, hashed, prompt_to_json
+from rlhf_pipeline.records import Progress, RewardFunction, RewardInput, hashed, prompt_to_json
 from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.named import composite_of, named_reward
@@ -195,7 +195,7 @@ def score_all(
             for i, (item, told, more) in enumerate(
                 zip(block, judged, expected, strict=True), start
             ):
-                line = {**_line(i, item, told, version), **more}
+                line = {**_line(i, item, told, version, reward), **more}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -203,7 +203,9 @@ def score_all(
     return there
 
 
-def _line(i: int, item: RewardInput, told: Breakdown, version: str) -> Mapping[str, Any]:
+def _line(
+    i: int, item: RewardInput, told: Breakdown, version: str, reward: CompositeReward
+) -> Mapping[str, Any]:
     return {
         "number": i + 1,
         "prompt": [{"role": m.role, "content": m.content} for m in item.prompt],
@@ -212,11 +214,18 @@ def _line(i: int, item: RewardInput, told: Breakdown, version: str) -> Mapping[s
         "pieces": {
             name: {"score": piece.score, "added": piece.added}
             | ({"skipped": True} if piece.skipped else {})
+            | _zero_to_one(reward.terms[name].reward, piece.score)
             for name, piece in told.pieces.items()
         },
         "reward_version": version,
         "item": _identity(item),
     }
+
+
+def _zero_to_one(reward: RewardFunction, score: float) -> dict[str, float]:
+    """Return a learned reward's score from 0 to 1 as well; of what is on no such scale, nothing."""
+    told = getattr(reward, "from_zero_to_one", None)
+    return {} if told is None else {"zero_to_one": told([score])[0]}
 
 
 def _expected(said: CriticBreakdown) -> Mapping[str, Any]:

@@ -236,6 +236,14 @@ class LearnedReward:
         """Return one centred score per item. Raises ModelError if a score is not finite."""
         return list(self.judge(items).scores)
 
+    def from_zero_to_one(self, scores: Sequence[float]) -> list[float]:
+        """Return this model's scores as calibrated chances, in (0, 1), in their order.
+
+        Each is the chance that people prefer the completion to one that scores 0, as the centre
+        completions do on average: 0.5 is as good as the baseline's, in every version.
+        """
+        return [self.calibration.probability(score) for score in scores]
+
     def judge(self, items: Sequence[RewardInput]) -> EnsembleScores:
         """Return the scores with each head's and how far the heads disagree; of one head, 0."""
         rows = encode_rows(self.tokenizer, [(i.prompt, i.completion) for i in items], self.limits)
