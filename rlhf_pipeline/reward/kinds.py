@@ -35,7 +35,7 @@ from torch.nn import functional
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample
-from rlhf_pipeline.reward.raters import GOLD_RIGHT
+from rlhf_pipeline.reward.raters import GOLD_RIGHT, JUDGED_RATERS, JUDGED_VOTES, turn_of
 
 OUTCOMES = 4  # of a preference: chosen, rejected, tie, both bad
 STARS = 5
@@ -145,6 +145,31 @@ def part(opinions: Opinions, keep: Sequence[bool]) -> Opinions:
         {kind: kept(some) for kind, some in opinions.singles.items()},
         {name: kept(some) for name, some in opinions.criteria.items()},
     )
+
+
+def until_turned(opinions: Opinions, scores: Sequence[float]) -> tuple[Opinions, dict[str, int]]:
+    """Return the opinions less the comparisons of raters who turned, from then on; and who did.
+
+    `scores` are the texts', differences of which are log-odds of a preference. A voter who turned
+    has how many decided comparisons they gave before; raters.py has the test, which needs an order
+    and so sees what is said in comparisons alone.
+    """
+    said: dict[int, list[tuple[int, int]]] = {}
+    for better, worse, outcome, who in opinions.preferences:
+        if outcome == 0:
+            said.setdefault(who, []).append((better, worse))
+    enough = {who: some for who, some in said.items() if len(some) >= JUDGED_VOTES}
+    if len(enough) < JUDGED_RATERS:
+        return opinions, {}
+    keep = [True] * len(opinions.texts)
+    turned: dict[str, int] = {}
+    for who, some in enough.items():
+        turn = turn_of([scores[better] - scores[worse] for better, worse in some])
+        if turn is not None and turn >= JUDGED_VOTES:  # who never was careful is found by `fit`
+            turned[opinions.voters[who]] = turn
+            for better, worse in some[turn:]:
+                keep[better] = keep[worse] = False
+    return (part(opinions, keep) if turned else opinions), turned
 
 
 class Likelihoods(nn.Module):

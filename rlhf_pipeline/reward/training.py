@@ -65,6 +65,7 @@ from rlhf_pipeline.reward.kinds import (
     gather,
     scales,
     score_weights,
+    until_turned,
 )
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
@@ -208,6 +209,7 @@ def train_reward_model(
     warm = earlier is not None and begin_with(model, earlier)
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
+    turned: dict[str, int] = {}
     weighed: dict[str, RaterWeight] = {}
     parts: dict[str, int] = {}
     weights: Tensor | None = None
@@ -230,7 +232,7 @@ def train_reward_model(
         model.combined = Combined(combine, disagreement_weight)
         went = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
     elif kinds is not None:
-        went, careful = fit_kinds(
+        went, careful, turned = fit_kinds(
             model,
             tokenizer,
             train_pairs,
@@ -293,7 +295,7 @@ def train_reward_model(
         freeze_trunk=freeze_trunk,
         raters=len(set(voters)),
         doubted=sum(one.weight < 0.5 for one in weighed.values()),
-        turned=sum(bool(one.turned_after) for one in weighed.values()),
+        turned=len(turned) + sum(bool(one.turned_after) for one in weighed.values()),
         heads=heads,
         disagreement=float(disagreement(by_head).mean()),
         influence=tuple(
@@ -321,7 +323,7 @@ def train_reward_model(
         write_json(folder / WORST, {"pairs": examples_of(findings.worst, decided)})
         plot_report(result, margins, folder)
         if kinds is not None:
-            write_json(folder / "raters.json", {"careful": careful})
+            write_json(folder / "raters.json", {"careful": careful, "turned_after": turned})
         elif weigh_raters:
             told_of = {
                 voter: asdict(one) for voter, one in weighed.items() if one.pairs + one.gold > 1
@@ -566,12 +568,13 @@ def fit_kinds(
     gold: Mapping[str, Tally] | None = None,
     descent: Descent | None = None,
     report: Progress,
-) -> tuple[Fit, dict[str, float]]:
+) -> tuple[Fit, dict[str, float], dict[str, int]]:
     """Fit the head on the trunk's features to everything that was said (kinds.py).
 
     With a `descent` trunk and head are then trained on it together. What people rated by name gets
-    a head of its own beside it (model.criteria). Returns how it went, and each voter's probability
-    of having looked.
+    a head of its own beside it (model.criteria). Where raters turn it is fitted again to what they
+    said until then. Returns how it went, each voter's probability of having looked, and after how
+    many comparisons those who did turned.
     """
     opinions = gather(pairs, examples, kinds)
     texts = opinions.texts
@@ -581,7 +584,14 @@ def fit_kinds(
     likelihoods = LIKELIHOODS * model.likelihood
     groups = [prompt_digest(text.record) for text in texts]
     fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
-    careful, weight = fitted.careful, score_weights(fitted)
+    weight = score_weights(fitted)
+    opinions, turned = until_turned(opinions, (features @ weight).tolist())
+    if turned:
+        fitted = fit_best(
+            features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold
+        )
+        weight = score_weights(fitted)
+    careful = fitted.careful
     with torch.no_grad():
         model.head.weight.copy_(weight[None])
         model.head.bias.zero_()
@@ -603,7 +613,7 @@ def fit_kinds(
             )
     if opinions.criteria:
         model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
-    return went, careful
+    return went, careful, turned
 
 
 def longer_is_better(pairs: Sequence[PreferencePair]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from rlhf_pipeline.records import (
     ignore_progress,
     user_prompt,
 )
-from rlhf_pipeline.reward.kinds import Likelihoods, Opinions, fit, gather, part
+from rlhf_pipeline.reward.kinds import (
+    Likelihoods,
+    Opinions,
+    Text,
+    fit,
+    gather,
+    part,
+    until_turned,
+)
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
@@ -284,3 +293,26 @@ def test_a_gold_question_moves_who_has_looked_by_its_odds() -> None:
     assert float(told[0]) == pytest.approx(float(plain[0]))
     odds = (plain[1] / (1 - plain[1])) * (0.05 / 0.5) ** 2
     assert float(told[1]) == pytest.approx(float(odds / (1 + odds)), rel=1e-4)
+
+
+def test_what_a_rater_says_once_they_turned_is_left_out() -> None:
+    rng = random.Random(1)
+    raters, each = 12, 40
+    opinions = Opinions(voters=[f"r{who}" for who in range(raters)])
+    record = PreferencePair("p", user_prompt("?"), "a", "b", "v", "o", "train")
+    scores: list[float] = []
+    for i in range(raters * each):
+        who, margin = i // each, abs(rng.gauss(0, 3))
+        surely = rng.random() < 1 / (1 + math.exp(-margin))
+        careful = surely != (who == 3 and i % each >= 25)  # r3 turns after 25
+        better, worse = len(scores), len(scores) + 1
+        scores += [margin, 0.0] if careful else [0.0, margin]
+        opinions.texts.extend([Text(record, "a"), Text(record, "b")])
+        opinions.preferences.append((better, worse, 0, who))
+    left, turned = until_turned(opinions, scores)
+    assert list(turned) == ["r3"]
+    assert 22 <= turned["r3"] <= 27
+    kept = Counter(who for *_, who in left.preferences)
+    assert kept == {who: turned["r3"] if who == 3 else each for who in range(raters)}
+    few = Opinions(opinions.texts, opinions.voters, opinions.preferences[: 9 * each])
+    assert until_turned(few, scores) == (few, {})  # nine raters cannot outvote each other
