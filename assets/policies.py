@@ -5,7 +5,7 @@ from pathlib import Path
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots, table
-from assets.reward_tables import beside, groups_of
+from assets.reward_tables import beside, groups_of, worst_of
 from resources.compute import Compute
 from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -111,9 +111,11 @@ def reward_model(
             "ECE": round(reports[job]["ece"], 4),
             "raters": reports[job]["raters"],
             "doubted": reports[job]["doubted"],
-            "turned": reports[job]["turned"],
+            "turned": reports[job].get("turned", 0),
             "heads": reports[job]["heads"],
-            "began with": reports[job].get("reused_from") or reports[job]["began_with"] or "base",
+            "began with": reports[job].get("reused_from")
+            or reports[job].get("began_with")
+            or "base",
             "disagreement": round(reports[job]["disagreement"], 4),
         }
         for job in JOBS
@@ -125,7 +127,8 @@ def reward_model(
             "accuracy": reports["proxy"]["accuracy"],
             "held-out accuracy": table(rows),
             "held-out accuracy by group": table(groups_of(reports)),
-            "worst disagreements": table(reports["proxy"]["findings"]["worst"]),
+            "influence of parts of the raters": table(reports["proxy"]["influence"]),
+            "worst disagreements": table(worst_of(reports["proxy"])),
             "their words": dg.MetadataValue.path(str(turn.work / "reward" / "proxy" / WORST)),
             **plots([p for p in images if p.parent.name == "proxy"]),
         },

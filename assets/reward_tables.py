@@ -13,25 +13,34 @@ def beside(report: Mapping[str, Any]) -> dict[str, float]:
 
     `report` is report.json of reward.training, so are those of the others here.
     """
-    findings = report["findings"]
+    findings = report.get("findings")  # of a model that is given from elsewhere there may be none
     if new := report.get("on_new_votes"):
         return {"accuracy/on_new_votes": new["share"]}  # of a model that was used again
+    if findings is None:
+        return {}
     found = {f"accuracy/{n}": findings[n]["share"] for n in BESIDE if findings[n] is not None}
     if findings["length_correlation"] is not None:
         found["length_correlation"] = findings["length_correlation"]
     return found
 
 
+def worst_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the pairs the model is most wrong about, by id, the worst first."""
+    findings = report.get("findings") or {}
+    return list(findings.get("worst", ()))
+
+
 def groups_of(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per model and group of held-out votes, with accuracy and interval."""
     rows = []
     for job in JOBS:
-        findings = reports[job]["findings"]
+        findings = reports[job].get("findings") or {}
         groups = [("new votes", reports[job].get("on_new_votes"))]
-        groups += [(n.replace("_", " "), findings[n]) for n in BESIDE]
+        groups += [(n.replace("_", " "), findings.get(n)) for n in BESIDE]
         for word in ("kind", "topic", "cohort"):
-            groups += [(f"{word} {name}", one) for name, one in findings[f"by_{word}"].items()]
-        curve = findings["learning_curve"]
+            of_word = findings.get(f"by_{word}", {})
+            groups += [(f"{word} {name}", one) for name, one in of_word.items()]
+        curve = findings.get("learning_curve", ())
         groups += [(f"head on {one['pairs']} pairs", one["accuracy"]) for one in curve]
         rows += [
             {

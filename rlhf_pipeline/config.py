@@ -265,7 +265,8 @@ class RewardSettings(Section):
     warm_start: bool = Field(
         False,
         description="Begin with the turn before's reward models rather than with their base, where "
-        "they are made alike; what is fitted whole, as a head on a frozen trunk, is fitted anew.",
+        "they are made alike; heads on a frozen trunk are fitted anew. Leave it off for a turn "
+        "after changing reward.base.",
     )
     retrain_drop: Share | None = Field(
         None,

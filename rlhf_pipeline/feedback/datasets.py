@@ -152,7 +152,7 @@ def within_cap(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
 
     Those whose hash comes first are kept, so that nobody chooses which of their votes count.
     """
-    if most is None or not len(frame):
+    if most is None or not (frame["voter"].value_counts() > most).any():
         return frame
     order = frame["feedback_id"].map(lambda key: unit_interval("rater cap", str(key)))
     place = order.groupby(frame["voter"]).rank(method="first")

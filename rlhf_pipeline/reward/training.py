@@ -206,7 +206,7 @@ def train_reward_model(
         device=device,
     )
     check_lengths(model, tokenizer, limits)
-    warm = earlier is not None and begin_with(model, earlier)
+    warm = earlier is not None and not freeze_trunk and begin_with(model, earlier)
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
     turned: dict[str, int] = {}

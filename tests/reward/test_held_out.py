@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from assets.reward_tables import beside, groups_of
+from assets.reward_tables import beside, groups_of, worst_of
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
@@ -140,6 +140,11 @@ def test_mlflow_and_dagster_are_told_all_of_it(trained: tuple[RewardModelReport,
         "cohort votes.jsonl",
         *(f"head on {pairs} pairs" for pairs in (30, 60, 120, 240)),
     ]
+    given = {n: v for n, v in saved.items() if n != "findings"}  # by an earlier version of this
+    assert (beside(given), groups_of(dict.fromkeys(JOBS, given)), worst_of(given)) == ({}, [], [])
+    again = given | {"on_new_votes": {"share": 0.7, "low": 0.6, "high": 0.8, "n": 50}}
+    assert beside(again) == {"accuracy/on_new_votes": 0.7}
+    assert groups_of(dict.fromkeys(JOBS, again))[0]["group"] == "new votes"
     assert (folder / "held_out.png").read_bytes().startswith(b"\x89PNG")
 
 
