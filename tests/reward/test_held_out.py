@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from assets.reward_tables import beside, groups_of, worst_of
+from rlhf_pipeline.cli import app
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
@@ -25,6 +29,7 @@ from rlhf_pipeline.reward.held_out import (
     tells_apart,
     word_margins,
 )
+from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
@@ -204,3 +209,23 @@ def test_a_bag_of_words_and_a_curve_need_something_to_go_by(planted: Planted) ->
     wide = torch.randn(40, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wide[:, 0] += 9
     assert learning_curve(wide[:30], wide[30:])[-1].accuracy.share == 1
+
+
+def test_its_score_is_offered_from_zero_to_one_too(
+    trained: tuple[RewardModelReport, Path], tmp_path: Path
+) -> None:
+    _, folder = trained
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "question 1?", "completion": text} for text in ("please", "the", "order")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = ["--reward", str(folder), "--reward", "length"]
+    done = CliRunner().invoke(app, ["score", str(file), *rewards, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line)["pieces"] for line in out.read_text().splitlines()]
+    temperature = load_reward_model(folder, device="cpu").calibration.temperature
+    for piece in (line[str(folder)] for line in lines):
+        chance = piece["zero_to_one"]
+        assert 0 < chance < 1
+        # 0 is as good as the baseline's completions; the log-odds are the score's.
+        assert math.log(chance / (1 - chance)) * temperature == pytest.approx(piece["score"])
+    assert "zero_to_one" not in lines[0]["length"]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
-from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.training import train_reward_model
-from tests.reward.conftest import SETTINGS, Planted
 
 LINES = 70  # more than a block
 
@@ -118,28 +114,3 @@ def test_score_needs_rewards_or_a_preset(
 ) -> None:
     told = rlhf_score(completions, *words, "--out", tmp_path / "out.jsonl", code=1)
     assert message in " ".join(told.split())
-
-
-def test_a_learned_reward_is_offered_from_zero_to_one_too(planted: Planted, tmp_path: Path) -> None:
-    train_reward_model(
-        planted.base,
-        planted.train[:60],
-        planted.test,
-        tmp_path / "rm",
-        freeze_trunk=True,
-        centre_on=planted.centre,
-        **SETTINGS,
-    )
-    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [{"prompt": "question 1?", "completion": text} for text in ("please", "the", "order")]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rlhf_score(file, "--reward", tmp_path / "rm", "--reward", "length", "--out", out)
-    lines = [json.loads(line)["pieces"] for line in out.read_text().splitlines()]
-    learned = [line[str(tmp_path / "rm")] for line in lines]
-    temperature = load_reward_model(tmp_path / "rm", device="cpu").calibration.temperature
-    for piece in learned:
-        chance = piece["zero_to_one"]
-        assert 0 < chance < 1
-        # 0 is as good as the baseline's completions; the log-odds are the score's.
-        assert math.log(chance / (1 - chance)) * temperature == pytest.approx(piece["score"])
-    assert "zero_to_one" not in lines[0]["length"]
