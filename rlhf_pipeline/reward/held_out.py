@@ -27,8 +27,8 @@ from rlhf_pipeline.reward.rules import words_of
 FEWEST = 10  # pairs of a topic or a cohort, or votes on each side of a kind; fewer say nothing
 ALIKE = 0.1  # two completions are of like length where they differ by this much of the longer one
 WORST = 10  # pairs that are kept as examples
-MOST_WORDS, WORDS_RIDGE = 400, 30.0  # of the bag of words: more change little and cost much
-MOST_PAIRS = 4000  # that the bag of words learns from
+MOST_WORDS, WORDS_RIDGE = 300, 30.0  # of the bag of words, which is to cost no second
+MOST_PAIRS = 2000  # that the bag of words learns from
 CURVE = (1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the training pairs
 CURVE_PAIRS = 1000  # training pairs at most, and half as many held-out ones
 CURVE_RIDGE = 10.0
