@@ -485,8 +485,9 @@ class ExperimentSettings(Section):
     )
     margins: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="How much worse a challenger may be and still be promoted, by guardrail, "
-        "where it differs from experiment/decision.py.",
+        description="How much worse a challenger may be and still be promoted, by guardrail, as a "
+        "share; those not named: thumbs_down 0.05, feedback_rate 0.1, fallbacks 0.02, truncated "
+        "0.05, refusals 0.05, slow 0.05, length 0.1.",
     )
     slow_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="An answer that takes longer counts as slow."

@@ -12,6 +12,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, ExperimentError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -259,3 +260,5 @@ def test_settings_that_make_no_sense_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="margins are for guardrails, found kindness"):
         load_settings("tiny", {"experiments": {"margins": {"kindness": 0.1}}})
     assert ExperimentSettings(margins={"slow": 0.2}).margins == {"slow": 0.2}
+    told = str(ExperimentSettings.model_fields["margins"].description)
+    assert all(f"{metric.name} {metric.margin:g}" in told for metric in GUARDRAILS)

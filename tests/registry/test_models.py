@@ -6,6 +6,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,34 @@ def test_a_retried_registration_makes_one_version_on_both_sides(
     assert registry.reconcile(agent).changes == ()
     found = registry.client.search_model_versions(f"name = '{model_name(agent)}'")
     assert len(found) == 2
+
+
+def test_the_champion_alias_is_never_missing_while_it_moves(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    """Somebody reads it all the time, from another thread; it names one version or the other."""
+    for number in (1, 2):
+        add(registry, agent, tmp_path / str(number))
+    registry.reconcile(agent)
+    numbers = {v.mlflow_version for v in registry.ledger.versions(agent)}
+    over, seen = Event(), []
+
+    def watch() -> None:
+        while not over.is_set():
+            found = registry.client.get_model_version_by_alias(model_name(agent), "champion")
+            seen.append(str(found.version))
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            for before, after in ((0, 1), (1, 2), (2, 1), (1, 0)):
+                promote(registry, agent, after, expected=before)
+                registry.reconcile(agent)
+        finally:
+            over.set()
+        watching.result()  # MLflow raises where there is no such alias
+    assert set(seen) <= numbers
+    assert len(set(seen)) > 1  # it was watched while it moved
 
 
 def test_a_registration_cut_short_after_the_ledger_is_finished_by_reconcile(
