@@ -35,6 +35,8 @@ def evaluation_report(
             run.log_text("evaluation/report.md", outcome["markdown"])
             run.log_text("evaluation/gate.md", outcome["gate_markdown"])
             run.log_table("evaluation/comparison.json", report.table())
+            if groups := report.group_table():
+                run.log_table("evaluation/groups.json", groups)
             run.log_table("evaluation/gate.json", decision.to_json()["results"])
             run.log_file(Path(outcome["page"]), "evaluation")
             for path in outcome["plots"]:

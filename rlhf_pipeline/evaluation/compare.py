@@ -436,8 +436,7 @@ def summarise(
         plain["champion"], controlled["champion"] = plain["baseline"], controlled["baseline"]
 
     def by_group(names: Sequence[str | None]) -> dict[str, GroupResult]:
-        champion = values["champion"][GATE_SCORE]
-        return _by_group(names, here[GATE_SCORE], champion, mean)
+        return _by_group(names, here, values["champion"], mean)
 
     shown = [s for s in systems if not (same and s == "champion")]
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
@@ -479,17 +478,23 @@ def _pieces(told: Breakdown) -> dict[str, float]:
 
 def _by_group(
     names: Sequence[str | None],
-    here: Floats,
-    champion: Floats,
+    here: Mapping[str, Floats],
+    champion: Mapping[str, Floats],
     mean: Callable[[str, Floats], Number],
 ) -> dict[str, GroupResult]:
-    """Return candidate against champion on each group (a name per prompt) with enough prompts."""
+    """Return candidate against champion on each group (a name per prompt) with enough prompts.
+
+    Both are the metrics that are means over prompts, one value per prompt.
+    """
     found = {}
     for group in sorted({name for name in names if name is not None}):
         members = np.array([name == group for name in names])
         if members.sum() >= FEWEST_OF_GROUP:
-            rate = metrics.win_rate(here[members], champion[members])
-            found[group] = GroupResult(rate, mean(GATE_SCORE, (here - champion)[members]))
+            changes = {m: (here[m] - champion[m])[members] for m in here}
+            known = {m: of for m, of in changes.items() if not np.isnan(of).all()}
+            told = {m: mean(m, of) for m, of in known.items()}
+            rate = metrics.win_rate(here[GATE_SCORE][members], champion[GATE_SCORE][members])
+            found[group] = GroupResult(rate, told.pop(GATE_SCORE), told)
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlhf_pipeline.evaluation.gate import SIGNS, GateDecision
 from rlhf_pipeline.evaluation.report import (
+    GROUP_HEAD,
     JUDGE_HEAD,
     MEANING,
     Against,
@@ -128,8 +129,9 @@ def _groups(word: str, groups: Mapping[str, GroupResult]) -> str:
     rows = [list(map(escape, cells)) for cells in group_rows(groups)]
     if not rows:
         return ""
-    head = [word, "prompts", "win rate against the champion", "score change", "95 % interval"]
-    return f"<h2>By {word}</h2>" + _table(head, rows, range(1, 5))
+    return f"<h2>By {word}, against the champion</h2>" + _table(
+        [word, *GROUP_HEAD], rows, range(1, len(GROUP_HEAD))
+    )
 
 
 def _judge(report: EvaluationReport) -> str:

@@ -69,6 +69,13 @@ class GroupResult:
 
     win_rate: Number
     difference: Number  # of the gate's score
+    others: dict[str, Number] = field(default_factory=dict)  # of every other mean over prompts
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GroupResult:
+        """Return what `asdict` gave."""
+        others = _numbers(value.get("others", {}))
+        return cls(Number(**value["win_rate"]), Number(**value["difference"]), others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +169,7 @@ class EvaluationReport:
             fields["reward"] = RewardPieces.from_json(fields["reward"])
         for name in ("topics", "cohorts"):
             groups = fields.get(name, {})
-            fields[name] = {group: GroupResult(**_numbers(of)) for group, of in groups.items()}
+            fields[name] = {group: GroupResult.from_json(of) for group, of in groups.items()}
         fields["judge"] = _numbers(fields.get("judge", {}))
         fields["judged"] = {
             against: Judged(**{**told, "win_rate": Number(**told["win_rate"])})
@@ -223,6 +230,21 @@ class EvaluationReport:
         """Return the rows against every other system as records of one form, for MLflow."""
         return [{"against": a, **asdict(row)} for a in self.others for row in self.rows(a)]
 
+    def group_table(self) -> list[dict[str, str]]:
+        """Return what changed in each topic and cohort as records of one form, for MLflow."""
+        return [
+            {
+                "group": f"{word} {name}",
+                "metric": metric,
+                "change": f"{number.value:+.3f}",
+                "interval": _interval(number, "+.3f"),
+                "prompts": str(number.n),
+            }
+            for word, groups in (("topic", self.topics), ("cohort", self.cohorts))
+            for name, found in groups.items()
+            for metric, number in {"score": found.difference, **found.others}.items()
+        ]
+
     def judge_words(self) -> list[str]:
         """Return what has to be known of a judge's win rates; nothing where none was asked."""
         return [
@@ -247,12 +269,15 @@ class EvaluationReport:
         return _markdown(head, rows, f"### Candidate against {against}")
 
 
-GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval")
+GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval", "changes off 0 of the rest")
 JUDGE_HEAD = ("group", "held-out pairs", "accuracy", "95 % interval")
 
 
 def group_rows(groups: Mapping[str, GroupResult]) -> list[tuple[str, ...]]:
-    """Return name, prompts, win rate, score change and its interval of each group."""
+    """Return name, prompts, win rate, score change and its interval of each group.
+
+    Last stands what else has an interval off 0; one in twenty has where nothing changed.
+    """
     return [
         (
             name,
@@ -260,6 +285,14 @@ def group_rows(groups: Mapping[str, GroupResult]) -> list[tuple[str, ...]]:
             f"{found.win_rate.value:.3f}",
             f"{found.difference.value:+.3f}",
             _interval(found.difference, "+.3f"),
+            "; ".join(
+                f"{metric} {number.value:+.3f} ({_interval(number, '+.3f')})"
+                for metric, number in found.others.items()
+                if number.low is not None
+                and number.high is not None
+                and (number.low > 0 or number.high < 0)
+            )
+            or "–",
         )
         for name, found in groups.items()
     ]

@@ -165,7 +165,8 @@ def test_one_mlflow_run_holds_parameters_metrics_per_step_and_plots(
     }
     assert {"ppo/result.json", "ppo/training.png", "evaluation/gate.md"} <= kept
     tables = [table["path"] for table in json.loads(run.data.tags["mlflow.loggedArtifacts"])]
-    assert tables == ["ppo/samples.json", "evaluation/comparison.json", "evaluation/gate.json"]
+    of_evaluation = [f"evaluation/{name}.json" for name in ("comparison", "groups", "gate")]
+    assert tables == ["ppo/samples.json", *of_evaluation]
     assert kept.issuperset(tables)
     assert version.label == f"v{result['feedback_count']}"
     assert any(path.startswith("reward/proxy/") and path.endswith(".png") for path in kept)

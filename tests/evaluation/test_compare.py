@@ -14,9 +14,10 @@ import torch
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem
-from rlhf_pipeline.evaluation.compare import Sampling, _answer, compare
+from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, Sampling, _answer, compare
+from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.plots import write_plots
-from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.evaluation.report import GATE_SCORE, EvaluationReport, GroupResult, group_rows
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import complete
@@ -387,4 +388,13 @@ def test_behaviour_topics_and_references_are_measured_on_what_is_said(
     assert found.topics["bread"].difference.value == pytest.approx(
         sum(a - b for a, b in pairs) / 10
     )
+    bread = found.topics["bread"].others
+    assert set(bread) == set(found.differences["baseline"]) - {GATE_SCORE, *OF_ALL_WORDS} - {
+        "perplexity"
+    }
+    assert bread["rouge_l"].n == 5  # of its ten prompts, those with references
+    of_all = [row for row in found.group_table() if row["group"] == "cohort chat"]
+    assert [row["metric"] for row in of_all] == ["score", *bread]
+    surely = GroupResult(Number(0.6, n=9), Number(0.1, n=9), {"length": Number(-2, -3, -1, 9)})
+    assert group_rows({"tea": surely})[0][-1] == "length -2.000 (-3.000 to -1.000)"
     assert found.numbers["candidate"]["rouge_l"].n == 6  # every second prompt has references
