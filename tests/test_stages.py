@@ -20,7 +20,7 @@ from tests.assets.world import FirstTurn, Loop
 from tests.reward.conftest import save_encoder
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "dpo"])
+@pytest.mark.parametrize("estimator", [pytest.param("rloo", marks=pytest.mark.slow), "dpo"])
 def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     estimator: Literal["rloo", "dpo"], loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:

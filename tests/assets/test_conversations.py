@@ -12,6 +12,7 @@ from rlhf_pipeline.stages import improve
 from tests.assets.world import FirstTurn, Loop
 
 
+@pytest.mark.slow
 def test_a_turns_policy_talks_with_customers_where_the_recipe_says_so(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:

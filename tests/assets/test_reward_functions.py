@@ -20,6 +20,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_a_turn_maximises_and_tells_what_the_recipe_names(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

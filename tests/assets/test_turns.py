@@ -130,6 +130,7 @@ def test_too_few_clean_rows_stop_the_turn_before_it_trains(
     assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
 
 
+@pytest.mark.slow
 def test_a_person_may_ask_for_the_same_fingerprint_again(
     loop: Loop, first_turn: FirstTurn, settled: str
 ) -> None:
@@ -218,6 +219,7 @@ def test_training_alone_is_refused_without_a_turn(loop: Loop, first_turn: FirstT
     assert "found none in this run; run the job `retrain`" in failures(result)
 
 
+@pytest.mark.slow
 def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     loop: Loop, first_turn: FirstTurn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
