@@ -159,7 +159,9 @@ def decide(
     if timed_out:
         return verdict("time_out", ["time is up and the challenger is not surely better"])
     if primary.low <= 0:
-        open_questions.insert(0, f"{PRIMARY.name} may differ by {primary.low:+.3f} only")
+        open_questions.insert(
+            0, f"{PRIMARY.name} is not surely better yet: at least {primary.low:+.3f}"
+        )
     return verdict("continue", open_questions)
 
 

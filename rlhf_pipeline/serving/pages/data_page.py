@@ -52,7 +52,8 @@ COUNTED = {
     "answers nobody signed": "unsigned_interactions",
 }
 FORMS = """
-form { margin: 1rem 0 } input, select, button { font: inherit; padding: .3rem .6rem }
+form { margin: 1rem 0 } input, select, button { font: inherit; padding: .3rem .6rem;
+       max-width: 100%; box-sizing: border-box }
 label { display: block; margin: .6rem 0 } .erase { background: #b2182b; color: #fff; border: 0;
        border-radius: .3rem; padding: .5rem 1rem }
 """
