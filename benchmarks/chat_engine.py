@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import threading
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -85,6 +86,9 @@ def main() -> None:
         runner.run(first_texts(decoder, settings, 1, 0.5))  # a model's first steps are slow
         firsts = runner.run(first_texts(decoder, settings, TOGETHER, options.seconds))
     decoder.retire()
+    for thread in threading.enumerate():
+        if thread.name == "decoder":
+            thread.join()  # or torch is taken down under its last step, and the process aborts
     print(json.dumps(firsts))
 
 
