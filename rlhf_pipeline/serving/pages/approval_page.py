@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 from rlhf_pipeline.errors import PipelineError, RegistryError
 from rlhf_pipeline.evaluation.gate import GateDecision
@@ -23,7 +23,7 @@ from rlhf_pipeline.evaluation.page import body
 from rlhf_pipeline.registry.comparison import compared_with, comparison_of, pictures_of
 from rlhf_pipeline.serving.access import sign, unsign
 from rlhf_pipeline.serving.pages.data_page import FORMS, form, form_of
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, when
+from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, to_first, when
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -83,13 +83,9 @@ def add_approval_page(
             words += f"<p>MLflow's aliases will follow: {inert(str(error))}</p>"
         return shown(agent_id, None, words)
 
-    async def first() -> Response:
-        """Lead to the first agent's candidates."""
-        known = await run_in_threadpool(agents)
+    def nobody() -> Response:
         nonce = new_nonce()
-        if not known:
-            return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
-        return RedirectResponse(f"{PATH}/{quote(known[0])}")
+        return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
 
     async def page(agent_id: str, version: str | None = None) -> Response:
         """Show the newest version that waits for a person, or the one that is named."""
@@ -104,7 +100,7 @@ def add_approval_page(
         )
         return await run_in_threadpool(decided, agent_id, typed, actor)
 
-    app.add_api_route(PATH, first, include_in_schema=False)
+    app.add_api_route(PATH, to_first(PATH, agents, nobody), include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", page, include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", decide, methods=["POST"], include_in_schema=False)
 

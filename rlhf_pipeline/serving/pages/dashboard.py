@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 from rlhf_pipeline.alerts import Alert, alerts_of
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
@@ -29,6 +29,7 @@ from rlhf_pipeline.serving.pages.parts import (
     new_nonce,
     picture,
     table,
+    to_first,
     when,
 )
 
@@ -77,18 +78,14 @@ def add_dashboard(
         )
         return answer(page, nonce)
 
-    async def first() -> Response:
-        """Lead to the first agent's page."""
-        known = await run_in_threadpool(agents)
-        if not known:
-            return HTMLResponse("<!doctype html><p>No agent yet: nobody has sent feedback.")
-        return RedirectResponse(f"{PATH}/{quote(known[0])}")
+    def nobody() -> Response:
+        return HTMLResponse("<!doctype html><p>No agent yet: nobody has sent feedback.")
 
     async def one(agent_id: str) -> Response:
         """Show where an agent stands."""
         return await run_in_threadpool(made, agent_id)
 
-    app.add_api_route(PATH, first, include_in_schema=False)
+    app.add_api_route(PATH, to_first(PATH, agents, nobody), include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", one, include_in_schema=False)
 
 

@@ -15,14 +15,23 @@ from urllib.parse import quote
 
 import sqlalchemy as sa
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, PipelineError
 from rlhf_pipeline.records import prompt_from_json
 from rlhf_pipeline.registry.reasons import Judgement, Reasons, need_interaction, reasons
 from rlhf_pipeline.registry.reasons_told import verdict
-from rlhf_pipeline.serving.pages.parts import STYLE, Html, answer, inert, new_nonce, table, when
+from rlhf_pipeline.serving.pages.parts import (
+    STYLE,
+    Html,
+    answer,
+    inert,
+    new_nonce,
+    table,
+    to_first,
+    when,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -78,13 +87,9 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
             return answer(_whole("No such agent", "", nonce), nonce, 404)
         return answer(_list(gateway.store.database, agent_id, known, nonce), nonce)
 
-    async def first() -> Response:
-        """Lead to the first agent's interactions."""
-        known = await run_in_threadpool(agents)
+    def nobody() -> Response:
         nonce = new_nonce()
-        if not known:
-            return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
-        return RedirectResponse(f"{PATH}/{quote(known[0])}")
+        return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
 
     async def newest(agent_id: str) -> Response:
         """List an agent's newest interactions."""
@@ -94,7 +99,7 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
         """Show why a version prefers what was said."""
         return await run_in_threadpool(made, interaction_id, version)
 
-    app.add_api_route(PATH, first, include_in_schema=False)
+    app.add_api_route(PATH, to_first(PATH, agents, nobody), include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", newest, include_in_schema=False)
     app.add_api_route(PATH + "/interaction/{interaction_id}", one, include_in_schema=False)
 

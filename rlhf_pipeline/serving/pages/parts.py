@@ -10,11 +10,13 @@ import base64
 import html
 import io
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from starlette.responses import HTMLResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +59,18 @@ def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> 
     if forms:  # with no-referrer a browser would not say that the form is our own page's
         safe["referrer-policy"] = "same-origin"
     return HTMLResponse(page, status, headers=safe)
+
+
+def to_first(
+    path: str, agents: Callable[[], Sequence[str]], nobody: Callable[[], Response]
+) -> Callable[[], Awaitable[Response]]:
+    """Return what leads from a page's path to the first agent's, or shows that there is none."""
+
+    async def first() -> Response:
+        known = await run_in_threadpool(agents)
+        return RedirectResponse(f"{path}/{quote(known[0])}") if known else nobody()
+
+    return first
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
