@@ -17,6 +17,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
+from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
@@ -24,6 +25,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, remove_half_written
 from rlhf_pipeline.records import hashed
+from rlhf_pipeline.registry.comparison import report_in
 from rlhf_pipeline.registry.ledger import Promotion, PromotionLedger
 from rlhf_pipeline.stages import Turn
 
@@ -366,16 +368,15 @@ def _training_of(turn: Turn) -> dict[str, Any]:
 
 def _evaluation_of(turn: Turn) -> dict[str, Any]:
     """Return what the comparison found, where it came to that: the gate model's score in short."""
-    path = turn.work / "evaluation.json"
-    if not path.exists():
+    report = report_in(turn.work)
+    if report is None:
         return {}
-    report = read_json(path)["result"]["report"]
     return {
         "evaluation": {
-            "score": report["numbers"]["candidate"]["gate_score"]["value"],
-            "score_std": statistics.pstdev(report["scores"]["candidate"]),  # between prompts
-            "over_champion": report["differences"]["champion"]["gate_score"]["value"],
-            "win_rate": report["win_rates"]["champion"]["value"],
+            "score": report.numbers["candidate"][GATE_SCORE].value,
+            "score_std": statistics.pstdev(report.scores["candidate"]),  # between prompts
+            "over_champion": report.differences["champion"][GATE_SCORE].value,
+            "win_rate": report.win_rates["champion"].value,
         }
     }
 

@@ -14,8 +14,13 @@ OUTCOME = "evaluation.json"  # in the turn's work folder: what its evaluation st
 
 def comparison_of(version: ModelVersion) -> EvaluationReport | None:
     """Return the version's comparison; None where it had none, or its turn's folder is gone."""
-    outcome = _work(version) / OUTCOME
-    if version.gate is None or not outcome.is_file():
+    return None if version.gate is None else report_in(_work(version))
+
+
+def report_in(work: Path) -> EvaluationReport | None:
+    """Return the comparison in a turn's work folder; None where it did not come to that."""
+    outcome = work / OUTCOME
+    if not outcome.is_file():
         return None
     return EvaluationReport.from_json(read_json(outcome)["result"]["report"])
 
