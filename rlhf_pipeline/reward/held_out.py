@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -276,14 +277,5 @@ def find(
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Return each value's rank from 1; equal values share the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for i in order[start:end]:
-            ranks[i] = (start + 1 + end) / 2
-        start = end
+    ranks: list[float] = pd.Series(values, dtype=float).rank().tolist()
     return ranks
