@@ -38,6 +38,7 @@ from rlhf_pipeline.reward.calibration import (
     reliability,
     wilson_interval,
 )
+from rlhf_pipeline.reward.held_out import of_like_length
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.training import halves, prompt_digest, train_reward_model
 
@@ -47,7 +48,6 @@ FOLDS = 5
 VOCABULARY, LAYERS, WIDTH, HEADS = 4096, 2, 128, 4
 PROMPT_TOKENS, COMPLETION_TOKENS = 64, 192
 EPOCHS, LEARNING_RATE, BATCH = 3, 5e-4, 32
-MATCHED = 0.1  # lengths, in characters, that differ by a tenth of the longer at most
 RESAMPLES = 400
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 
@@ -65,11 +65,6 @@ class Judged:
     def longer(self) -> float:
         """Return the margin of always preferring the longer completion."""
         return float(len(self.pair.chosen) - len(self.pair.rejected))
-
-    @property
-    def is_matched(self) -> bool:
-        """Return whether the completions are of about one length."""
-        return abs(self.longer) <= MATCHED * max(len(self.pair.chosen), len(self.pair.rejected))
 
 
 def clean_pairs(path: Path, folder: Path) -> list[PreferencePair]:
@@ -229,7 +224,7 @@ def table(name: str, judged: Sequence[Judged]) -> None:
     print(f"\n| {name} | pairs | longer | bag of words | encoder |\n|---|---|---|---|---|")
     for what, some in (
         ("all", judged),
-        ("of like length", [one for one in judged if one.is_matched]),
+        ("of like length", [one for one in judged if of_like_length(one.pair)]),
     ):
         columns = ([o.longer for o in some], [o.words for o in some], [o.margin for o in some])
         cells = " | ".join(_accuracy(column) for column in columns)
