@@ -1,6 +1,6 @@
 """What training reads: pairs, reward examples, SFT examples and held-out prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
@@ -32,8 +32,19 @@ def training_data(
     with pipeline.turn(context) as turn:
         feedback = turn.settings.feedback
         votes = stages.without_gold(turn, snapshot.read(turn.data / VALIDATED))
-        capped = datasets.within_cap(votes, feedback.max_per_rater)
-        context.log.info("%d votes left out by the cap per rater", len(votes) - len(capped))
+        capped, left_out = datasets.within_caps(
+            votes, per_rater=feedback.max_per_rater, unsigned=feedback.max_unsigned
+        )
+        for whose, rows in left_out.items():
+            setting = "max_per_rater" if whose == "signed" else "max_unsigned"
+            context.log.warning(
+                "%d votes (%s) are over feedback.%s (%s) and train nothing this turn; raise it if "
+                "they should",
+                rows,
+                whose,
+                setting,
+                getattr(feedback, setting),
+            )
         built = datasets.build(
             capped,
             evaluation_share=feedback.evaluation_share,
@@ -47,7 +58,7 @@ def training_data(
                 source=turn.data / VALIDATED,
                 context="training",
                 counts={
-                    "over_rater_cap": len(votes) - len(capped),
+                    "over_caps": len(votes) - len(capped),
                     "preference_pairs": len(built.preference_pairs),
                     "reward_examples": len(built.reward_examples),
                     "sft_examples": len(built.sft_examples),
@@ -55,14 +66,16 @@ def training_data(
                 },
             )
         return (
-            _kept(turn, "preference_pairs", stages.PAIRS, built.preference_pairs),
-            _kept(turn, "reward_examples", stages.EXAMPLES, built.reward_examples),
-            _kept(turn, "sft_examples", stages.SFT_EXAMPLES, built.sft_examples),
-            _kept(turn, "evaluation_prompts", stages.PROMPTS, built.evaluation_prompts),
+            _kept(turn, "preference_pairs", stages.PAIRS, built.preference_pairs, left_out),
+            _kept(turn, "reward_examples", stages.EXAMPLES, built.reward_examples, left_out),
+            _kept(turn, "sft_examples", stages.SFT_EXAMPLES, built.sft_examples, left_out),
+            _kept(turn, "evaluation_prompts", stages.PROMPTS, built.evaluation_prompts, left_out),
         )
 
 
-def _kept(turn: Turn, asset: str, file: str, records: Sequence[Any]) -> Materialized:
+def _kept(
+    turn: Turn, asset: str, file: str, records: Sequence[Any], left_out: Mapping[str, int]
+) -> Materialized:
     datasets.write_jsonl(turn.data / file, records)
     counts: dict[str, int] = {}
     for record in records:
@@ -73,6 +86,7 @@ def _kept(turn: Turn, asset: str, file: str, records: Sequence[Any]) -> Material
         metadata={
             "dagster/row_count": len(records),
             "by split": table([{"split": s, "rows": n} for s, n in counts.items()]),
+            "votes over the caps": table([{"of": w, "votes": n} for w, n in left_out.items()]),
             "path": dg.MetadataValue.path(str(turn.data / file)),
         },
     )

@@ -152,7 +152,13 @@ class FeedbackSettings(Section):
     max_per_rater: Positive | None = Field(
         1000,
         description="Votes of one rater that data sets are made of, the same ones every time; the "
-        "rest stay in the snapshot. None: no cap. Unsigned votes are each of another rater.",
+        "rest stay in the snapshot. None: no cap.",
+    )
+    max_unsigned: Positive | None = Field(
+        10_000,
+        description="The same for votes without a rater that came in one way (a file, the API, a "
+        "page), together: whoever sends them could be one person. Raise it, or None, where nobody "
+        "is named and all of them are to count.",
     )
     evaluation_share: Share = Field(0.15, description="Prompts kept from training, by hash.")
     gold_questions: str | None = Field(

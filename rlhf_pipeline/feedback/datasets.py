@@ -147,16 +147,27 @@ def build(
     )
 
 
-def within_cap(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
-    """Return a snapshot frame's rows with `most` of each rater's at most, in their order.
+def within_caps(
+    frame: pd.DataFrame, *, per_rater: int | None, unsigned: int | None
+) -> tuple[pd.DataFrame, Mapping[str, int]]:
+    """Return a snapshot frame's rows within both caps, in their order, and what was left out.
 
-    Those whose hash comes first are kept, so that nobody chooses which of their votes count.
+    `per_rater` bounds the votes of each rater who is named; `unsigned` those without a rater that
+    came in one way (their origin: a file, the API, a page), together, as nobody can say whether
+    they are one person's. Those whose hash comes first are kept, so that nobody chooses which of
+    their votes count. What was left out is {"signed": rows, "unsigned, ORIGIN": rows}, only where
+    there is some.
     """
-    if most is None or not (frame["voter"].value_counts() > most).any():
-        return frame
+    nobody = frame["rater_id"].isna()
+    who = frame["voter"].where(~nobody, frame["origin"])
+    most = nobody.map({False: per_rater, True: unsigned}).astype(float).fillna(float("inf"))
+    if not (frame.groupby([nobody, who])["feedback_id"].transform("size") > most).any():
+        return frame, {}
     order = frame["feedback_id"].map(lambda key: unit_interval("rater cap", str(key)))
-    place = order.groupby(frame["voter"]).rank(method="first")
-    return frame[place <= most].reset_index(drop=True)
+    over = order.groupby([nobody, who]).rank(method="first") > most
+    names = ("unsigned, " + frame["origin"].map(str)).where(nobody, "signed")
+    left_out = {str(name): int(n) for name, n in names[over].value_counts().sort_index().items()}
+    return frame[~over].reset_index(drop=True), left_out
 
 
 def cohort_of(origin: str) -> str:

@@ -22,7 +22,7 @@ from rlhf_pipeline.feedback.datasets import (
     read_jsonl,
     split_of,
     unit_interval,
-    within_cap,
+    within_caps,
     write_jsonl,
 )
 from rlhf_pipeline.records import (
@@ -270,17 +270,42 @@ def test_a_cap_keeps_the_same_records_whatever_their_order() -> None:
     assert len(made(*rows, max_samples=50).preference_pairs) == 50
 
 
-def test_no_rater_has_more_votes_than_the_cap() -> None:
-    votes = pd.DataFrame(
-        {"feedback_id": [f"f{i}" for i in range(60)], "voter": ["loud"] * 50 + ["ann"] * 10}
+def votes_by(*senders: tuple[str | None, str, int]) -> pd.DataFrame:
+    """Votes of (rater or nobody, origin, how many)."""
+    rows = [(rater, origin) for rater, origin, n in senders for _ in range(n)]
+    return pd.DataFrame(
+        {
+            "feedback_id": [f"f{i}" for i in range(len(rows))],
+            "voter": [rater or f"anonymous:f{i}" for i, (rater, _) in enumerate(rows)],
+            "rater_id": [rater for rater, _ in rows],
+            "origin": [origin for _, origin in rows],
+        }
     )
-    kept = within_cap(votes, 20)
+
+
+def test_no_rater_has_more_votes_than_the_cap() -> None:
+    votes = votes_by(("loud", "api", 25), ("ann", "api", 10), ("loud", "chat", 25))
+    kept, left_out = within_caps(votes, per_rater=20, unsigned=1)
     assert kept["voter"].value_counts().to_dict() == {"loud": 20, "ann": 10}
-    again = within_cap(votes.sample(frac=1, random_state=0), 20)
+    assert left_out == {"signed": 30}
+    again, _ = within_caps(votes.sample(frac=1, random_state=0), per_rater=20, unsigned=1)
     assert set(again["feedback_id"]) == set(kept["feedback_id"])
     assert kept["feedback_id"].is_unique
     assert kept.index.tolist() == list(range(30))
-    assert within_cap(votes, None) is votes
+    assert within_caps(votes, per_rater=None, unsigned=1)[0] is votes
+
+
+def test_unsigned_votes_that_came_in_one_way_are_capped_together_and_none_is_lost_unsaid() -> None:
+    votes = votes_by((None, "api", 50), (None, "hh.jsonl", 8), ("api", "api", 20))
+    kept, left_out = within_caps(votes, per_rater=15, unsigned=10)
+    nobody = kept[kept["rater_id"].isna()]
+    assert nobody["origin"].value_counts().to_dict() == {"api": 10, "hh.jsonl": 8}
+    assert len(kept) == 33  # a rater who is called as the origin is another
+    assert left_out == {"signed": 5, "unsigned, api": 40}
+    assert len(kept) + sum(left_out.values()) == len(votes)
+    everybody, nothing = within_caps(votes, per_rater=None, unsigned=None)
+    assert everybody is votes
+    assert nothing == {}
 
 
 def test_nothing_in_is_nothing_out() -> None:
