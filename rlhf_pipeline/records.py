@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -330,6 +330,11 @@ _AS_WRITTEN = json.JSONEncoder(ensure_ascii=False)  # json.dumps would build one
 def prompt_to_json(prompt: Prompt) -> str:
     """Return the canonical JSON of a prompt: what is stored, hashed and compared."""
     return _AS_WRITTEN.encode([[m.role, m.content] for m in prompt])
+
+
+def as_messages(prompt: Iterable[Message]) -> list[dict[str, str]]:
+    """Return the prompt in the form that chat templates and OpenAI's API take."""
+    return [{"role": message.role, "content": message.content} for message in prompt]
 
 
 def prompt_from_json(text: str) -> Prompt:

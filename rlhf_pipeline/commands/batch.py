@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.records import Progress, Prompt, prompt_to_json, user_prompt
+from rlhf_pipeline.records import Progress, Prompt, as_messages, prompt_to_json, user_prompt
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import PolicySettings
@@ -97,7 +97,7 @@ def answer_all(
                     continue
                 told = {
                     "number": i + 1,
-                    "prompt": [{"role": m.role, "content": m.content} for m in prompt],
+                    "prompt": as_messages(prompt),
                     "completion": completion.text,
                     "tokens": completion.tokens,
                     "finished": completion.finished,

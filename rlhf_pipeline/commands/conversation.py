@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.records import Interaction, Message, Prompt, now, uuid7
+from rlhf_pipeline.records import Interaction, Message, Prompt, as_messages, now, uuid7
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import PolicySettings
@@ -205,6 +205,6 @@ def as_line(agent_id: str, version: int, messages: list[Message]) -> str:
     told: dict[str, Any] = {
         "agent_id": agent_id,
         "model_version": version,
-        "messages": [{"role": m.role, "content": m.content} for m in messages],
+        "messages": as_messages(messages),
     }
     return json.dumps(told, ensure_ascii=False) + "\n"

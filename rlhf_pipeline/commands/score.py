@@ -14,7 +14,14 @@ import typer
 from rlhf_pipeline.commands.common import progress
 from rlhf_pipeline.config import reward_functions
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused
-from rlhf_pipeline.records import Progress, RewardFunction, RewardInput, hashed, prompt_to_json
+from rlhf_pipeline.records import (
+    Progress,
+    RewardFunction,
+    RewardInput,
+    as_messages,
+    hashed,
+    prompt_to_json,
+)
 from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.named import composite_of, named_reward
@@ -208,7 +215,7 @@ def _line(
 ) -> Mapping[str, Any]:
     return {
         "number": i + 1,
-        "prompt": [{"role": m.role, "content": m.content} for m in item.prompt],
+        "prompt": as_messages(item.prompt),
         "completion": item.completion,
         "score": told.score,
         "pieces": {

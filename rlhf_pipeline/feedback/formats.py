@@ -36,6 +36,7 @@ from rlhf_pipeline.records import (
     Prompt,
     Role,
     Source,
+    as_messages,
     hash_rater,
     hashed,
 )
@@ -169,7 +170,7 @@ def to_row(event: Feedback) -> dict[str, Any]:
     for name in ("prompt", "other_prompt"):
         prompt: Prompt | None = getattr(event, name)
         if prompt is not None:
-            row[name] = [{"role": m.role, "content": m.content} for m in prompt]
+            row[name] = as_messages(prompt)
     if event.occurred_at is not None:
         row["occurred_at"] = event.occurred_at.isoformat()
     return {name: value for name, value in row.items() if value is not None}

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.records import Message, Prompt
+from rlhf_pipeline.records import Message, Prompt, as_messages
 
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
@@ -126,7 +126,7 @@ def _keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens:
 
 
 def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    messages = [{"role": m.role, "content": m.content} for m in prompt]
+    messages = as_messages(prompt)
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 

@@ -24,6 +24,7 @@ from rlhf_pipeline.records import (
     Interaction,
     QuarantinedRow,
     Source,
+    as_messages,
     hash_rater,
     now,
 )
@@ -59,7 +60,7 @@ def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
     from mlflow.entities import LiveSpan, TraceData, TraceInfo, TraceLocation, TraceState
     from opentelemetry.sdk.trace import TracerProvider
 
-    messages = [{"role": m.role, "content": m.content} for m in interaction.prompt]
+    messages = as_messages(interaction.prompt)
     trace_id = f"tr-{uuid.uuid4().hex}"
     latency = interaction.latency_seconds or 0.0
     begun = int(interaction.created_at.timestamp() * 1e9) - int(latency * 1e9)
