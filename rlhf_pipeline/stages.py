@@ -77,6 +77,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     from rlhf_pipeline.policy.sft import train_sft
 
     settings = turn.settings
+    pair_judge_of(settings)  # its key, where it is not set, is better missed now than hours later
     imitable = _imitable(turn)
     examples = [*seeds(settings, stand_in=not imitable), *imitable]
     if settings.sft.max_examples is not None:
