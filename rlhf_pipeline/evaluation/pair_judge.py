@@ -2,17 +2,14 @@
 
 At any OpenAI-compatible address. A judge that leans to what it reads first says the opposite when
 the order is swapped; such a pair counts as a tie, and how often that happens is told beside the
-rate. The judge reads the conversation and both completions as data between marks, and not which
-system wrote which. What this does not protect against: a taste of its own (length, confidence, its
-own style), which is why the gate only warns by it.
+rate. The judge reads the conversation and both completions as data between marks
+(reward/verdicts.py), and not which system wrote which. What this does not protect against: a taste
+of its own (length, confidence, its own style), which is why the gate only warns by it.
 Source: Zheng et al., arXiv:2306.05685 section 3.4, the conservative approach to position bias.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,16 +18,13 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from rlhf_pipeline.errors import EvaluationError, ModelError, PipelineError
+from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.evaluation.metrics import Number, bootstrap_mean
-from rlhf_pipeline.files import read_json, write_json
-from rlhf_pipeline.records import Prompt, hashed, prompt_to_json
-from rlhf_pipeline.reward.remote import Service
+from rlhf_pipeline.records import Prompt, as_messages, hashed, prompt_to_json
+from rlhf_pipeline.reward.verdicts import Verdicts
 
 log = structlog.get_logger(__name__)
 
-LONGEST_ANSWER = 256 * 1024  # bytes; a verdict has a few hundred
-TRIES = 2  # requests for one verdict where the answer was none
 BETTER = {"first": 1.0, "second": 0.0, "tie": 0.5}
 
 RULES = """You compare two answers of an assistant to the same conversation.
@@ -85,23 +79,24 @@ class PairJudge:
         API key. structured: the request asks for the verdict's schema; false for servers that
         refuse response_format, as `rlhf serve` does. cache is a folder for verdicts, each a word
         under a hash, without any text. Raises ModelError for an address that is neither https nor
-        loopback, EvaluationError where the key is not set.
+        loopback, and where the key is not set.
         """
-        key = os.environ.get(key_variable) if key_variable is not None else None
-        if key_variable is not None and not key:
-            raise EvaluationError(
-                f"evaluation.judge needs its key in {key_variable}, found it unset; set it where "
-                "training runs, or leave evaluation.judge out"
-            )
-        self.model = model
-        self._question, self._structured = question, structured
-        self._at_once, self._cache = at_once, cache
-        self._service = Service(
-            f"{url.rstrip('/')}/chat/completions",
+        self._verdicts = Verdicts(
+            url,
+            model=model,
+            name="better",
+            allowed=list(BETTER),
+            shown="first, second or tie",
+            remedy="take a model that keeps to response_format, or leave evaluation.judge out",
+            structured=structured,
+            key_variable=key_variable,
             timeout_seconds=timeout_seconds,
             attempts=attempts,
-            bearer_token=key,
+            cache=cache,
         )
+        self.model = model
+        self._service = self._verdicts.opened()
+        self._question, self._at_once = question, at_once
         self._version = hashed("pair judge", url, model, question, RULES)
 
     def judged(self, pairs: Sequence[Pair], *, bootstrap_samples: int, seed: int) -> Judged | None:
@@ -133,75 +128,12 @@ class PairJudge:
 
     def _verdict(self, prompt: Prompt, first: str, second: str) -> str:
         key = hashed(self._version, prompt_to_json(prompt), first, second)
-        kept = None if self._cache is None else self._cache / key[:2] / f"{key}.json"
-        verdict = _kept(kept)
-        if verdict is None:
-            verdict = self._ask(prompt, first, second)
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_json(kept, {"better": verdict})
-        return verdict
-
-    def _ask(self, prompt: Prompt, first: str, second: str) -> str:
-        for _ in range(TRIES):
-            body = json.dumps(self._request(prompt, first, second)).encode()
-            verdict = _read(self._service.post(body, longest=LONGEST_ANSWER))
-            if verdict is not None:
-                return verdict
-        raise ModelError(
-            f'the judge at {self._service.shown_url} must answer {{"reason", "better": first, '
-            f"second or tie}}, found something else {TRIES} times; take a model that keeps to it"
-        )
-
-    def _request(self, prompt: Prompt, first: str, second: str) -> dict[str, object]:
-        # Drawn after everything that it stands around was written: nobody can have said it.
-        mark = f"<<{secrets.token_hex(8)}>>"
-        conversation = [{"role": m.role, "content": m.content} for m in prompt]
-        parts = {"conversation": conversation, "first answer": first, "second answer": second}
-        shown = "\n\n".join(
-            f"{mark} {name}\n{json.dumps(part, ensure_ascii=False)}\n{mark}"
-            for name, part in parts.items()
-        )
-        request: dict[str, object] = {
-            "model": self.model,
-            "temperature": 0,
-            "messages": [
-                {"role": "system", "content": RULES.format(mark=mark, question=self._question)},
-                {"role": "user", "content": shown},
-            ],
+        about = {
+            "conversation": as_messages(prompt),
+            "first answer": first,
+            "second answer": second,
         }
-        if self._structured:
-            schema = {
-                "type": "object",
-                "properties": {
-                    "reason": {"type": "string"},
-                    "better": {"type": "string", "enum": list(BETTER)},
-                },
-                "required": ["reason", "better"],
-                "additionalProperties": False,
-            }
-            request["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "verdict", "strict": True, "schema": schema},
-            }
-        return request
+        return self._verdicts.verdict(self._service, key, self._rules, about)
 
-
-def _read(answer: bytes) -> str | None:
-    """Return the verdict in a chat completion; None where it holds none."""
-    try:
-        verdict = json.loads(json.loads(answer)["choices"][0]["message"]["content"])["better"]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None
-    return verdict if isinstance(verdict, str) and verdict in BETTER else None
-
-
-def _kept(path: Path | None) -> str | None:
-    """Return the verdict kept there; None where there is none, or one that is damaged."""
-    if path is None or not path.exists():
-        return None
-    try:
-        verdict = read_json(path)["better"]
-    except (PipelineError, KeyError, TypeError):
-        return None
-    return str(verdict) if verdict in BETTER else None
+    def _rules(self, mark: str) -> str:
+        return RULES.format(mark=mark, question=self._question)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -93,6 +94,19 @@ class RemoteReward:
                 "else among its scores; correct the service"
             )
         return [float(score) for score in scores]
+
+
+def bearer_token(variable: str | None, whose: str, remedy: str) -> str | None:
+    """Return the API key in an environment variable; None where none is named.
+
+    Raises ModelError, with whose key it is and what to do, where the variable is not set.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ModelError(f"{whose} needs its key in {variable}, found it unset; {remedy}")
+    return token
 
 
 class Service:

@@ -7,7 +7,6 @@ is used: an upstream that says something else is an error, never an empty answer
 from __future__ import annotations
 
 import json
-import os
 import ssl
 import time
 from collections.abc import AsyncGenerator
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.records import Prompt
+from rlhf_pipeline.records import Prompt, as_messages
+from rlhf_pipeline.reward.remote import bearer_token
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import UpstreamSettings
@@ -36,7 +36,7 @@ async def upstream_pieces(
     body = {
         **settings,
         "model": upstream.model,
-        "messages": [{"role": m.role, "content": m.content} for m in prompt],
+        "messages": as_messages(prompt),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -99,15 +99,12 @@ def _read(data: str, last: dict[str, Any]) -> str:
 
 
 def _headers(upstream: UpstreamSettings) -> dict[str, str]:
-    if upstream.key_variable is None:
-        return {}
-    key = os.environ.get(upstream.key_variable)
-    if not key:
-        raise ModelError(
-            f"the upstream at {upstream.url} needs its key in {upstream.key_variable}, found it "
-            "unset; set it where the service starts"
-        )
-    return {"authorization": f"Bearer {key}"}
+    token = bearer_token(
+        upstream.key_variable,
+        f"the upstream at {upstream.url}",
+        "set it where the service starts",
+    )
+    return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 @lru_cache(maxsize=1)

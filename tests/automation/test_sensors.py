@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
+from tests.loopback import answering
 
 EXPIRED = timedelta(seconds=-1)
 
@@ -516,12 +516,8 @@ class Hook(BaseHTTPRequestHandler):
 @pytest.fixture
 def hook() -> Iterator[tuple[str, type[Hook]]]:
     kept = type("Kept", (Hook,), {"received": []})
-    with HTTPServer(("127.0.0.1", 0), kept) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with answering(HTTPServer(("127.0.0.1", 0), kept)) as server:
         yield f"http://127.0.0.1:{server.server_port}/secret-path", kept
-        server.shutdown()
-        thread.join()
 
 
 def fail(ticks: Ticks, agent_id: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,9 +14,11 @@ import pytest
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput
 from rlhf_pipeline.reward.composite import CompositeReward, Term
-from rlhf_pipeline.reward.judge import JudgeReward, _mark
+from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.named import composite_of, named_reward
 from rlhf_pipeline.reward.settings import FunctionSettings
+from rlhf_pipeline.reward.verdicts import new_mark
+from tests.loopback import answering
 
 PROMPT = (Message("user", "hi"), Message("assistant", "hello"), Message("user", "a joke?"))
 RUBRIC = "Is it funny?"
@@ -76,13 +77,8 @@ def by_length(body: dict[str, Any]) -> str:
 
 @pytest.fixture
 def judges() -> Iterator[Judges]:
-    server = Judges()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering(Judges()) as server:
+        yield server
 
 
 def judge(server: Judges, **options: Any) -> JudgeReward:
@@ -125,7 +121,7 @@ def test_a_completion_that_speaks_to_the_judge_stays_between_the_marks(judges: J
         body["messages"][0]["content"].count(mark) <= 1 for mark in marks for body in judges.heard
     )
     drawn = iter(["known", "known", "new"])
-    assert _mark(["what if it knew <<known>>"], lambda: next(drawn)) == "<<new>>"
+    assert new_mark(["what if it knew <<known>>"], lambda: next(drawn)) == "<<new>>"
 
 
 def test_the_judge_never_hears_what_raters_said(judges: Judges) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.remote import RemoteReward
+from tests.loopback import answering
 
 ITEMS = [RewardInput(user_prompt("hi"), "a" * n) for n in (3, 1, 2)]
 
@@ -66,13 +66,8 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    server = Service()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Service()) as server:
+        yield server
 
 
 def test_items_go_out_in_batches_and_scores_come_back_in_order(service: Service) -> None:

@@ -15,7 +15,8 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.records import RewardInput, hashed, prompt_to_json, user_prompt
 from rlhf_pipeline.reward.composite import CompositeReward, Term
-from rlhf_pipeline.reward.judge import TRIES, JudgeReward
+from rlhf_pipeline.reward.judge import JudgeReward
+from rlhf_pipeline.reward.verdicts import TRIES, Verdicts
 from tests.serving.pages.world import free_port, made_desk, served
 
 pytestmark = pytest.mark.slow
@@ -38,12 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
 @pytest.fixture(autouse=True)
 def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let judges ask for sampled text: at temperature 0 an untaught model says nothing at all."""
-    asked = JudgeReward._request
+    asked = Verdicts._request
 
-    def sampled(self: JudgeReward, *about: Any) -> dict[str, Any]:
+    def sampled(self: Verdicts[int], *about: Any) -> dict[str, Any]:
         return {**asked(self, *about), "temperature": 1.0, "seed": 7}
 
-    monkeypatch.setattr(JudgeReward, "_request", sampled)
+    monkeypatch.setattr(Verdicts, "_request", sampled)
 
 
 def judge(url: str, **options: Any) -> JudgeReward:
@@ -90,7 +91,9 @@ def test_what_the_server_cannot_do_is_refused_by_name_and_no_grade_either(
 
 
 def test_openais_client_reaches_the_same_judge(server: tuple[str, Path]) -> None:
-    request = judge(server[0], structured=False)._request(ITEMS[0].prompt, ITEMS[0].completion)
+    request = judge(server[0], structured=False)._verdicts._request(
+        lambda mark: RUBRIC, {"answer": ITEMS[0].completion}
+    )
     with openai.OpenAI(base_url=server[0], api_key="none", max_retries=0) as client:
         reply = client.chat.completions.create(**request)
     assert isinstance(reply.choices[0].message.content, str)
