@@ -5,7 +5,7 @@ from pathlib import Path
 import dagster as dg
 
 from assets.common import GPU, RESUME, Materialized, agents, plots, table
-from assets.reward_tables import beside, groups_of, worst_of
+from assets.reward_tables import beside, groups_of, influence_of, worst_of
 from resources.compute import Compute
 from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -127,7 +127,7 @@ def reward_model(
             "accuracy": reports["proxy"]["accuracy"],
             "held-out accuracy": table(rows),
             "held-out accuracy by group": table(groups_of(reports)),
-            "influence of parts of the raters": table(reports["proxy"]["influence"]),
+            "influence of parts of the raters": influence_of(reports["proxy"]),
             "worst disagreements": table(worst_of(reports["proxy"])),
             "their words": dg.MetadataValue.path(str(turn.work / "reward" / "proxy" / WORST)),
             **plots([p for p in images if p.parent.name == "proxy"]),

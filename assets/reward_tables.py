@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import dagster as dg
+
+from assets.common import table
 from rlhf_pipeline.feedback.datasets import JOBS
 
 BESIDE = ("bag_of_words", "annotators", "length_matched")
@@ -28,6 +31,13 @@ def worst_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the pairs the model is most wrong about, by id, the worst first."""
     findings = report.get("findings") or {}
     return list(findings.get("worst", ()))
+
+
+def influence_of(report: Mapping[str, Any]) -> dg.MetadataValue:
+    """Return what each part of the raters does to the model, or in words why that is not known."""
+    if report.get("influence"):
+        return table(report["influence"])
+    return dg.MetadataValue.text(report.get("no_influence") or "not known")
 
 
 def groups_of(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ sees a part of the votes, and how much that costs is measured by benchmarks/rewa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +44,6 @@ class Combined:
 def disagreement(scores: Tensor) -> Tensor:
     """Return the deviation among the heads (B,), of scores (B, K), in units of score."""
     return (scores - scores.mean(1, keepdim=True)).square().mean(1).sqrt()
-
-
-@dataclass(frozen=True, slots=True)
-class PartInfluence:
-    """What one part of the raters does to the reward: held-out pairs judged without its head."""
-
-    raters: int
-    pairs: int
-    accuracy: float  # of the other heads
-    changed: float  # share of held-out pairs that they rank otherwise
 
 
 def parts_of(voters: Sequence[str], heads: int) -> dict[str, int]:
@@ -104,31 +94,3 @@ def _fitted(
         mine = used & (parts == part)
         heads.append(logistic(differences[mine], targets[mine], ridge, weights[mine])[0])
     return torch.stack(heads)
-
-
-def influences(
-    scores: Callable[[Tensor], Tensor],
-    chosen: Tensor,
-    rejected: Tensor,
-    parts: Mapping[str, int],
-    pairs: Sequence[int],
-) -> list[PartInfluence]:
-    """Return each part's influence on held-out pairs; chosen and rejected are scores (N, K).
-
-    `pairs` is how many each part trained on.
-    """
-    heads = chosen.shape[1]
-    before = scores(chosen) - scores(rejected)
-    found = []
-    for part in range(heads):
-        others = [head for head in range(heads) if head != part]
-        after = scores(chosen[:, others]) - scores(rejected[:, others])
-        found.append(
-            PartInfluence(
-                sum(one == part for one in parts.values()),
-                pairs[part],
-                float((after > 0).double().mean() + (after == 0).double().mean() / 2),
-                float(((after > 0) != (before > 0)).double().mean()),
-            )
-        )
-    return found

@@ -24,7 +24,7 @@ nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,8 +134,20 @@ def gather(
 def part(opinions: Opinions, keep: Sequence[bool]) -> Opinions:
     """Return what was said about the texts that are kept; texts and voters keep their numbers."""
 
+    return _among(opinions, lambda said: keep[said[0]])
+
+
+def of_others(opinions: Opinions, voters: Collection[str]) -> Opinions:
+    """Return what everybody but these voters said; texts and voters keep their numbers."""
+    gone = {number for number, name in enumerate(opinions.voters) if name in voters}
+    return _among(opinions, lambda said: said[-1] not in gone)
+
+
+def _among(opinions: Opinions, wanted: Callable[[tuple[Any, ...]], bool]) -> Opinions:
+    """Return the opinions that are wanted: each is a tuple from its text to its voter."""
+
     def kept(some: list[Any]) -> list[Any]:
-        return [one for one in some if keep[one[0]]]
+        return [one for one in some if wanted(one)]
 
     return Opinions(
         opinions.texts,

@@ -522,6 +522,17 @@ def scores_by_head(model: RewardModel, rows: Sequence[Row]) -> Tensor:
     for members, features in features_of(model, rows):
         with torch.no_grad():
             scores[members] = model.head(features).float().cpu()
+    return _finite(scores)
+
+
+def scores_of_features(model: RewardModel, features: Tensor) -> Tensor:
+    """Return what `scores_by_head` does, (N, K), of the texts these features (N, F) are of."""
+    with torch.no_grad():
+        scores: Tensor = model.head(features.to(model.head.weight)).float().cpu()
+    return _finite(scores)
+
+
+def _finite(scores: Tensor) -> Tensor:
     broken = (~scores.isfinite().all(1)).nonzero().flatten().tolist()
     if broken:
         raise ModelError(

@@ -11,7 +11,7 @@ import hashlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -43,10 +43,8 @@ from rlhf_pipeline.reward.calibration import (
 from rlhf_pipeline.reward.ensemble import Combine
 from rlhf_pipeline.reward.heads import (
     Combined,
-    PartInfluence,
     disagreement,
     fit_heads,
-    influences,
     parts_of,
 )
 from rlhf_pipeline.reward.held_out import (
@@ -58,11 +56,13 @@ from rlhf_pipeline.reward.held_out import (
     learning_curve,
     some_of_each_kind,
 )
+from rlhf_pipeline.reward.influence import PartInfluence, of_heads, of_one_head, why_unknown
 from rlhf_pipeline.reward.kinds import (
     criteria_weights,
     fit,
     fit_best,
     gather,
+    of_others,
     scales,
     score_weights,
     until_turned,
@@ -83,6 +83,7 @@ from rlhf_pipeline.reward.model import (
     save_reward_model,
     score_rows,
     scores_by_head,
+    scores_of_features,
 )
 from rlhf_pipeline.reward.plots import plot_report
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
@@ -124,7 +125,8 @@ class RewardModelReport:
     turned: int = 0  # of them, who were careful until some vote and not from there
     heads: int = 1
     disagreement: float = 0.0  # mean deviation among heads on the held-out completions
-    influence: tuple[PartInfluence, ...] = ()  # of each head's raters; empty for one head
+    influence: tuple[PartInfluence, ...] = ()  # of each part of the raters (influence.py)
+    no_influence: str | None = None  # why it is not known
     findings: Findings | None = None  # for whom it is right, beside what, and where it is not
     began_with: Path | None = None  # the earlier model; None: its base
 
@@ -220,8 +222,9 @@ def train_reward_model(
         features = all_features(model, [*train.chosen, *train.rejected], report)
     decided = [pair for pair in test_pairs if not is_tie(pair)]
     test = encode_pairs(tokenizer, decided, limits)
+    seen = all_features(model, [*test.chosen, *test.rejected], report) if freeze_trunk else None
     pair_ids = [pair.pair_id for pair in train_pairs]
-    curve = () if warm else head_curve(model, train, pair_ids, test, features, report)
+    curve = () if warm else head_curve(model, train, pair_ids, test, features, seen, report)
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
@@ -244,7 +247,9 @@ def train_reward_model(
             report=report,
         )
     elif fits_head:
-        went = fit_head(model, train, groups, weights=weights, features=features, report=report)
+        went = fit_head(
+            model, train, groups, weights=weights, features=features, voters=voters, report=report
+        )
     if kinds is None and not freeze_trunk:
         counts = None if weights is None else weights.tolist()
         went = fit_model(model, train, descent, weights=counts, report=report)
@@ -252,10 +257,26 @@ def train_reward_model(
 
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
     centre = score_rows(model, centre_rows)
-    by_head = scores_by_head(model, [*test.chosen, *test.rejected])
+    if seen is None:
+        by_head = scores_by_head(model, [*test.chosen, *test.rejected])
+    else:
+        by_head = scores_of_features(model, seen)
     scores = model.combined(by_head)
     margins = (scores[: len(test)] - scores[len(test) :]).tolist()
-    per_part = Counter(parts.get(voter, 0) for voter in voters)
+    votes = Counter([*voters, *(example.voter for example in examples)])
+    influence: list[PartInfluence] = []
+    unknown = None
+    if heads > 1:
+        per_part = Counter(parts[voter] for voter in voters)
+        given = [per_part[part] for part in range(heads)]
+        influence = of_heads(
+            model.combined, by_head[: len(test)], by_head[len(test) :], parts, given
+        )
+    else:
+        unknown = why_unknown(trunk_trains=not freeze_trunk, raters=len(votes))
+        if seen is not None and went.without is not None and unknown is None:
+            apart = seen[: len(test)] - seen[len(test) :]
+            influence = of_one_head(torch.tensor(margins), apart, went.without, votes)
     fitting, judging = halves(decided)
     temperature = fit_temperature([margins[i] for i in fitting])
     judged = [margins[i] for i in judging]
@@ -298,17 +319,8 @@ def train_reward_model(
         turned=len(turned) + sum(bool(one.turned_after) for one in weighed.values()),
         heads=heads,
         disagreement=float(disagreement(by_head).mean()),
-        influence=tuple(
-            influences(
-                model.combined,
-                by_head[: len(test)],
-                by_head[len(test) :],
-                parts,
-                [per_part[part] for part in range(heads)],
-            )
-            if heads > 1
-            else ()
-        ),
+        influence=tuple(influence),
+        no_influence=unknown,
         findings=findings,
         began_with=earlier if warm else None,
     )
@@ -425,11 +437,13 @@ def head_curve(
     pair_ids: Sequence[str],
     test: EncodedPairs,
     features: Tensor | None,
+    seen: Tensor | None,
     report: Progress,
 ) -> tuple[Learnt, ...]:
     """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS pairs at most.
 
-    `features` are those of the training pairs where they are known. Empty where none was decided.
+    `features` are those of the training pairs where they are known, `seen` of the held-out ones.
+    Empty where none was decided.
     """
     known = [i for i in range(len(train)) if train.targets[i] == 1]
     chosen = sorted(known, key=lambda i: unit_interval("curve", pair_ids[i]))[:CURVE_PAIRS]
@@ -441,7 +455,10 @@ def head_curve(
     else:
         features = features[[*chosen, *(len(train) + i for i in chosen)]]
     held = min(len(test), CURVE_PAIRS // 2)
-    judged = all_features(model, [*test.chosen[:held], *test.rejected[:held]], report)
+    if seen is None:
+        judged = all_features(model, [*test.chosen[:held], *test.rejected[:held]], report)
+    else:
+        judged = torch.cat([seen[:held], seen[len(test) : len(test) + held]])
     scale = scales(features, LIKELIHOODS * model.likelihood)
     told, unseen = features / scale, judged / scale
     return learning_curve(told[: len(chosen)] - told[len(chosen) :], unseen[:held] - unseen[held:])
@@ -471,13 +488,15 @@ def fit_head(
     *,
     weights: Tensor | None = None,
     features: Tensor | None = None,
+    voters: Sequence[str] = (),
     report: Progress,
 ) -> Fit:
     """Fit the head on the frozen trunk's features; the loss curve is per Newton step.
 
     The features (computed where they are not given) are standardised, which is folded back into the
     head. The ridge is the one that ranks best on a fifth of the prompts (`groups` names each
-    pair's), then all pairs are used. `weights` are how much each pair counts.
+    pair's), then all pairs are used. `weights` are how much each pair counts; with each pair's
+    voter it can be fitted again without some of them.
     """
     if features is None:
         features = all_features(model, [*pairs.chosen, *pairs.rejected], report)
@@ -503,7 +522,14 @@ def fit_head(
         model.head.weight.copy_((weight / deviation)[None])
         model.head.bias.zero_()
     report({"step": len(curve), "of": len(curve), "loss": curve[-1][1], "ridge": ridge})
-    return Fit(curve, pair_accuracy((differences @ weight)[targets == 1].tolist()))
+
+    def without(raters: Collection[str]) -> Tensor:
+        others = torch.tensor([voter not in raters for voter in voters])
+        head, _ = logistic(differences[others], targets[others], ridge, counts[others])
+        return head / deviation
+
+    accuracy = pair_accuracy((differences @ weight)[targets == 1].tolist())
+    return Fit(curve, accuracy, without if voters else None)
 
 
 def fit_parts(
@@ -598,7 +624,15 @@ def fit_kinds(
     report({"step": 1, "of": 1, "loss": fitted.loss})
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
     margins = [float((features[a] - features[b]) @ weight) for a, b in decided]
-    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]))
+    ridge = fitted.ridge
+
+    def without(raters: Collection[str]) -> Tensor:
+        said = of_others(opinions, raters)
+        return score_weights(
+            fit(features, said, kinds, ridge=ridge, likelihoods=likelihoods, gold=gold)
+        )
+
+    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]), without)
     if descent is not None:
         went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
         if opinions.criteria:  # what is beside the score, of what the trunk reads now

@@ -17,6 +17,7 @@ import torch
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.records import Progress
 from rlhf_pipeline.reward.calibration import pair_accuracy
+from rlhf_pipeline.reward.influence import Without
 from rlhf_pipeline.reward.kinds import Fitted, Opinions
 from rlhf_pipeline.reward.logistic import preference_loss
 from rlhf_pipeline.reward.model import RewardModel, Row, batches_by_length, tokens_at_once
@@ -44,6 +45,7 @@ class Fit:
 
     loss_curve: list[tuple[int, float]]  # (optimizer step, mean loss since the last one)
     train_accuracy: float  # on the decided training pairs, as seen in the last epoch
+    without: Without | None = None  # the head without some raters, where it alone was fitted
 
 
 @dataclass(frozen=True)

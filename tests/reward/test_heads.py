@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.evaluation.compare import _judged
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import PreferencePair, RewardInput
-from rlhf_pipeline.reward.heads import Combined, disagreement, influences, parts_of
+from rlhf_pipeline.reward.heads import Combined, disagreement, parts_of
+from rlhf_pipeline.reward.influence import of_heads, of_one_head
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.raters import TURN_ALPHA, rater_weights, turn_of, vote_weights
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
@@ -78,14 +80,68 @@ def test_every_head_has_raters_of_its_own_and_more_people_move_no_hash() -> None
 
 def test_a_parts_influence_is_what_the_others_say_without_it() -> None:
     chosen = torch.tensor([[1.0, 1.0, -3.0], [1.0, -1.0, 2.0]])
-    found = influences(
-        Combined("mean"), chosen, torch.zeros(2, 3), {"a": 0, "b": 1, "c": 1}, [5] * 3
-    )
+    found = of_heads(Combined("mean"), chosen, torch.zeros(2, 3), {"a": 0, "b": 1, "c": 1}, [5] * 3)
     assert [(one.raters, one.accuracy, one.changed) for one in found] == [
         (1, 0.5, 0.0),  # (-1, 0.5) where all say (-1/3, 2/3)
         (2, 0.5, 0.0),  # (-1, 1.5)
         (0, 0.75, 1.0),  # (1, 0): a tie is half right, and no longer a win
     ]
+
+
+def test_without_a_part_of_the_raters_one_head_says_what_the_others_taught() -> None:
+    margins = torch.tensor([1.0, 1.0, -1.0])
+    apart = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    votes = {f"r{i}": i + 1 for i in range(10)}
+
+    def without(raters: Collection[str]) -> Tensor:  # r0 alone taught what the second pair shows
+        return torch.tensor([1.0, -1.0 if "r0" in raters else 1.0], dtype=torch.float64)
+
+    found = of_one_head(margins, apart, without, votes)
+    assert [part.raters for part in found] == [2] * 5
+    assert sum(part.votes for part in found) == 55
+    mine = parts_of(list(votes), 5)["r0"]
+    for number, part in enumerate(found):
+        alone = number == mine
+        assert (part.accuracy, part.changed) == pytest.approx(
+            (1 / 3, 1 / 3) if alone else (2 / 3, 0)
+        )
+
+
+def test_a_part_that_votes_against_the_others_is_seen_in_the_influence(
+    planted: Planted, tmp_path: Path
+) -> None:
+    voters = [f"r{i:02d}" for i in range(RATERS)]
+    liars = {name for name, part in parts_of(voters, 5).items() if part == 3}
+    pairs = [
+        replace(pair, chosen=pair.rejected, rejected=pair.chosen) if pair.voter in liars else pair
+        for pair in signed(planted.train)
+    ]
+    report = train(planted, tmp_path / "rm", pairs=pairs)
+    assert report.no_influence is None
+    assert sum(part.votes for part in report.influence) == len(pairs)
+    assert max(report.influence, key=lambda part: part.accuracy) == report.influence[3]
+    assert report.influence[3].accuracy >= report.accuracy
+    assert read_json(tmp_path / "rm" / "report.json")["influence"][3]["raters"] == len(liars)
+
+
+@pytest.mark.slow
+def test_parts_are_left_out_where_every_kind_is_learnt_from(
+    planted: Planted, tmp_path: Path
+) -> None:
+    report = train(planted, tmp_path / "rm", kinds={"preference": 1.0})
+    assert sum(part.votes for part in report.influence) == len(planted.train)
+    assert len(report.influence) == 5
+    assert all(part.accuracy > 0.8 and part.changed < 0.2 for part in report.influence)
+
+
+def test_a_report_says_why_influence_is_not_known(planted: Planted, tmp_path: Path) -> None:
+    four = [replace(pair, voter=f"r{i % 4}") for i, pair in enumerate(planted.train)]
+    report = train(planted, tmp_path / "few", pairs=four)
+    assert report.influence == ()
+    assert report.no_influence == "parts of the raters need 5 raters, found 4"
+    trained = train(planted, tmp_path / "trained", freeze_trunk=False)
+    assert trained.influence == ()
+    assert "set reward.freeze_trunk to see it" in (trained.no_influence or "")
 
 
 def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
@@ -95,7 +151,7 @@ def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
     assert report.accuracy > 0.85
     assert (report.heads, report.raters) == (3, RATERS)
     assert [part.raters for part in report.influence] == [4, 4, 4]
-    assert sum(part.pairs for part in report.influence) == len(planted.train)
+    assert sum(part.votes for part in report.influence) == len(planted.train)
     assert all(part.accuracy > 0.7 for part in report.influence)
     reward = load_reward_model(tmp_path / "rm", device="cpu")
     assert reward.model.head.out_features == 3

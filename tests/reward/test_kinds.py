@@ -30,6 +30,7 @@ from rlhf_pipeline.reward.kinds import (
     Text,
     fit,
     gather,
+    of_others,
     part,
     until_turned,
 )
@@ -101,6 +102,20 @@ def test_only_what_has_a_weight_is_gathered_and_thumbs_are_never_a_pair() -> Non
     assert (alone.count, len(alone.texts)) == (1, 1)
     half = part(opinions, [i < 4 for i in range(8)])
     assert (len(half.preferences), half.count) == (2, 2)
+
+
+def test_what_others_said_is_all_but_theirs() -> None:
+    said = Opinions(
+        voters=["ann", "bob"],
+        preferences=[(0, 1, 0, 0), (2, 3, 0, 1)],
+        corrections=[(4, 5, 1)],
+        singles={"thumbs": [(6, 1.0, 0), (6, 0.0, 1)]},
+        criteria={"safety": [(7, 0.5, 1)]},
+    )
+    others = of_others(said, {"bob", "never heard of"})
+    assert others.preferences == [(0, 1, 0, 0)]
+    assert others.singles == {"thumbs": [(6, 1.0, 0)]}
+    assert (others.count, others.voters) == (2, ["ann", "bob"])
 
 
 def planted_votes(rng: random.Random, raters: int, each: int) -> tuple[torch.Tensor, Opinions]:
