@@ -3,7 +3,8 @@
 A trunk sees one row holding every sequence, each with its own positions; only attention needs the
 sequences apart. On a CPU it takes them one by one; a GPU, where many small calls are slow, gets a
 rectangle padded on the right. Neither needs a mask. Models that do more across tokens than plain
-causal attention (sliding windows, ALiBi, recurrences) are left to the padded path.
+causal attention (sliding windows, ALiBi, recurrences) are left to the padded path. The last layer's
+MLP is run for those tokens alone whose states are read.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ def can_pack(trunk: nn.Module) -> bool:
     return config.model_type in PACKABLE and config._attn_implementation == "sdpa" and not slides
 
 
-def packed_hidden(trunk: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def packed_hidden(
+    trunk: nn.Module, ids: Tensor, mask: Tensor, *, read_from: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return the last hidden states (N, H) of the real tokens, and their places (N,) in B * S.
 
     Shapes: ids and mask (B, S); each row's real tokens stand together. They come row by row.
+    Those of columns before `read_from` are finite numbers without meaning.
     """
     S = mask.shape[1]
     where = mask.flatten().nonzero()[:, 0]
@@ -69,7 +73,8 @@ def packed_hidden(trunk: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, 
     row = where // S
     positions = torch.arange(len(where), device=ids.device) - starts[row]
     packing = Packing(lengths.tolist(), row * lengths.max() + positions)
-    with _attending(trunk, PACKED):
+    read = (where % S >= read_from).nonzero()[:, 0]
+    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, len(where)):
         hidden: Tensor = trunk(
             input_ids=ids.flatten()[where][None],
             position_ids=positions[None],
@@ -79,18 +84,20 @@ def packed_hidden(trunk: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, 
     return hidden[0], where
 
 
-def rectangle_hidden(trunk: nn.Module, ids: Tensor) -> Tensor:
+def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Tensor:
     """Return the last hidden states (B * S, H) of sequences of one length, ids (B, S), row by row.
 
-    Nothing is looked at but shapes, so a plan can run it on tensors without numbers.
+    It is `packed_hidden` where nothing is looked at but shapes, so a plan can run it on tensors
+    without numbers.
     """
     B, S = ids.shape
     places = torch.arange(S, device=ids.device).repeat(B)
     if not can_pack(trunk):
         padded: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
         return padded.flatten(0, 1)
-    packing = Packing([S] * B, torch.arange(B * S, device=ids.device))
-    with _attending(trunk, PACKED):
+    every = torch.arange(B * S, device=ids.device)
+    packing, read = Packing([S] * B, every), every.view(B, S)[:, read_from:].flatten()
+    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, B * S):
         hidden: Tensor = trunk(
             input_ids=ids.flatten()[None],
             position_ids=places[None],
@@ -98,6 +105,33 @@ def rectangle_hidden(trunk: nn.Module, ids: Tensor) -> Tensor:
             packing=packing,
         ).last_hidden_state
     return hidden[0]
+
+
+@contextmanager
+def _last_mlp_at(trunk: nn.Module, read: Tensor, tokens: int) -> Iterator[None]:
+    """Let the last layer's MLP, which looks at one token at a time, run for those read alone.
+
+    `read` are places (n,) in a packed row of so many tokens. All run where layers are computed a
+    second time, in the backward pass, and where the last layer keeps no MLP apart.
+    """
+    layers: Any = getattr(trunk, "layers", None) or getattr(trunk, "h", None) or [None]
+    mlp: Any = getattr(layers[-1], "mlp", None)
+    if mlp is None or trunk.training or len(read) == tokens:
+        yield
+        return
+
+    def narrow(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return (given[0].index_select(1, read),)
+
+    def widen(_: nn.Module, given: tuple[Tensor], found: Tensor) -> Tensor:
+        return found.new_zeros(1, tokens, found.shape[2]).index_copy(1, read, found)
+
+    hooks = mlp.register_forward_pre_hook(narrow), mlp.register_forward_hook(widen)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def attending_as_now(trunk: nn.Module) -> AbstractContextManager[None]:

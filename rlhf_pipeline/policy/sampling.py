@@ -340,7 +340,7 @@ def completion_hidden(
         return run_trunk(trunk, ids, mask.long(), position_ids(mask), None)[:, before:]
     # A row's own last token predicts nothing either, unless the row is a prompt alone.
     mask[:, before + 1 :] &= completion_mask[:, 1:]
-    packed, where = packed_hidden(trunk, ids, mask)
+    packed, where = packed_hidden(trunk, ids, mask, read_from=before)
     hidden = packed.new_zeros(mask.numel(), packed.shape[-1]).index_copy(0, where, packed)
     return hidden.view(*mask.shape, -1)[:, before:]
 

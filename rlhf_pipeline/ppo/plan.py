@@ -481,7 +481,7 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
     device = next(model.parameters()).device
     with autocast(device, settings):
         ids = torch.zeros(rows, P + T - 1, dtype=torch.long, device=device)
-        packed = rectangle_hidden(trunk_of(model), ids)
+        packed = rectangle_hidden(trunk_of(model), ids, read_from=P - 1)
         where = torch.arange(rows * (P + T - 1), device=device)
         hidden = packed.new_zeros(packed.shape).index_copy(0, where, packed)
         hidden = hidden.view(rows, P + T - 1, -1)[:, P - 1 :].flatten(0, 1)

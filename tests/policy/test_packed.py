@@ -97,6 +97,21 @@ def test_the_trunk_runs_real_tokens_only_and_none_that_predicts_nothing() -> Non
     assert seen == [(2 + 5 - 1) + 4 + (1 + 1 - 1) + (3 + 3 - 1)]
 
 
+def test_the_last_mlp_runs_only_where_states_are_read() -> None:
+    model: Any = small("llama")
+    seen: list[int] = []
+
+    def count(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(inputs[0].shape[1])
+
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(count)
+    logprobs_and_gradients(model)
+    # The states that choose a completion's tokens, and a lone prompt's last one.
+    assert seen == [6 + 4 + 1 + 5, 5 + 1 + 1 + 3]
+    assert not model.model.layers[-1].mlp._forward_hooks  # whoever runs it next gets all of it
+
+
 def test_attention_is_the_models_own_again_after_a_packed_pass() -> None:
     model = small("gpt2")
     logprobs_and_gradients(model)
