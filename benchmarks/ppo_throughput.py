@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -300,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--rounds", type=int, default=5, help="updates measured of each engine")
+    parser.add_argument("--threads", type=int, default=2, help="of either engine")
     parser.add_argument("--peer", type=Path, default=Path(".venv-peer/bin/python"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -313,7 +314,7 @@ def main() -> None:
     if not given.peer.exists():
         print(f"TRL is not at {given.peer}; make bench-peer sets it up. Ours alone:")
     for name in given.cases.split(","):
-        case = CASES[name]
+        case = replace(CASES[name], threads=given.threads)
         machine = measure_machine(case.threads)
         print(
             f"\n{name}: {case}\nthis machine: {machine.flops / 1e9:.0f} GFLOP/s float32, "
