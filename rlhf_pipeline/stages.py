@@ -75,9 +75,10 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     from rlhf_pipeline.policy.adapters import base_digest
     from rlhf_pipeline.policy.loading import load_policy
     from rlhf_pipeline.policy.sft import train_sft
+    from rlhf_pipeline.ppo.learner import check_policy
 
     settings = turn.settings
-    pair_judge_of(settings)  # its key, where it is not set, is better missed now than hours later
+    check_before_training(turn)
     imitable = _imitable(turn)
     examples = [*seeds(settings, stand_in=not imitable), *imitable]
     if settings.sft.max_examples is not None:
@@ -98,6 +99,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
             if settings.sft.lora_rank and settings.policy.dtype == "bfloat16"
             else "float32",
         )
+    check_policy(policy, settings.ppo)
     digest = None if source is None else base_digest(source)
     keep_going()
     result = train_sft(
@@ -121,6 +123,33 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
         "seconds": result.seconds,
         "base": {} if source is None else {"started_from": str(source), "base_digest": digest},
     }
+
+
+def check_before_training(turn: Turn) -> None:
+    """Raise for what a later stage of the turn would refuse, before the earlier ones train.
+
+    Nothing is loaded for it: a judge's key, trackers, the precision, and, where there is a policy
+    to start from, whether its context holds the settings' lengths and the prompts.
+    """
+    from rlhf_pipeline.policy.loading import choose_device, context_length_of, load_tokenizer
+    from rlhf_pipeline.ppo.collecting import encode_within
+    from rlhf_pipeline.ppo.learner import check_context, new_scaler
+    from rlhf_pipeline.ppo.plan import read_config
+    from rlhf_pipeline.ppo.trackers import check_trackers
+
+    settings, ppo = turn.settings, turn.settings.ppo
+    pair_judge_of(settings)
+    check_trackers(settings.training.report_to)
+    new_scaler(choose_device(ppo.device), ppo)
+    start = turn.champion or turn.baseline
+    if start is None:
+        return  # version 0 may be trained before anybody has asked anything
+    check_context(context_length_of(read_config(start)), ppo)
+    prompts, watch_prompts, _ = asked_prompts(turn)
+    tokenizer = load_tokenizer(start)
+    encode_within(tokenizer, watch_prompts, ppo, "watch_prompts")
+    if ppo.estimator != "dpo":  # which asks nothing but the watch prompts
+        encode_within(tokenizer, prompts, ppo, "prompts")
 
 
 def base_source(settings: Settings) -> str | Path | None:
@@ -182,6 +211,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
     settings = turn.settings
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    check_before_training(turn)
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
     every = settings.reward.reads_every_kind
     found = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
@@ -347,23 +377,12 @@ def improve(
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
     from rlhf_pipeline.reward.model import load_reward_model
-    from rlhf_pipeline.reward.named import needs_references
     from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     champion = _need(turn.champion, "a champion", "sft_policy")
     settings = turn.settings
-    prompts = training_prompts(turn)
-    references = references_of(turn) if needs_references(settings.reward.functions) else None
-    if references is not None:
-        prompts = [prompt for prompt in prompts if prompt_to_json(prompt) in references]
-        if len(prompts) < 2:
-            raise NotEnoughData(
-                "reward.functions compares completions with chosen ones: needed at least 2 "
-                f"training prompts that have one, found {len(prompts)}; collect preferences or "
-                "corrections, or leave out what needs references"
-            )
-    watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
+    prompts, watch_prompts, references = asked_prompts(turn)
     reward_folder = turn.work / "reward"
     # DPO trains through a trainer of its own, on a base nothing else reads.
     adapts = ppo.lora_rank > 0 and ppo.estimator != "dpo"
@@ -388,7 +407,7 @@ def improve(
             pairs=reward_splits(pairs, settings)[0]["proxy"],
             reward=proxy,
             stopping=stopping,
-            watch_prompts=prompts[:watched],
+            watch_prompts=watch_prompts,
             output_dir=output_dir,
             settings=ppo,
             feedback_count=feedback_count,
@@ -400,8 +419,8 @@ def improve(
         reference_dir=baseline,
         reward=maximised(turn, proxy, references),
         stopping=stopping,
-        prompts=prompts[watched:],
-        watch_prompts=prompts[:watched],
+        prompts=prompts,
+        watch_prompts=watch_prompts,
         output_dir=output_dir,
         settings=ppo,
         # A critic that shares the policy's trunk begins with that; one of its own, as the proxy,
@@ -415,6 +434,30 @@ def improve(
         report=report,
         keep_going=keep_going,
     )
+
+
+def asked_prompts(
+    turn: Turn,
+) -> tuple[list[Prompt], list[Prompt], dict[str, list[str]] | None]:
+    """Return the prompts to train on, those that are watched, and the completions to compare with.
+
+    The last is None where no reward function compares. Raises NotEnoughData.
+    """
+    from rlhf_pipeline.reward.named import needs_references
+
+    settings = turn.settings
+    prompts = training_prompts(turn)
+    references = references_of(turn) if needs_references(settings.reward.functions) else None
+    if references is not None:
+        prompts = [prompt for prompt in prompts if prompt_to_json(prompt) in references]
+        if len(prompts) < 2:
+            raise NotEnoughData(
+                "reward.functions compares completions with chosen ones: needed at least 2 "
+                f"training prompts that have one, found {len(prompts)}; collect preferences or "
+                "corrections, or leave out what needs references"
+            )
+    watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
+    return prompts[watched:], prompts[:watched], references
 
 
 def maximised(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
 from rlhf_pipeline import stages
+from rlhf_pipeline.errors import ConfigError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.ppo.result import TrainingResult
-from rlhf_pipeline.records import ignore_progress
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.reproduce import recorded_turn
 from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop
 from tests.reward.conftest import save_encoder
 
@@ -64,6 +68,73 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
         # Of the turn before nothing is new; of given models nobody knows what they have seen.
         new = reports["proxy"]["on_new_votes"]
         assert new is None if "retrain_drop" in changes else new["n"] > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"report_to": ("wandb",)}}, "found 'wandb' is not; pip install"),
+        ({"ppo": {"precision": "float16"}}, "needed a CUDA device, found cpu"),
+        ({"ppo": {"max_completion_tokens": 90}}, r"context of \d+ tokens, found"),
+        ({"ppo": {"max_prompt_tokens": 2, "long_prompts": "refuse"}}, "watch_prompts must have at"),
+    ],
+)
+def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
+    changes: dict[str, dict[str, Any]],
+    message: str,
+    loop: Loop,
+    first_turn: FirstTurn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.ppo.trackers.find_spec", lambda name: None)
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    ppo = replace(turn.settings.ppo, device="cpu", **changes.get("ppo", {}))
+    training = turn.settings.training.model_copy(update=changes.get("training", {}))
+    asked = turn.settings.model_copy(update={"ppo": ppo, "training": training})
+    with pytest.raises((ConfigError, TrainingError), match=message):
+        stages.train_reward_models(replace(turn, settings=asked), ignore_progress, lambda: None)
+    assert not (turn.work / "reward").exists()
+
+
+def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    ppo = replace(turn.settings.ppo, max_completion_tokens=90)
+    policy = turn.settings.policy.model_copy(update={"base": str(turn.baseline)})
+    settings = turn.settings.model_copy(update={"ppo": ppo, "policy": policy})
+    fresh = replace(turn, settings=settings, baseline=None, champion=None)
+    with pytest.raises(ConfigError, match="must fit the policy's context"):
+        stages.train_baseline(fresh, ignore_progress, lambda: None)
+    assert not (turn.work / "sft").exists()
+
+
+def test_metrics_of_a_turn_reach_the_trackers_it_asks_for(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    training = turn.settings.training.model_copy(update={"report_to": ("tensorboard",)})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"training": training}))
+
+    def improve(turn: Turn, folder: Path, ppo: PpoSettings, report: Progress, *_: Any) -> Any:
+        report({"update": 1, "updates": 1, "rollout/score_mean": 0.5})
+        return SimpleNamespace(model_path="policy")
+
+    monkeypatch.setattr(stages, "improve", improve)
+    stages.train_policy(turn, ignore_progress, lambda: None)
+    (folder,) = (turn.work / "ppo" / "tracking").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [e.value for e in events.Scalars("rollout/score_mean")] == [0.5]
 
 
 @pytest.mark.slow

@@ -59,12 +59,16 @@ class Policy:
     @property
     def context_length(self) -> int:
         """The most tokens of prompt and completion together."""
-        config = self.model.config
-        for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-            length = getattr(config, name, None)
-            if isinstance(length, int) and length > 0:
-                return length
-        return 2048  # no stated limit (rotary or ALiBi positions without a table)
+        return context_length_of(self.model.config)
+
+
+def context_length_of(config: Any) -> int:
+    """Return the most tokens that a model of this configuration reads at once."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        length = getattr(config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return 2048  # no stated limit (rotary or ALiBi positions without a table)
 
 
 def load_policy(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.evaluation.metrics import repetition
@@ -49,12 +50,19 @@ def encode_checked(
     policy: Policy, prompts: Sequence[Prompt], settings: PpoSettings, name: str
 ) -> list[list[int]]:
     """Return the prompts' tokens; raises TrainingError where there are none or one is too long."""
+    return encode_within(policy.tokenizer, prompts, settings, name)
+
+
+def encode_within(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], settings: PpoSettings, name: str
+) -> list[list[int]]:
+    """Return what `encode_checked` does, where no policy is loaded."""
     if not prompts:
         raise TrainingError(f"PPO needs at least one of {name}, found none; collect some")
     limit = settings.max_prompt_tokens
     if settings.long_prompts == "keep_latest":
-        return encode_prompts(policy.tokenizer, prompts, max_tokens=limit)
-    encoded = encode_prompts(policy.tokenizer, prompts, max_tokens=10**9)
+        return encode_prompts(tokenizer, prompts, max_tokens=limit)
+    encoded = encode_prompts(tokenizer, prompts, max_tokens=10**9)
     long = [i for i, row in enumerate(encoded) if len(row) > limit]
     if long:
         raise TrainingError(

@@ -299,11 +299,16 @@ def check_policy(policy: Policy, settings: PpoSettings) -> None:
                 f"PPO needs a tokenizer with a {name} token, found none; set {name[:3]}_token and "
                 "save the policy again"
             )
+    check_context(policy.context_length, settings)
+
+
+def check_context(context_length: int, settings: PpoSettings) -> None:
+    """Raise ConfigError unless prompt and completion fit so many tokens."""
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
-    if longest > policy.context_length:
+    if longest > context_length:
         raise ConfigError(
             f"ppo.max_prompt_tokens + ppo.max_completion_tokens must fit the policy's context of "
-            f"{policy.context_length} tokens, found {longest}; lower one of them"
+            f"{context_length} tokens, found {longest}; lower one of them"
         )
 
 

@@ -17,13 +17,8 @@ from rlhf_pipeline.records import Progress
 TRACKERS = ("tensorboard", "wandb")
 
 
-@contextmanager
-def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Progress]:
-    """Yield a Progress that logs the numbers of every update to the trackers with these names.
-
-    TensorBoard's files go under folder/run_name; Weights & Biases asks for its own sign-in, or
-    takes WANDB_MODE=offline. Raises ConfigError where a tracker is unknown or not installed.
-    """
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError where a tracker is unknown or not installed."""
     for name in names:
         if name not in TRACKERS or find_spec(name) is None:
             raise ConfigError(
@@ -31,6 +26,16 @@ def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Pro
                 f"{', '.join(TRACKERS)} and installed, found {name!r} is not; "
                 f"pip install {name if name in TRACKERS else TRACKERS[0]}, or leave it out"
             )
+
+
+@contextmanager
+def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Progress]:
+    """Yield a Progress that logs the numbers of every update to the trackers with these names.
+
+    TensorBoard's files go under folder/run_name; Weights & Biases asks for its own sign-in, or
+    takes WANDB_MODE=offline. Raises ConfigError as `check_trackers` does.
+    """
+    check_trackers(names)
     if not names:
         yield lambda facts: None
         return
