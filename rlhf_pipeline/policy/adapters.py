@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,14 +179,17 @@ def only(model: nn.Module, name: str | None) -> Iterator[None]:
     that computed before it.
     """
     layers = _adapted_layers(model)
-    before = [layer._active_adapter for layer in layers]
-    for layer in layers:
-        layer._active_adapter = [] if name is None else [name]
-    try:
+    with _active(layers, [[] if name is None else [name]] * len(layers)):
         yield
-    finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer._active_adapter = active
+
+
+def computing_as_now(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the sets compute that compute at this moment.
+
+    For a backward pass that computes layers a second time, after `only` has ended.
+    """
+    layers = _adapted_layers(model)
+    return _active(layers, [layer._active_adapter for layer in layers])
 
 
 def base_digest(folder: str | Path) -> str:
@@ -230,6 +233,18 @@ def _inject(trunk: nn.Module, name: str, config: Any, seed: int) -> None:
         if fresh:
             p.data = p.data.float()
         p.requires_grad_(fresh or n in trained)
+
+
+@contextmanager
+def _active(layers: Sequence[Any], sets: Sequence[list[str] | str]) -> Iterator[None]:
+    before = [layer._active_adapter for layer in layers]
+    for layer, active in zip(layers, sets, strict=True):
+        layer._active_adapter = active
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
 
 
 def _adapted_layers(model: nn.Module) -> list[Any]:

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.policy.adapters import SharedBase, add_adapters, base_digest, load_base, only
+from rlhf_pipeline.policy.adapters import (
+    SharedBase,
+    add_adapters,
+    base_digest,
+    computing_as_now,
+    load_base,
+    only,
+)
 from rlhf_pipeline.policy.loading import (
     Policy,
     choose_device,
@@ -199,12 +206,7 @@ def build_learner(
     shares_base = base is not None and base.digest == base_digest(reference_dir)
     reference = None if shares_base else load_reference(policy, reference_dir, settings)
     if settings.gradient_checkpointing:
-        if isinstance(critic, AdapterCritic):
-            raise ConfigError(
-                "ppo.gradient_checkpointing computes layers again with the policy's adapters on: "
-                "needed ppo.critic shared beside LoRA, found separate; change one of them"
-            )
-        allow_recomputing(trunk_of(policy.model))
+        allow_recomputing(trunk_of(policy.model), adapted=base is not None)
         if isinstance(critic, SeparateCritic):
             allow_recomputing(critic.base_model)
     saved_model: Any = policy.model if base is None else base.wrapper
@@ -278,16 +280,30 @@ def new_scaler(device: torch.device, settings: PpoSettings) -> torch.amp.GradSca
     return torch.amp.GradScaler(device.type)
 
 
-def allow_recomputing(trunk: Any) -> None:
-    """Prepare a trunk for gradient checkpointing; raises ConfigError where it knows none."""
+def allow_recomputing(trunk: Any, *, adapted: bool = False) -> None:
+    """Prepare a trunk for gradient checkpointing; raises ConfigError where it knows none.
+
+    Layers are computed again as they were computed: packed or not and, where the trunk is adapted,
+    with the same set of adapters, the policy's or the critic's.
+    """
+
+    @contextmanager
+    def both(
+        one: AbstractContextManager[None], other: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        with one, other:
+            yield
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        computing = computing_as_now(trunk) if adapted else nullcontext()
+        return nullcontext(), both(attending_as_now(trunk), computing)
+
     if not trunk.supports_gradient_checkpointing:
         raise ConfigError(
             "ppo.gradient_checkpointing needs a model whose layers can be computed again, found "
             f"{type(trunk).__name__}; set it to false"
         )
-    trunk.gradient_checkpointing_enable(
-        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), attending_as_now(trunk))}
-    )
+    trunk.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
 def check_policy(policy: Policy, settings: PpoSettings) -> None:

@@ -579,11 +579,10 @@ def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
     while tokens > longest or at_once > 1:
         tokens, at_once = max(longest, tokens // 4), max(1, at_once // 4)
         yield {"tokens_per_microbatch": tokens, "completions_at_once": at_once}
-    if not settings.gradient_checkpointing and settings.critic == "shared":
+    if not settings.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
     if settings.has_critic and settings.critic == "separate":
         yield {"critic": "shared"}
-        yield {"gradient_checkpointing": True}
     if not settings.lora_rank:
         yield {"lora_rank": 16}
     if settings.precision == "float32":

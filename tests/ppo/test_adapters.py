@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.adapters import load_adapters, load_base, only, unique_bytes
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
@@ -242,7 +242,21 @@ def test_no_set_computes_unless_asked(wide: Path, proxy: Path) -> None:
         assert torch.equal(policy.model(ids).logits, plain)
 
 
-def test_recomputing_with_a_critic_of_adapters_is_refused(wide: Path) -> None:
-    settings = changed(lora_rank=2, critic="separate", gradient_checkpointing=True)
-    with pytest.raises(ConfigError, match="critic shared beside LoRA"):
-        build_learner(wide, wide, None, settings)
+def test_layers_are_computed_again_with_the_set_that_computed_them(wide: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for recomputes in (False, True):
+        settings = changed(lora_rank=2, critic="separate", gradient_checkpointing=recomputes)
+        learner = build_learner(wide, wide, None, settings)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # sets that are still fresh compute what the bare base does
+            for weight in learner.trainable().values():
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+        tokens = rollouts_of(learner).tokens
+        logprobs, values = learner.logprobs_and_values(tokens)
+        assert values is not None
+        (logprobs.sum() + values.sum()).backward()  # type: ignore[no-untyped-call]  # as torch has it
+        named = learner.trainable()
+        found.append({n: p.grad for n, p in named.items() if p.grad is not None})
+        assert len(found[-1]) == len(named)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5)
