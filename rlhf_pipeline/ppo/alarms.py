@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlhf_pipeline.evaluation.metrics import repetition_change
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.ppo.result import Evaluation
 
 KL_TARGETS = 4.0  # times kl_target
 ENTROPY_SHARE = 0.1  # of the first update's
@@ -18,6 +22,8 @@ EOS_SHARE, EOS_LOSS = 0.1, 0.5  # of all completions, and of the first update's 
 REPETITION_GROWTH = 1.0  # twice the first update's, to at least 2 %
 SPREAD_SHARE = 0.1  # of the first update's deviation of scores
 CRITIC_PATIENCE = 5  # updates in a row with explained variance below 0
+GIVEN_BACK = 0.5  # of what the stopping score had gained
+NOISE = 0.2  # deviations of scores: a mean over a hundred prompts strays by half of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,47 @@ def not_finite(update: int, what: str) -> Alarm:
     )
 
 
+def over_optimisation(looks: Sequence[Evaluation]) -> list[Alarm]:
+    """Return the alarm, if any, for a proxy that rises while the stopping reward falls.
+
+    Source: arXiv:2210.10760 figure 1. `looks` are those at the watch prompts, in order.
+    """
+    first, now = looks[0], looks[-1]
+    judged = [(look.stopping_mean, look) for look in looks if look.stopping_mean is not None]
+    if now.stopping_mean is None or first.stopping_mean is None:
+        return []
+    highest, best = max(judged, key=lambda pair: pair[0])
+    fell, gained = highest - now.stopping_mean, highest - first.stopping_mean
+    if now.score_mean <= best.score_mean or fell <= max(
+        GIVEN_BACK * gained, NOISE * first.score_std
+    ):
+        return []
+    return [
+        Alarm(
+            "over_optimisation",
+            now.update,
+            f"the stopping score fell from {highest:.2f} after update {best.update} to "
+            f"{now.stopping_mean:.2f}, while the score that is maximised rose from "
+            f"{best.score_mean:.2f} to {now.score_mean:.2f}",
+            "The policy learns what the proxy alone rewards: it has left what people voted on",
+            "The best update is kept; set ppo.patience or ppo.max_kl to stop there, raise "
+            "ppo.kl_coef, and collect votes on this policy",
+        )
+    ]
+
+
 def find_alarms(
-    history: Sequence[Mapping[str, float]], *, kl_target: float, max_completion_tokens: int
+    history: Sequence[Mapping[str, float]],
+    *,
+    kl_target: float,
+    max_completion_tokens: int,
+    update: int | None = None,
 ) -> list[Alarm]:
-    """Return what the latest update shows; `history` holds one dict of metrics per update."""
-    first, now, update = history[0], history[-1], len(history)
+    """Return what the latest update shows; `history` holds one dict of metrics per update.
+
+    `update` is its number where that is not how many there are.
+    """
+    first, now, update = history[0], history[-1], update or len(history)
     alarms = []
     kl = now["rollout/kl_per_completion"]
     if kl > KL_TARGETS * kl_target:
@@ -59,10 +101,12 @@ def find_alarms(
                 update,
                 f"KL to the reference is {kl:.1f} nats per completion",
                 "The policy runs from the reference faster than the KL penalty pulls",
-                "Raise ppo.kl_coef, set ppo.kl_controller to adaptive, or lower ppo.learning_rate",
+                "Raise ppo.kl_coef (dpo: ppo.dpo_beta), set ppo.kl_controller to adaptive, or "
+                "lower ppo.learning_rate",
             )
         )
-    entropy, first_entropy = now["rollout/entropy"], first["rollout/entropy"]
+    # DPO samples nothing to learn from: only looks are known of it, and they tell no entropy.
+    entropy, first_entropy = (facts.get("rollout/entropy", 0.0) for facts in (now, first))
     if entropy < ENTROPY_SHARE * first_entropy:
         alarms.append(
             Alarm(

@@ -2,9 +2,9 @@
 
 No completion is sampled to learn from and no reward is maximised, so it takes a fraction of PPO's
 time and stays nearer to what people voted on. Everything around it is PPO's: the same reference,
-the same looks at the watch prompts, the same choice by the stopping reward, the same folder and
-result. Source: Rafailov et al., arXiv:2305.18290. Unlike PPO it does not resume: a killed run
-starts again, since TRL's own checkpoints are pickled.
+the same looks at the watch prompts, alarms and reasons to stop, the same choice by the stopping
+reward, the same folder and result. Source: Rafailov et al., arXiv:2305.18290. Unlike PPO it does
+not resume: a killed run starts again, since TRL's own checkpoints are pickled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.ppo.alarms import Alarm
 from rlhf_pipeline.ppo.collecting import Task, encode_checked, probe_rewards
 from rlhf_pipeline.ppo.learner import Learner, build_learner, is_same_model
 from rlhf_pipeline.ppo.memory import peak_memory
@@ -29,8 +30,16 @@ from rlhf_pipeline.ppo.metrics import checked
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.ppo.state import run_fingerprint
-from rlhf_pipeline.ppo.watching import choose_update, evaluate, watch_facts, write_samples
+from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
+from rlhf_pipeline.ppo.watching import (
+    as_rollouts,
+    choose_update,
+    evaluate,
+    raise_alarms,
+    reason_to_stop,
+    watch_facts,
+    write_samples,
+)
 from rlhf_pipeline.records import PreferencePair, Progress, Prompt, RewardFunction, ignore_progress
 
 
@@ -102,7 +111,7 @@ def train_dpo(
         reward_model_path=None,
         feedback_count=feedback_count,
         chosen_update=chosen,
-        stopped_because="all updates are made",
+        stopped_because=watcher.stopped_because,
         final_reward_mean=look.score_mean,
         final_reward_std=look.score_std,
         training_steps=trainer.state.global_step,
@@ -111,7 +120,7 @@ def train_dpo(
         loss_history=tuple(m["train/loss"] for m in watcher.history),
         history=tuple(watcher.history),
         evaluations=tuple(watcher.looks),
-        alarms=(),
+        alarms=tuple(watcher.alarms),
         seconds=dict(watcher.seconds),
         resumed_from=None,
         fingerprint=fingerprint,
@@ -212,6 +221,8 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         self.evaluate_at, self.report, self.keep_going = evaluate_at, report, keep_going
         self.history: list[dict[str, float]] = []
         self.looks: list[Evaluation] = []
+        self.alarms: list[Alarm] = []
+        self.stopped_because = "all updates are made"
         self.best: tuple[int, dict[str, torch.Tensor]] = (0, {})
         self.seconds = {"watch": 0.0, "train": 0.0}
         self.since = time.perf_counter()  # of the phase that goes on
@@ -275,3 +286,20 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
             facts |= watch_facts(self.look(update))
         self.history.append(checked(facts))
         self.report({"update": update, "updates": self.updates, **self.history[-1]})
+        if self.looks[-1].update == update:
+            self.judge(update, control)
+
+    def judge(self, update: int, control: Any) -> None:
+        """Raise alarms at what the latest look shows, and end training where PPO would."""
+        settings = self.learner.settings
+        shown = Progressed(
+            kl_coef=0.0,
+            update=update,
+            history=[as_rollouts(look) for look in self.looks],
+            evaluations=self.looks,
+            alarms=self.alarms,
+        )
+        raise_alarms(shown, settings, self.report)
+        reason = reason_to_stop(shown, settings)
+        if reason is not None and update < self.updates:
+            self.stopped_because, control.should_training_stop = reason, True

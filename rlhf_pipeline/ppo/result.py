@@ -35,7 +35,8 @@ class TrainingResult:
     """How training went and what came out.
 
     Histories have one number per update, in order; kl is nats per completion, loss is the policy
-    loss plus value_coef times the critic's, reward is the mean raw score.
+    loss plus value_coef times the critic's, reward is the mean raw score. DPO scores and measures
+    at looks alone: its reward is the update's margin, and its kl has one number per look.
     """
 
     # what came out

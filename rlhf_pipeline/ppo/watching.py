@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import CheckpointDamaged
 from rlhf_pipeline.evaluation.metrics import repetition, repetition_change
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.alarms import find_alarms
+from rlhf_pipeline.ppo.alarms import find_alarms, over_optimisation
 from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for, score_together
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
@@ -196,12 +196,31 @@ def load_chosen(
 
 def raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> None:
     """Keep and report alarms that have not been raised before in this run."""
-    known = {alarm.name for alarm in now.alarms}
-    for alarm in find_alarms(
+    found = find_alarms(
         now.history,
         kl_target=settings.kl_target,
         max_completion_tokens=settings.max_completion_tokens,
-    ):
-        if alarm.name not in known:
+        update=now.update,
+    )
+    for alarm in [*found, *over_optimisation(now.evaluations)]:
+        if alarm.name not in {known.name for known in now.alarms}:
             now.alarms.append(alarm)
-            report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
+            report(
+                {
+                    "update": alarm.update,
+                    "alarm": alarm.name,
+                    "found": alarm.found,
+                    "remedy": alarm.remedy,
+                }
+            )
+
+
+def as_rollouts(look: Evaluation) -> dict[str, float]:
+    """Return what alarms ask of an update's rollouts, of a look, for training that has none."""
+    return {
+        "rollout/kl_per_completion": look.kl,
+        "rollout/length_mean": look.length_mean,
+        "rollout/eos_share": look.eos_share,
+        "rollout/repetition": look.repetition or 0.0,
+        "rollout/score_std": look.score_std,
+    }

@@ -101,7 +101,8 @@ def test_the_best_look_comes_out_and_not_the_last(base: Path, tmp_path: Path) ->
         looks += 1
         return [-float(looks)] * len(items)
 
-    settings = changed(estimator="dpo", learning_rate=3e-3, updates=3, evaluate_every=1)
+    given = {"learning_rate": 3e-3, "updates": 3, "evaluate_every": 1, "patience": 2}
+    settings = changed(estimator="dpo", **given)
     result = train_dpo(
         policy_dir=base,
         reference_dir=base,
@@ -113,7 +114,9 @@ def test_the_best_look_comes_out_and_not_the_last(base: Path, tmp_path: Path) ->
         settings=settings,
     )
     assert result.chosen_update == 0
-    assert [e.update for e in result.evaluations] == [0, 1, 2, 3]
+    assert [e.update for e in result.evaluations] == [0, 1, 2]  # its patience is at an end
+    assert result.stopped_because.startswith("the stopping score has not risen for 2 looks")
+    assert len(result.history) == 2
     before, after = weights_of(base), weights_of(tmp_path / "policy")
     assert all((before[name] == after[name]).all() for name in before)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import TrainingError
-from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite
+from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite, over_optimisation
 from rlhf_pipeline.ppo.metrics import METRICS, as_markdown, checked
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 
@@ -59,6 +59,31 @@ def test_a_critic_is_given_five_updates_and_none_is_asked_of_rloo() -> None:
     assert not find_alarms([bad] * 4, kl_target=6.0, max_completion_tokens=20)
     none = {k: v for k, v in HEALTHY.items() if not k.startswith("critic")}
     assert not find_alarms([none] * 9, kl_target=6.0, max_completion_tokens=20)
+
+
+def looks_at(*scores: tuple[float, float]) -> list[Evaluation]:
+    """Return looks with these proxy and stopping scores, a deviation of 1 between completions."""
+    return [
+        Evaluation(5 * i, proxy, 1.0, stopping, 1.0, 5.0, 1.0)
+        for i, (proxy, stopping) in enumerate(scores)
+    ]
+
+
+def test_a_proxy_that_rises_while_the_stopping_reward_falls_is_told() -> None:
+    hacked = looks_at((0.0, 0.0), (1.0, 2.0), (2.0, 0.9))
+    (alarm,) = over_optimisation(hacked)
+    assert (alarm.name, alarm.update) == ("over_optimisation", 10)
+    assert "fell from 2.00 after update 5 to 0.90" in alarm.found
+    assert "ppo.patience" in alarm.remedy
+    assert over_optimisation(looks_at((0.0, 0.0), (1.0, -0.3)))  # it never rose
+    for harmless in (
+        looks_at((0.0, 0.0)),
+        looks_at((0.0, 0.0), (1.0, 2.0), (2.0, 1.1)),  # most of what was gained is kept
+        looks_at((0.0, 0.0), (1.0, 2.0), (0.5, 0.5)),  # both fell
+        looks_at((0.0, 0.0), (1.0, -0.1)),  # chance
+        [replace(look, stopping_mean=None) for look in hacked],
+    ):
+        assert over_optimisation(harmless) == []
 
 
 def test_an_alarm_names_cause_and_remedy() -> None:
