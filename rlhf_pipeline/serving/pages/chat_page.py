@@ -150,7 +150,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             button.click(
                 _choose(gr, vote, name),
                 [*judged, first, history],
-                [notice, pair, talk, history],
+                [notice, pair, talk, history, answer, thumbs, more, stars, better],
                 api_visibility="private",
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
@@ -272,9 +272,13 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
         first: Literal["this", "other"],
         history: list[tuple[str, str]],
     ) -> tuple[Any, ...]:
-        """Store the choice; the conversation goes on with the answer that was chosen."""
+        """Store the choice; the conversation goes on with the answer that was chosen.
+
+        Whatever is said from here on (a thumb, stars) is about that one: it is what is shown.
+        """
+        same = gr.skip()
         if answer is None or answer.other is None:
-            return "There is nothing to compare.", _hidden(gr), gr.skip(), gr.skip()
+            return "There is nothing to compare.", _hidden(gr), *[same] * 7
         words = vote(
             answer,
             wants,
@@ -284,11 +288,12 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
             shown_first=first,
         )
         if words != THANKS:
-            return words, gr.skip(), gr.skip(), gr.skip()
+            return words, *[same] * 8
         other_won = choice == ("right" if first == "this" else "left")
         kept = answer.other if other_won else answer.interaction
         turns = [*history[:-1], (history[-1][0], kept.completion)] if history else []
-        return words, _hidden(gr), _messages(turns), turns
+        said, shown = Answer(kept, answer.asks), gr.update(visible=True)
+        return words, _hidden(gr), _messages(turns), turns, said, shown, shown, None, ""
 
     return choose
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import shutil
 import statistics
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -77,6 +79,32 @@ def test_a_pair_is_two_stored_answers_to_one_prompt(desk: Desk) -> None:
         choice="tie",
     )
     assert desk.store.counts("shop") == {"preference": 1}
+
+
+@pytest.mark.parametrize("first", ["this", "other"])
+def test_what_is_said_after_a_choice_is_about_the_answer_that_was_chosen(
+    desk: Desk, first: Literal["this", "other"]
+) -> None:
+    gr = SimpleNamespace(skip=lambda: "same", update=lambda **changes: changes)
+    _, answer = ask(desk, pair=True)
+    assert answer.other is not None
+    vote = chat_page._vote(desk)
+    for choice, kept in (
+        ("right", answer.other if first == "this" else answer.interaction),
+        ("left", answer.interaction if first == "this" else answer.other),
+        ("tie", answer.interaction),
+    ):
+        choose = chat_page._choose(gr, vote, choice)  # type: ignore[arg-type]
+        words, pair, talk, turns, said, thumbs, *_ = choose(answer, [], first, [("how?", "?")])
+        assert (words, pair, thumbs) == (chat_page.THANKS, {"visible": False}, {"visible": True})
+        assert turns == [("how?", kept.completion)]
+        assert talk[-1]["content"] == html.escape(kept.completion, quote=False)
+        assert said.interaction == kept
+        assert choose(said, [], first, turns)[0] == "There is nothing to compare."  # only once
+    vote(said, [], FeedbackKind.thumbs, number=0.0)
+    with desk.store.database.read() as connection:
+        about = "SELECT interaction_id FROM feedback WHERE kind = 'thumbs'"
+        assert connection.exec_driver_sql(about).scalar_one() == kept.interaction_id
 
 
 def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
