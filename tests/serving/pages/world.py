@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -79,15 +80,16 @@ def main() -> None:
     import uvicorn
     from fastapi import FastAPI
 
-    from rlhf_pipeline.serving.app import create_app
+    from rlhf_pipeline.serving import create_app
     from rlhf_pipeline.serving.pages.mount import mount_pages
 
     desk = made_desk(Path(sys.argv[1]))
+    os.environ["RLHF_STATE_DIR"] = sys.argv[1]  # all that create_app() needs to be told
     guarded = FastAPI()
     mount_pages(
         guarded, desk, may_chat=lambda r: r.headers.get("x-user"), may_review=lambda _: None
     )
-    apps = (create_app(desk.settings), int(sys.argv[2])), (guarded, int(sys.argv[3]))
+    apps = (create_app(), int(sys.argv[2])), (guarded, int(sys.argv[3]))
     servers = [
         uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")) for app, port in apps
     ]
