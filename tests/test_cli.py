@@ -497,6 +497,11 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
     assert "error: a JSON file is needed at nowhere" in told
     talk.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     assert "ends with the assistant's words" in rlhf("chat", typed=f"load {talk}\n").stdout
+    for text in ("{}", "[]", '{"messages": [1]}', "7"):
+        talk.write_text(text)
+        told = rlhf("chat", typed=f"load {talk}\nhistory\n").stdout
+        assert f"error: needed messages in {talk}" in told
+        assert "nothing said yet" in told  # the conversation goes on
 
 
 def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> None:
@@ -506,7 +511,7 @@ def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> Non
 
 
 def test_what_is_rated_is_stored_with_what_was_said(shop: Path, rlhf: Run) -> None:
-    typed = "rate\nhello\nrate up\nrate 4\nrate\n2\nrate\nsplendid\nrate 7\n"
+    typed = "rate\nhello\nrate up\nrate 4\nrate\n2\nrate\nsplendid\nrate 7\nrate\n"
     told = rlhf("chat", "--seed", "1", typed=typed).stdout
     assert "nothing to rate yet" in told
     assert "rated up" in told

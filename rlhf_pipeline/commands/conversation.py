@@ -70,6 +70,9 @@ class Conversation:
                     typer.echo(command())
                 elif said:
                     self.say(said)
+            except EOFError:  # where a rating was asked for
+                typer.echo("")
+                return
             except KeyboardInterrupt:
                 typer.echo("\nstopped; the question is forgotten")
             except (PipelineError, OSError) as error:
@@ -150,7 +153,8 @@ class Conversation:
         from rlhf_pipeline.files import read_json
 
         saved = read_json(path)
-        read = messages_of(saved["messages"] if isinstance(saved, dict) else saved, "messages")
+        said = saved.get("messages") if isinstance(saved, dict) else saved
+        read = messages_of(said, f"messages in {path}")
         if read[-1].role != "assistant":
             raise PipelineError(
                 f"a conversation that ends with the assistant's words is needed in {path}, found "
