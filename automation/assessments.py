@@ -41,11 +41,10 @@ def assessments_in_mlflow(
                 )
             ),
         )
-        pipeline.store.quarantine(aside)
-        fresh = sum(not one.known for one in stored)
-        if fresh or aside:
-            said.append(f"{agent_id}: {fresh} new votes, {len(aside)} set aside")
-            log.info("assessments taken in", agent=agent_id, votes=fresh, aside=len(aside))
+        fresh, unfit = sum(not one.known for one in stored), pipeline.store.quarantine(aside)
+        if fresh or unfit:  # the newest come again at every look, and are known by then
+            said.append(f"{agent_id}: {fresh} new votes, {unfit} set aside")
+            log.info("assessments taken in", agent=agent_id, votes=fresh, aside=unfit)
         cursor[agent_id] = found.newest_ms
     words = "; ".join(said) or "nothing was assessed since the last look"
     return dg.SensorResult(skip_reason=words, cursor=json.dumps(cursor))

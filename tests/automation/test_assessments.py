@@ -97,9 +97,9 @@ def test_every_kind_of_assessment_is_a_vote_once(traced: Traced) -> None:
     }
     assert traced.pipeline.store.quarantined(AGENT) == {"value_out_of_range": 1}
     before = traced.votes()
-    traced.tick()
+    assert traced.tick() == "nothing was assessed since the last look"
     traced.cursor = None  # as after a lost cursor: everything is read again
-    traced.tick()
+    assert traced.tick() == "nothing was assessed since the last look"
     assert traced.votes() == before
 
 
