@@ -2,8 +2,10 @@
 
 E-mail addresses, phone numbers, payment cards (Luhn), API keys and tokens, IP addresses: each
 becomes a mark that says its kind, so the same text always gives the same text, and a text that was
-cleaned stays as it is. Rules alone, no model: what this does not find is names, places, and numbers
-written in words; and phone numbers without a +, brackets or separators, which may be any number.
+cleaned stays as it is. Rules alone, no model, and for phone numbers Google's libphonenumber: any
+country's with its code, and as they are dialled at home those of NATIONAL. What this does not find
+is names, places, and numbers written in words; other countries' numbers without their code; and
+those without a +, brackets or separators, which may be any number.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ Counts = dict[str, int]
 EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}(?![\w-])")
 KEY = re.compile(
     r"""(?<![A-Za-z0-9_-])(?:
-        (?:sk|pk|rk)[-_](?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}
+        (?:sk|pk|rk)[-_](?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}[\w-]*
+        | (?:sk|pk|rk)[-_](?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}
         | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
         | hf_[A-Za-z0-9]{20,} | xox[abposr]-[A-Za-z0-9-]{10,}
         | (?:AKIA|ASIA)[A-Z0-9]{16} | AIza[\w-]{35}
+        | npm_[A-Za-z0-9]{36} | SG\.[\w-]{16,}\.[\w-]{16,}
+        | (?<=[Bb]earer\ )(?=[^\s]*[0-9])[\w.~+/-]{20,}=*
         | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}
         | rlhf_[0-9a-f]{12}_[\w-]{43}
     )(?![A-Za-z0-9])""",
     re.VERBOSE | re.ASCII,
+)
+PRIVATE_KEY = re.compile(  # one that breaks off is one to the end of the text
+    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
+    re.DOTALL,
 )
 CARD = re.compile(r"(?<![\w.])(?:[0-9][ -]?){12,18}[0-9](?![\w]|\.[0-9])")
 IP4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w]|\.[0-9])")
@@ -38,11 +47,23 @@ PHONE = re.compile(
     )(?![\w]|[.,-][0-9])""",
     re.VERBOSE,
 )
+DIALLED = re.compile(
+    r"(?<![\w.,+/-])[+(]?[0-9][0-9 ()./-]{5,24}[0-9](?![\w]|[.,-][0-9])",
+)
+NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out
+MOST_GROUPS = 7  # of digits in a phone number: a row of many short ones is none
 
 
 def redact(text: str) -> tuple[str, Counts]:
     """Return the text with a mark like [email] for each find, and how many of each kind."""
     counts: Counts = {}
+    before = None
+    while text != before:  # what is taken out may have hidden something beside it
+        before, text = text, _redact_once(text, counts)
+    return text, counts
+
+
+def _redact_once(text: str, counts: Counts) -> str:
     for kind, pattern, is_one in RULES:
 
         def mark(
@@ -56,7 +77,7 @@ def redact(text: str) -> tuple[str, Counts]:
             return f"[{kind}]"
 
         text = pattern.sub(mark, text)
-    return text, counts
+    return text
 
 
 def _always(_: str) -> bool:
@@ -87,11 +108,34 @@ def is_somebodys_address(text: str) -> bool:
     return not (address.is_loopback or address.is_unspecified)
 
 
+def _is_phone(text: str) -> bool:
+    """Say whether a run of digits is somebody's number, grouped as it is there.
+
+    By https://github.com/google/libphonenumber, in Python.
+    """
+    groups = re.findall(r"[0-9]+", text)
+    if len(groups) > MOST_GROUPS or (len(groups) == 1 and text[0] != "+"):
+        return False
+    import phonenumbers
+
+    # A number begins with 0 at home in the others, and never does in the first.
+    regions = NATIONAL[1:] if text.lstrip("(").startswith("0") else NATIONAL[:1]
+    return any(
+        found.raw_string == text
+        for region in regions
+        for found in phonenumbers.PhoneNumberMatcher(
+            text, region, leniency=phonenumbers.Leniency.STRICT_GROUPING
+        )
+    )
+
+
 RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
+    ("key", PRIVATE_KEY, _always),
     ("key", KEY, _always),
     ("email", EMAIL, _always),
     ("card", CARD, _is_card),
     ("ip", IP4, is_somebodys_address),
     ("ip", IP6, is_somebodys_address),
     ("phone", PHONE, _always),
+    ("phone", DIALLED, _is_phone),
 )

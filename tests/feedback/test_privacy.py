@@ -15,12 +15,24 @@ from rlhf_pipeline.feedback.privacy import redact
         ("write to ann.b+x@mail.example.org.", "write to [email]."),
         ("call +49 30 1234567 or (212) 555-0100", "call [phone] or [phone]"),
         ("+1 (212) 555-0100, 212-555-0100", "[phone], [phone]"),
+        ("212 555 0100, 650.253.0000 or 1-800-275-2273", "[phone], [phone] or [phone]"),
+        ("ring 07700 900123, 030 901820, (030) 901820", "ring [phone], [phone], [phone]"),
+        ("au 01 42 68 53 00 ou 0049 30 901820.", "au [phone] ou [phone]."),
         ("card 4111 1111 1111 1111!", "card [card]!"),
         ("378282246310005", "[card]"),
         ("from 192.0.2.17 and 2001:db8::17.", "from [ip] and [ip]."),
         ("use sk-" + "a1B2" * 8 + " now", "use [key] now"),
         ("AKIAIOSFODNN7EXAMPLE", "[key]"),
         ("ghp_" + "a" * 36, "[key]"),
+        ("sk-ant-api03-AbCd12_3456-7890abcdefghijKLMNOP_qrstuv-AA, then", "[key], then"),
+        ("sk-proj-Ab3dE_fGh1jKl-Mn0pQrSt_UvWx", "[key]"),
+        ("Authorization: Bearer 9f86d081884c7d659a2f", "Authorization: Bearer [key]"),
+        ("npm_" + "a1" * 18, "[key]"),
+        (
+            f"my -----BEGIN RSA PRIVATE KEY-----\nMIIE{'x' * 40}\n-----END RSA PRIVATE KEY-----",
+            "my [key]",
+        ),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE" + "x" * 40, "[key]"),
         ("eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSMeK", "[key]"),
     ],
 )
@@ -38,6 +50,8 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "4111 1111 1111 1112 is no card, 1234567890123456 neither, 0000000000000000 too",
         "(2024) 100 people; +5 points; 5+3=8; a @ b; @ann; std::vector; 1/2; -273.15",
         "order 20240131000123, id 550e8400-e29b-41d4-a716-446655440000, sk-learn, task_key",
+        "bearer of glad-tidings-from-the-hills, sk-learn-is-a-library-for-people",
+        "10 20 30 40 50, 100 200 3000, 12/31/2024 10 000 000, 2024-01-31 100, 9781402894626",
         "1.2.3.4.5 and 999.1.1.1 and dead:beef",
     ],
 )
@@ -57,7 +71,22 @@ def test_cleaning_twice_is_cleaning_once(text: str) -> None:
     assert redact(once) == (once, {})
 
 
-@pytest.mark.parametrize("piece", ["a@", "1.", "1-", "a.", "+1(", ":", "sk_a_", "a@a.", "1 "])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a@",
+        "1.",
+        "1-",
+        "a.",
+        "+1(",
+        ":",
+        "sk_a_",
+        "a@a.",
+        "1 ",
+        "012 345 ",
+        "-----BEGIN PRIVATE KEY-----",
+    ],
+)
 def test_long_texts_of_one_piece_take_no_time(piece: str) -> None:
     import time
 
