@@ -22,7 +22,8 @@ def ingest(
         list[str],
         typer.Argument(
             metavar="PATH...",
-            help="Files (.jsonl, .json, .ndjson, each also .gz), folders, or hf://DATASET.",
+            help="Files (.jsonl, .json, .ndjson, .csv, each also .gz; .parquet, .xlsx), folders, "
+            "or hf://DATASET.",
         ),
     ],
     agent: Agent,
@@ -30,7 +31,8 @@ def ingest(
         str,
         typer.Option(
             "--format",
-            help="auto looks at the rows; or events, pairs, hh_rlhf, oasst, answers, quality.",
+            help="auto looks at the rows; or events, pairs, hh_rlhf, oasst, answers, judgements, "
+            "quality.",
         ),
     ] = "auto",
     source: Annotated[

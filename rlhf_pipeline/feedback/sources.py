@@ -22,9 +22,11 @@ from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
 TABLES = (".csv", ".csv.gz")
-WORKBOOK = ".xlsx"
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz", *TABLES, WORKBOOK)
+WORKBOOK, PARQUET = ".xlsx", ".parquet"
+LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+SUFFIXES = (*LINES, *TABLES, WORKBOOK, PARQUET)
 HUB = "hf://"
+PARQUET_ROWS = 1000  # of a parquet file that are held at once
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
 FORMAT_NAMES = ("auto", *(each.name for each in FORMATS))
@@ -92,6 +94,9 @@ def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Pa
         if path.name.lower().endswith(WORKBOOK):
             yield from sheet_rows(path, position)
             return
+        if path.name.lower().endswith(PARQUET):
+            yield from _parquet_rows(path, position)
+            return
         for row in raw_rows(path, position, longest_row):
             try:
                 yield row.line, _shown(row), parse(row)
@@ -101,6 +106,25 @@ def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Pa
         raise SourceError(
             f"a readable file is needed at {path}, found none ({error}); check the path"
         ) from error
+
+
+def _parquet_rows(path: Path, position: Position) -> Iterator[_Parsed]:
+    """Yield the rows of one file of a data set's folder, as `rlhf feedback export` writes one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    position.bytes_total = path.stat().st_size
+    try:
+        with pq.ParquetFile(path) as file:
+            for some in file.iter_batches(PARQUET_ROWS):
+                for values in some.to_pylist():
+                    position.line += 1
+                    yield position.line, formats.canonical(values), values
+    except pa.ArrowException as error:
+        raise SourceError(
+            f"a whole parquet file is needed at {path}, found: {str(error)[:300]}; write it again"
+        ) from error
+    position.bytes_read = position.bytes_total
 
 
 def _shown(row: RawRow) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.errors import FeedbackError, SourceError
 from rlhf_pipeline.feedback import flat
 from rlhf_pipeline.feedback.export import export
 from rlhf_pipeline.feedback.ingest import ingest
@@ -71,13 +71,13 @@ def store(tmp_path: Path) -> Iterator[FeedbackStore]:
     database.close()
 
 
-@pytest.mark.parametrize("name", ["votes.jsonl", "votes.csv", "votes"])
+@pytest.mark.parametrize("name", ["votes.jsonl", "votes.csv", "votes", "hf://votes"])
 def test_events_come_back_as_they_were(store: FeedbackStore, tmp_path: Path, name: str) -> None:
     store.append(everything())
-    out = tmp_path / name
+    out = tmp_path / name.removeprefix("hf://")
     assert export(store.database, AGENT, out) == 10
-    source = f"hf://{out}" if name == "votes" else out
-    found = list(read(source, AGENT))
+    source = f"hf://{out}" if name.startswith("hf://") else out
+    found = list(read(out / "data" / "train.parquet" if name == "votes" else source, AGENT))
     expected = [_of_origin(e, found[0]) for e in everything()]
     assert found == expected
     again = ingest(store, str(source), AGENT)  # and the same store knows every one
@@ -179,6 +179,13 @@ def test_bytes_that_are_no_text_are_set_aside(store: FeedbackStore, tmp_path: Pa
     path = tmp_path / "pairs.csv"
     path.write_bytes(b"prompt,chosen,rejected\r\nhi,caf\xe9,no\r\n")
     assert dict(ingest(store, path, AGENT).quarantined) == {"bad_text": 1}
+
+
+def test_a_data_set_that_is_no_parquet_is_named(store: FeedbackStore, tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 and then nothing of the kind")
+    with pytest.raises(SourceError, match=r"whole parquet file is needed at .*train\.parquet"):
+        ingest(store, path, AGENT)
 
 
 def test_what_cannot_be_written_is_refused(store: FeedbackStore, tmp_path: Path) -> None:
