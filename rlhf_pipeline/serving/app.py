@@ -56,6 +56,7 @@ def create_app(
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
     from rlhf_pipeline.serving.raters_api import add_rater_routes
+    from rlhf_pipeline.serving.tracing import Tracing
 
     settings = settings or load_settings()
     database = open_database(settings.resolved_database_url)
@@ -70,6 +71,7 @@ def create_app(
         """Let the models go when the service ends."""
         yield
         app.state.gateway.close()
+        tracing.close()
 
     # Without FastAPI's own pages of documentation: those load from a CDN.
     app = FastAPI(title="rlhf-pipeline", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -90,7 +92,8 @@ def create_app(
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     metrics.watch_queue("chat", lambda: gateway.waiting)
-    add_chat_routes(app, gateway)
+    tracing = Tracing(settings, store, registry)
+    add_chat_routes(app, gateway, tracing.note)
     add_rater_routes(app, settings, registry)
     keys = Keys(settings.state_dir)
     if pages:
@@ -104,7 +107,7 @@ def create_app(
         from rlhf_pipeline.serving.pages.explain_page import add_explain_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
-        mount_pages(app, Desk(settings, store, registry, gateway, limit))
+        mount_pages(app, Desk(settings, store, registry, gateway, limit, tracing))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
         tracked = settings.pages.mlflow_url or settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.lines import RawRow, parse
-from rlhf_pipeline.records import Message, Prompt, hash_rater, uuid7
+from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm
 from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
@@ -236,7 +236,13 @@ class _Refused(Exception):
         self.status, self.param, self.code = status, param, code
 
 
-def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
+Answered = Callable[[Interaction], None]
+"""Hears of every answer once it is stored."""
+
+
+def add_chat_routes(
+    app: FastAPI, gateway: Gateway, on_answer: Answered = lambda interaction: None
+) -> None:
     """Add the chat, its models and its events."""
 
     async def chat_completions(request: Request) -> Response:
@@ -248,7 +254,7 @@ def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
         try:
             asked = await _read(request)
             agent_id, arm = await _find(gateway, asked.model)
-            answer = _Answer(gateway, asked, agent_id, arm)
+            answer = _Answer(gateway, asked, agent_id, arm, on_answer)
             if not asked.stream:
                 return await _unless_gone(request, answer.whole())
             stream = answer.events()
@@ -336,8 +342,16 @@ async def _after(head: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerat
 class _Answer:
     """One request under way."""
 
-    def __init__(self, gateway: Gateway, asked: ChatRequest, agent_id: str, arm: Arm) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        asked: ChatRequest,
+        agent_id: str,
+        arm: Arm,
+        on_answer: Answered,
+    ) -> None:
         self.asked = asked
+        self.on_answer = on_answer
         self.interaction_id = uuid7()
         self.created = int(time.time())
         user = None if asked.user is None else hash_rater(agent_id, asked.user)
@@ -358,6 +372,7 @@ class _Answer:
             async with aclosing(self.pieces) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Reply):
+                        self.on_answer(piece.interaction)
                         choice = {
                             "index": 0,
                             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -386,6 +401,7 @@ class _Answer:
                     elif text:
                         yield self._chunk({"content": text}, None, usage)
                     if isinstance(piece, Reply):
+                        self.on_answer(piece.interaction)
                         last = self._chunk({}, piece.ending, usage)
                         if usage:
                             told = {"usage": _usage(piece)}

@@ -301,6 +301,26 @@ def test_the_openai_client_works_unchanged(service: Service) -> None:
             client.chat.completions.create(model="tea", **ASKED)
 
 
+def test_every_answer_is_a_trace_where_that_is_asked_for(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.registry import traces
+
+    logged: list[str] = []
+    monkeypatch.setattr(
+        traces, "log_interaction", lambda _, answer: logged.append(answer.interaction_id)
+    )
+    pages = world.settings.pages.model_copy(update={"log_traces": True})
+    with serving(world.settings.model_copy(update={"pages": pages}), world) as running:
+        whole = running.post().json()["id"]
+        first, *_ = running.post(stream=True).text.splitlines()
+        streamed = json.loads(first.removeprefix("data: "))["id"]
+        deadline = time.monotonic() + PATIENCE
+        while len(logged) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert logged == [whole, streamed]
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import structlog
 
 from rlhf_pipeline.errors import FeedbackError, PipelineError
 from rlhf_pipeline.feedback.datasets import unit_interval
@@ -33,13 +30,12 @@ from rlhf_pipeline.serving.doubts import HeadDoubts
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import output_block
 from rlhf_pipeline.serving.limits import RaterLimit
+from rlhf_pipeline.serving.tracing import Tracing
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.models import ModelRegistry
-
-log = structlog.get_logger(__name__)
 
 REMEMBERED = 200  # answers that say what a usual disagreement is
 ENOUGH = 20  # of them before anything counts as unusual
@@ -70,6 +66,7 @@ class Desk:
         registry: ModelRegistry,
         gateway: Gateway | None = None,
         limit: RaterLimit | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -77,7 +74,7 @@ class Desk:
         self.gateway = gateway or Gateway(settings, store, registry)
         self.limit = limit or RaterLimit(settings.feedback.votes_per_minute)
         self.doubts = HeadDoubts(registry.ledger, self.gateway.champions.limits)
-        self._tracing = ThreadPoolExecutor(1, "traces")  # nobody waits for MLflow to answer
+        self.tracing = tracing or Tracing(settings, store, registry)
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def agents(self) -> list[str]:
@@ -137,22 +134,11 @@ class Desk:
                 latency_seconds=None,
             )
             self.store.add_interactions([shown])
-        if self.settings.pages.log_traces:
-            self._tracing.submit(self._trace, this)
+        for one in (this, shown):
+            if one is not None:
+                self.tracing.note(one)
         share = unit_interval("ask", this.interaction_id)
         yield Answer(this, unusual or share < self.settings.pages.collection_rate, shown)
-
-    def _trace(self, interaction: Interaction) -> None:
-        """Log the interaction in MLflow; where that fails, the log says which one is missing."""
-        from rlhf_pipeline.registry.forgetting import forget_traces
-        from rlhf_pipeline.registry.traces import log_interaction
-
-        try:
-            log_interaction(self.registry, interaction)
-            if self.store.interaction(interaction.interaction_id) is None:  # erased meanwhile
-                forget_traces(self.registry, interaction.agent_id, {interaction.interaction_id}, "")
-        except Exception:  # nobody waits for this result: the log is where it is heard
-            log.exception("trace not logged", interaction=interaction.interaction_id)
 
     @property
     def _asks_heads(self) -> bool:

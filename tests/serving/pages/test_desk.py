@@ -6,6 +6,7 @@ import asyncio
 import html
 import shutil
 import statistics
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from rlhf_pipeline.reward.model import (
     save_reward_model,
 )
 from rlhf_pipeline.serving import gateway
+from rlhf_pipeline.serving import tracing as tracing_module
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
 from rlhf_pipeline.serving.pages import chat_page, review_page
 from rlhf_pipeline.serving.pages import desk as desk_module
@@ -344,11 +346,11 @@ def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
 
     monkeypatch.setattr(traces, "log_interaction", fails)
     ask(desk)
-    pages = desk.settings.pages.model_copy(update={"log_traces": True})
-    desk.settings = desk.settings.model_copy(update={"pages": pages})
-    _, answer = ask(desk)
-    desk._tracing.shutdown()
-    assert logged == [answer.interaction.interaction_id]
+    desk.tracing.enabled = True  # as pages.log_traces says
+    _, answer = ask(desk, pair=True)
+    assert answer.other is not None
+    desk.tracing.finish()
+    assert logged == [answer.interaction.interaction_id, answer.other.interaction_id]
 
 
 def test_a_trace_that_comes_after_an_erasure_is_taken_back(
@@ -360,7 +362,38 @@ def test_a_trace_that_comes_after_an_erasure_is_taken_back(
     monkeypatch.setattr(traces, "log_interaction", lambda registry, interaction: "tr-1")
     monkeypatch.setattr(forgetting, "forget_traces", lambda r, agent, ids, rater: gone.append(ids))
     _, answer = ask(desk)
-    desk._trace(answer.interaction)
-    assert gone == []
-    desk._trace(replace(answer.interaction, interaction_id="erased"))
+    desk.tracing.enabled = True
+    for one in (answer.interaction, replace(answer.interaction, interaction_id="erased")):
+        desk.tracing.note(one)
+    desk.tracing.finish()
     assert gone == [{"erased"}]
+
+
+def test_more_answers_than_mlflow_takes_are_named_and_not_held(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.registry import traces
+
+    begun, slow = threading.Event(), threading.Event()
+    logged: list[Any] = []
+    monkeypatch.setattr(tracing_module, "MOST_WAITING", 2)
+
+    def takes_long(_: Any, interaction: Any) -> None:
+        begun.set()
+        slow.wait(10)
+        logged.append(interaction)
+
+    monkeypatch.setattr(traces, "log_interaction", takes_long)
+    tracing = tracing_module.Tracing(desk.settings, desk.store, desk.registry)
+    tracing.enabled = True
+    _, answer = ask(desk)
+    with capture_logs() as said:
+        for _ in range(3):
+            tracing.note(answer.interaction)
+        assert begun.wait(10)
+        tracing.close()
+    assert [one["event"] for one in said] == ["trace not logged", "traces not logged"]
+    assert said[1]["answers"] == 2
+    slow.set()
+    tracing.finish()
+    assert logged == [answer.interaction]  # the one under way

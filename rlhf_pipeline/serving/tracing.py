@@ -1,0 +1,74 @@
+"""Answers logged as MLflow traces, where `pages.log_traces` asks for it: the API's and the pages'.
+
+Nobody who chats waits for MLflow. What this does not promise is every trace: while MLflow is away,
+or slower than people chat, the service's log names the answers that have none.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.feedback.store import FeedbackStore
+    from rlhf_pipeline.records import Interaction
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+log = structlog.get_logger(__name__)
+
+MOST_WAITING = 1000  # answers held in memory until MLflow has taken them
+
+
+class Tracing:
+    """Logs answers one after the other, in a thread of its own."""
+
+    def __init__(self, settings: Settings, store: FeedbackStore, registry: ModelRegistry) -> None:
+        self.enabled = settings.pages.log_traces
+        self._store = store
+        self._registry = registry
+        self._thread = ThreadPoolExecutor(1, "traces")
+        self._waiting = 0
+        self._count = threading.Lock()
+
+    def note(self, interaction: Interaction) -> None:
+        """Have an answer logged soon, where traces are asked for."""
+        if not self.enabled:
+            return
+        with self._count:
+            full = self._waiting >= MOST_WAITING
+            self._waiting += not full
+        if full:
+            log.error("trace not logged", interaction=interaction.interaction_id, why="too many")
+            return
+        self._thread.submit(self._write, interaction)
+
+    def _write(self, interaction: Interaction) -> None:
+        """Log the answer; where that fails, the log says which one is missing."""
+        from rlhf_pipeline.registry.forgetting import forget_traces
+        from rlhf_pipeline.registry.traces import log_interaction
+
+        try:
+            log_interaction(self._registry, interaction)
+            if self._store.interaction(interaction.interaction_id) is None:  # erased meanwhile
+                forget_traces(
+                    self._registry, interaction.agent_id, {interaction.interaction_id}, ""
+                )
+        except Exception:  # nobody waits for this result: the log is where it is heard
+            log.exception("trace not logged", interaction=interaction.interaction_id)
+        finally:
+            with self._count:
+                self._waiting -= 1
+
+    def finish(self) -> None:
+        """Return once what was noted is logged."""
+        self._thread.shutdown()
+
+    def close(self) -> None:
+        """End without waiting for MLflow; what is not logged by then is counted in the log."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._waiting:
+            log.error("traces not logged", answers=self._waiting, why="the service ended")
