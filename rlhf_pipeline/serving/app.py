@@ -105,6 +105,8 @@ def create_app(
         from rlhf_pipeline.serving.pages.experiment_page import add_experiment_page
         from rlhf_pipeline.serving.pages.explain_page import PATH as EXPLAIN
         from rlhf_pipeline.serving.pages.explain_page import add_explain_page
+        from rlhf_pipeline.serving.pages.files_page import PATH as FILES
+        from rlhf_pipeline.serving.pages.files_page import add_files_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
         mount_pages(app, Desk(settings, store, registry, gateway, limit, tracing))
@@ -112,11 +114,12 @@ def create_app(
         tracked = settings.pages.mlflow_url or settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
             links["MLflow"] = tracked.rstrip("/")
-        links |= {"Candidates": CANDIDATES, "Answers": EXPLAIN, "Raters": ANYBODY}
+        links |= {"Candidates": CANDIDATES, "Answers": EXPLAIN, "Raters": ANYBODY, "Files": FILES}
         add_dashboard(app, gateway, store.agents, links)
         add_explain_page(app, gateway, store.agents)
         add_experiment_page(app, gateway, store.agents)
         add_data_pages(app, settings, registry, store.agents, keys.signing_secret())
+        add_files_page(app, settings, store, store.agents)
         add_approval_page(app, registry, store.agents, keys.signing_secret())
     add_access(app, store, keys, open_without_keys=open_without_keys)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])

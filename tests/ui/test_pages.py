@@ -154,6 +154,35 @@ def test_two_answers_are_compared(page: Any, service: tuple[str, Path], votes: V
     assert (stored[0], stored[3]) == ("preference", "right")
     assert stored[4] in ("this", "other")
     eventually(lambda: right.split()[0][:4] in page.inner_text("#talk"))
+    page.click("#up")  # about the answer that was chosen
+    counted(page, votes, 2)
+    database = Database(f"sqlite:///{service[1]}/feedback.db")
+    with database.read() as connection:
+        about = (
+            "SELECT i.completion FROM feedback f JOIN interactions i USING (interaction_id) "
+            "ORDER BY f.seq DESC LIMIT 1"
+        )
+        assert connection.exec_driver_sql(about).scalar_one() == right
+    database.close()
+
+
+def test_who_reviews_takes_a_file_in_and_writes_one_out(
+    page: Any, service: tuple[str, Path], votes: Votes, tmp_path: Path
+) -> None:
+    page.goto(f"{service[0]}/ui/review/")
+    page.click("text=Feedback from files")
+    path = tmp_path / "votes.jsonl"
+    row = {"kind": "rating", "value": 2, "prompt": "why?", "completion": "=because()"}
+    path.write_text(json.dumps(row))
+    page.set_input_files("#file", path)
+    page.fill("#agent", "shop")
+    page.click("#take")
+    page.wait_for_selector("#taken")
+    assert [vote[:2] for vote in votes()] == [("rating", 2.0)]
+    page.select_option("#kind", "csv")
+    with page.expect_download() as waiting:
+        page.click("#give")
+    assert "'=because()" in Path(waiting.value.path()).read_text()
 
 
 def interactions(state: Path) -> int:

@@ -12,6 +12,7 @@ from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
 from rlhf_pipeline.serving.pages.chat_page import assistants, not_stored
 from rlhf_pipeline.serving.pages.desk import Desk
+from rlhf_pipeline.serving.pages.files_page import PATH as FILES
 
 KEYS = (
     "Keys: **g** good · **b** bad · **1** to **5** stars "
@@ -59,7 +60,10 @@ def review_page(desk: Desk) -> Any:
         better = gr.Textbox(label="The better answer", lines=2, max_length=50_000, elem_id="better")
         send = gr.Button("Send the better answer", elem_id="send-better")
         agreement = gr.Textbox(show_label=False, interactive=False, elem_id="agreement")
-        gr.Markdown(f"{KEYS}\n\n[Versions that wait for approval]({CANDIDATES})")
+        gr.Markdown(
+            f"{KEYS}\n\n[Feedback from files, and into them]({FILES}) "
+            f"· [Versions that wait for approval]({CANDIDATES})"
+        )
 
         shown = [waiting, prompt, completion, notice, agreement, better]
         here = [waiting, agent, who]
