@@ -197,7 +197,7 @@ def read(body: bytes, key: str | None) -> Feedback | list[Feedback | FeedbackRef
 
 
 def _stored(outcome: Stored) -> dict[str, Any]:
-    return {"feedback_id": outcome.feedback_id, "known": outcome.known}
+    return {"feedback_id": outcome.feedback_id}  # and no more: sent again it is the same answer
 
 
 def _told(outcome: Stored | FeedbackError) -> dict[str, Any]:

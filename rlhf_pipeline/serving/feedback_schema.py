@@ -30,7 +30,6 @@ class StoredVote(Told):
     """A vote that is synced to disk."""
 
     feedback_id: str
-    known: bool
 
 
 class StoredVotes(Told):

@@ -47,6 +47,7 @@ class Lived:
     sent: int = 0
     accepted: int = 0
     known: int = 0
+    ids: set[str] = field(default_factory=set)  # of the votes the service has stored
     refused: Counter[str] = field(default_factory=Counter)
     in_files: int = 0  # of those sent: rows of files, whose fate the quarantine tells
     kept_back: list[Row] = field(default_factory=list)
@@ -362,8 +363,10 @@ def _again(service: Service, rows: Sequence[Row], rng: random.Random, lived: Liv
 
 def _count(told: Row, lived: Lived) -> None:
     if "feedback_id" in told:
-        lived.known += bool(told["known"])
-        lived.accepted += not told["known"]
+        known = told["feedback_id"] in lived.ids  # the same key gets the same answer
+        lived.ids.add(told["feedback_id"])
+        lived.known += known
+        lived.accepted += not known
     else:
         lived.refused[str(told.get("rule", "not json"))] += 1
 

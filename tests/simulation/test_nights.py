@@ -249,3 +249,10 @@ def test_every_corrupt_body_is_refused_by_a_rule(body: bytes) -> None:
         return
     with pytest.raises(FeedbackRefused):
         read(body, None)
+
+
+def test_a_vote_that_was_stored_before_is_told_by_its_id() -> None:
+    day = Lived()
+    for told in ({"feedback_id": "a"}, {"feedback_id": "a"}, {"error": "", "rule": "bad_key"}):
+        visits._count(told, day)
+    assert (day.accepted, day.known, dict(day.refused)) == (1, 1, {"bad_key": 1})
