@@ -127,6 +127,10 @@ def test_every_kind_of_vote_is_stored(page: Any, service: tuple[str, Path], vote
     counted(page, votes, 3)
     page.click("#send-criteria")
     counted(page, votes, 4)
+    page.fill("#comment textarea", "not sure")
+    page.click("#send-comment")
+    counted(page, votes, 5)
+    eventually(lambda: page.input_value("#comment textarea") == "")
     page.evaluate("window.scrollTo(0, 0)")
     picture(page, "chat")
     stored = votes()
@@ -135,6 +139,7 @@ def test_every_kind_of_vote_is_stored(page: Any, service: tuple[str, Path], vote
         ("rating", 4.0, None),
         ("correction", None, "It is 9 euros."),
         ("criteria", None, None),
+        ("comment", None, "not sure"),
     ]
     assert {row[5] for row in stored} == {'["wants:shorter"]'}
     assert {row[6] for row in stored} == {"chat"}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from rlhf_pipeline.errors import PipelineError, TooManyVotes
+from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
 from rlhf_pipeline.records import FeedbackKind, uuid7
 from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
@@ -89,6 +90,13 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
                 label="Write the better answer", lines=2, max_length=50_000, elem_id="better"
             )
             send_better = gr.Button("Send the better answer", elem_id="send-better")
+            comment = gr.Textbox(
+                label="A comment: people read it, no model learns from it",
+                lines=2,
+                max_length=LONGEST_COMMENT,
+                elem_id="comment",
+            )
+            send_comment = gr.Button("Send the comment", elem_id="send-comment")
             sliders = [
                 gr.Slider(0, 1, value=0.5, step=0.05, label=name.capitalize(), elem_id=name)
                 for name in CRITERIA
@@ -134,6 +142,9 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             [*judged, better],
             notice,
             api_visibility="private",
+        )
+        send_comment.click(
+            _comment(vote), [*judged, comment], [notice, comment], api_visibility="private"
         )
         send_criteria.click(
             lambda a, w, *values: vote(
@@ -256,6 +267,15 @@ def _vote(desk: Desk) -> Callable[..., str]:
         return THANKS
 
     return vote
+
+
+def _comment(vote: Callable[..., str]) -> Callable[..., tuple[str, str]]:
+    def comment(answer: Answer | None, wants: list[str], text: str) -> tuple[str, str]:
+        """Store the comment; what could not be stored stays in its box."""
+        words = vote(answer, wants, FeedbackKind.comment, text=text)
+        return words, "" if words == THANKS else text
+
+    return comment
 
 
 def not_stored(error: PipelineError) -> str:

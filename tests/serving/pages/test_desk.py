@@ -126,6 +126,16 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
         desk.vote(this, FeedbackKind.thumbs, person="ann", number=1.0)
 
 
+def test_a_comment_is_a_vote_that_stays_in_its_box_until_it_is_stored(desk: Desk) -> None:
+    comment = chat_page._comment(chat_page._vote(desk))
+    assert comment(None, [], "so so") == ("There is nothing to vote on yet.", "so so")
+    _, answer = ask(desk)
+    words, left = comment(answer, [], " ")
+    assert (words.startswith("Not stored: needed the comment's text"), left) == (True, " ")
+    assert comment(answer, [], "so so") == (chat_page.THANKS, "")
+    assert desk.store.counts("shop") == {"comment": 1}
+
+
 def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> None:
     now = [0.0]
     desk.limit = RaterLimit(3, Buckets(lambda: now[0]))
