@@ -210,7 +210,9 @@ def floor_seconds(
     run = case.rollouts * (case.prompt_tokens - 1) + completion_tokens  # the last predicts nothing
     mean = completion_tokens / case.rollouts + case.prompt_tokens
     per_token = 2 * 12 * case.layers * case.width**2 + 2 * case.layers * case.width * mean
-    trunk, head = run * per_token, completion_tokens * 2 * case.vocabulary * case.width
+    unread = case.rollouts * (case.prompt_tokens - 1)  # the last layer's MLP there says nothing
+    trunk = run * per_token - unread * 2 * 8 * case.width**2
+    head = completion_tokens * 2 * case.vocabulary * case.width
     networks = 1 if shared else 2
     # Sampling, the reference, the critic's values before the update, then forward and twice back.
     flops = trunk + head + trunk + head + (networks - 1) * trunk
