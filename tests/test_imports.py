@@ -27,6 +27,45 @@ import {module} as loaded
 {call}
 print(json.dumps({{"seconds": time.process_time(), "modules": sorted(sys.modules)}}))
 """
+ABSENT = frozenset(
+    "dagster dagster_pipes mlflow trl datasets pydantic pydantic_core gymnasium matplotlib pandas "
+    "sqlalchemy alembic fastapi starlette gradio typer rich optuna scipy sklearn evidently "
+    "great_expectations tensorboard wandb".split()
+)
+BARE_RUN = """
+import json, sys
+for name in {absent}:
+    sys.modules[name] = None  # as if it were not installed
+from pathlib import Path
+from rlhf_pipeline.policy.loading import save_policy
+from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.trainer import train_ppo
+from rlhf_pipeline.records import user_prompt
+
+folder = Path({folder!r})
+said = ["tell me a tale", "why does it rain", "sing to me", "hello there"]
+policy = build_tiny(said * 5, vocabulary=290, layers=1, width=16, heads=2, context=64, seed=0)
+save_policy(policy, folder / "base")
+made = {{}}
+for name, changes in {{
+    "plain": {{"critic": "separate"}},
+    "lora": {{"lora_rank": 2, "gradient_checkpointing": True}},
+    "rloo": {{"estimator": "rloo", "completions_per_prompt": 2}},
+}}.items():
+    settings = PpoSettings(
+        updates=1, rollouts_per_update=4, epochs=1, minibatches=2, max_prompt_tokens=32,
+        max_completion_tokens=4, learning_rate=1e-3, device="cpu", **changes,
+    )
+    result = train_ppo(
+        policy_dir=folder / "base", reference_dir=folder / "base", settings=settings,
+        reward=lambda items: [float(len(item.completion)) for item in items], stopping=None,
+        prompts=[user_prompt(text) for text in said], watch_prompts=[user_prompt("hello")],
+        output_dir=folder / name,
+    )
+    made[name] = result.updates
+print(json.dumps(made))
+"""
 
 
 def files(*folders: str) -> list[Path]:
@@ -138,6 +177,16 @@ def test_ppo_can_be_lifted_onto_a_bare_gpu_machine() -> None:
         at_the_top = set(imports(path, inside_functions=False))
         assert not later & {name.split(".")[0] for name in at_the_top}, path
         assert "rlhf_pipeline.ppo.environment" not in at_the_top, path
+
+
+@pytest.mark.slow
+def test_ppo_trains_where_torch_and_transformers_are_all_there_is(tmp_path: Path) -> None:
+    code = BARE_RUN.format(absent=sorted(ABSENT), folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"plain": 1, "lora": 1, "rloo": 1}
 
 
 def test_nothing_shadows_the_mlflow_library() -> None:
