@@ -167,7 +167,9 @@ def ppo_policy(
         result = read_json(Path(outcome["result"]))
         images = [turn.work / "ppo" / name for name in result["plots"]]
         shown = [sample for look in result["evaluations"] for sample in look["samples"]]
-        kept = [sample for sample in shown if sample["update"] == result["chosen_update"]]
+        chosen = next(
+            look for look in result["evaluations"] if look["update"] == result["chosen_update"]
+        )
         with pipeline.tracked(turn) as run:
             for update, metrics in enumerate(result["history"], 1):
                 run.log_metrics({f"ppo/{name}": v for name, v in metrics.items()}, step=update)
@@ -183,8 +185,8 @@ def ppo_policy(
             "chosen update": result["chosen_update"],
             "stopped because": result["stopped_because"],
             "score": result["final_reward_mean"],
-            "kl": result["kl_history"][-1],
-            "samples of the chosen update": table(kept),
+            "kl": chosen["kl"],
+            "samples of the chosen update": table(chosen["samples"]),
             **plots(images),
         },
         check_results=[

@@ -149,9 +149,13 @@ def _follow(
 def _observe(
     context: dg.AssetExecutionContext, stage: str, messages: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Put the latest of what was reported into the run's events, where the UI plots it."""
+    """Put the latest of what was reported into the run's events, where the UI plots it.
+
+    With it the latest alarm, which other reports follow at once.
+    """
     if messages:
-        facts = dict(messages[-1])
+        alarms = [message for message in messages if "alarm" in message]
+        facts = {**(alarms[-1] if alarms else {}), **messages[-1]}
         part = facts.pop("stage", None)  # some stages name the part they are at
         context.log_event(
             dg.AssetObservation(

@@ -12,6 +12,7 @@ import pytest
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import folder_sha256, read_json
+from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.registry.comparison import learned_per_thousand
 from tests.assets.world import UPDATES, FirstTurn, Loop, failures
 
@@ -177,6 +178,12 @@ def test_plots_are_shown_where_a_person_looks(first_turn: FirstTurn) -> None:
         shown = [v for v in metadata(first_turn, asset).values() if str(v).startswith("![")]
         assert shown, asset
         assert all("](data:image/png;base64,iVBORw0KGgo" in image for image in shown)
+
+
+def test_the_candidates_kl_is_that_of_the_update_that_was_chosen(first_turn: FirstTurn) -> None:
+    result = TrainingResult.load(first_turn.work / "ppo" / "result.json")
+    (chosen,) = [look for look in result.evaluations if look.update == result.chosen_update]
+    assert metadata(first_turn, "ppo_policy")["kl"] == chosen.kl
 
 
 def test_progress_is_streamed_while_training(loop: Loop, first_turn: FirstTurn) -> None:

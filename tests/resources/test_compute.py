@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from assets.common import agents
-from resources.compute import Compute
+from resources.compute import Compute, _observe
 from resources.worker import same_work, specification
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -101,6 +101,19 @@ def test_a_stage_gives_its_result_and_its_last_report_is_shown(
     assert shown["update"] == 3
     assert shown["score"] == 1.5
     assert shown["stage"] == "count"
+
+
+def test_an_alarm_is_shown_though_other_reports_follow_it_at_once() -> None:
+    shown: list[dg.AssetObservation] = []
+    context: Any = SimpleNamespace(
+        log_event=shown.append, asset_key=dg.AssetKey("ppo_policy"), partition_key="shop"
+    )
+    alarm = {"update": 4, "alarm": "eos_loss", "found": "5%", "remedy": "train SFT longer"}
+    _observe(context, "ppo", [{"update": 4, "train/loss": 0.5}, alarm, {"update": 5}])
+    _observe(context, "ppo", [{"update": 6}])
+    first, second = ({n: v.value for n, v in one.metadata.items()} for one in shown)
+    assert first == {**alarm, "update": 5, "stage": "ppo"}
+    assert second == {"update": 6, "stage": "ppo"}
 
 
 def test_without_a_launcher_it_is_a_python_of_its_own_and_what_was_finished_is_given_back(
