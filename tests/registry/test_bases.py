@@ -19,9 +19,10 @@ FOREIGN = "our-base"
 
 
 def settings_with(state: Path, base: str, **sections: object) -> Settings:
-    policy = {"base": base, "device": "cpu", "max_prompt_tokens": 24, "max_completion_tokens": 8}
+    lengths = {"max_prompt_tokens": 24, "max_completion_tokens": 8}
+    policy = {"base": base, "device": "cpu", **lengths}
     here = {"state_dir": str(state), "database_url": f"sqlite:///{state}/store.db"}
-    return Settings.model_validate({**here, "policy": policy, **sections})
+    return Settings.model_validate({**here, "policy": policy, "ppo": lengths, **sections})
 
 
 @pytest.fixture(scope="module")
