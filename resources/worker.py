@@ -38,7 +38,9 @@ IMPORTED_AHEAD: tuple[str, ...] = (
     "matplotlib.backends.backend_agg",
     "alembic.command",
 )
-LAUNCHED = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE".split()  # what a launcher tells
+LAUNCHED = (  # what a launcher tells
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ACCELERATE_USE_FSDP".split()
+)
 
 
 def specification(turn: Turn) -> dict[str, Any]:

@@ -8,7 +8,7 @@ reward models. The base's weights are frozen and may be bfloat16; adapters are f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ class SharedBase:
     policy: Policy  # the plain causal LM; adapters sit inside it
     wrapper: Any  # PEFT's, of the policy's own set: what merges and saves it; None without one
     digest: str  # of the base's weights
+    keep_up: Callable[[], None] = lambda: None  # Team's, where processes share the base's weights
 
 
 def load_base(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.adapters import (
+    POLICY,
     SharedBase,
+    adapter_weights,
     add_adapters,
     base_digest,
     computing_as_now,
@@ -47,9 +49,10 @@ from rlhf_pipeline.ppo.critic import (
     load_reward_trunk,
 )
 from rlhf_pipeline.ppo.memory import keep_large_blocks_apart
-from rlhf_pipeline.ppo.processes import ALONE, Team
+from rlhf_pipeline.ppo.processes import ALONE, Team, base_shares, join_team
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.spreading import spread_layers
 
 Critic = SharedCritic | SeparateCritic | AdapterCritic
 
@@ -68,6 +71,7 @@ class Learner:
     team: Team = ALONE  # the processes that train it together
     criteria: CriteriaHeads | None = None  # on the critic's states, where the reward has pieces
     scaler: torch.amp.GradScaler | None = None  # of the loss, in float16
+    keep_up: Callable[[], None] = lambda: None  # Team's, where the base is spread over processes
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
@@ -214,9 +218,12 @@ def build_learner(
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
     if policy.device.type == "cpu":
         keep_large_blocks_apart(list(policy.model.parameters()))
-    return Learner(
+    learner = Learner(
         policy, saved_model, reference, critic, optimizer, settings, digest, scaler=scaler
     )
+    if base is not None:
+        learner.keep_up = base.keep_up
+    return learner
 
 
 def shared_base(
@@ -224,15 +231,44 @@ def shared_base(
 ) -> SharedBase:
     """Return the base, with the policy's adapters, that build_learner and reward models share.
 
-    Its weights are of the settings' precision: nothing trains them.
+    Its weights are of the settings' precision: nothing trains them. Where FSDP was asked for, they
+    are spread over the processes (spreading.py); ConfigError where it is not the reference's base.
     """
+    if base_shares() == 1:
+        return _whole_base(policy_dir, reference_dir, settings, settings.device)
+    team = join_team(settings)
+    base = _whole_base(policy_dir, reference_dir, settings, "cpu")
+    if base.digest != base_digest(reference_dir):
+        raise ConfigError(
+            f"FSDP spreads one base, which is the reference too: needed {policy_dir} to be the "
+            f"baseline, or trained on it with adapters of rank {settings.lora_rank}, found other "
+            "weights; take plain data parallelism, or the rank it was trained with"
+        )
+    return replace(base, keep_up=spread_layers(base.policy.model, team.device).keep_up)
+
+
+def saved_model(learner: Learner, policy_dir: str | Path, reference_dir: str | Path) -> Any:
+    """Return what `save_policy` is given: with a base that is spread, a whole one on the CPU."""
+    if base_shares() == 1:
+        return learner.saved_model
+    whole = _whole_base(policy_dir, reference_dir, learner.settings, "cpu")
+    trained = adapter_weights(trunk_of(learner.policy.model), POLICY)
+    with torch.no_grad():
+        for name, weight in adapter_weights(trunk_of(whole.policy.model), POLICY).items():
+            weight.copy_(trained[name])
+    return whole.wrapper
+
+
+def _whole_base(
+    policy_dir: str | Path, reference_dir: str | Path, settings: PpoSettings, device: str
+) -> SharedBase:
     return load_base(
         policy_dir,
         reference_dir,
         rank=settings.lora_rank,
         alpha=settings.lora_alpha,
         seed=settings.seed,
-        device=settings.device,
+        device=device,
         dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
     )
 

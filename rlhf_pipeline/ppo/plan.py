@@ -44,7 +44,9 @@ from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logpr
 from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, new_scaler
 from rlhf_pipeline.ppo.memory import LARGE_MODEL, forget_peak, give_back_freed, resident_memory
 from rlhf_pipeline.ppo.optimising import descend
+from rlhf_pipeline.ppo.processes import base_shares
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.spreading import layers_of
 
 GIB = 2**30
 FULL = 4  # bytes of a number in float32, which all that is trained is kept in
@@ -130,8 +132,8 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     """Return the plan of a run that trains a model of this configuration.
 
     With LoRA the critic, the reference and reward models that share it are the policy's base with
-    adapters. Nothing is loaded. Raises ConfigError for a precision that this machine cannot train
-    in.
+    adapters; where a launcher asked for FSDP, this process's share of it. Nothing is loaded. Raises
+    ConfigError for a precision that this machine cannot train in.
     """
     new_scaler(choose_device(settings.device), settings)
     adapts = settings.lora_rank > 0
@@ -143,6 +145,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         own = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
         trunk = sum(p.numel() for n, p in trunk_of(model).named_parameters() if "lora_" not in n)
         moved = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        here = own - _left_to_others(trunk_of(model)) if adapts else own
         training = _peak_of_training(model, settings)
         rows = _rows_at_once(settings, settings.rollouts_per_update)
         with torch.no_grad(), _Held(model) as held:
@@ -157,7 +160,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens
     rollouts = settings.rollouts_per_update * settings.max_turns
     parts = {
-        "policy": frozen * own + (FULL * moved if adapts else 0),
+        "policy": frozen * here + (FULL * moved if adapts else 0),
         "critic": FULL * critic,
         "reference": copies * FULL * own,
         "reward models": 0 if shared else rewards.count * rewards.number_bytes * judge,
@@ -449,6 +452,14 @@ def _peak_of_scoring(config: Any, settings: PpoSettings, rewards: RewardModels) 
     with _Held(judge) as held:
         _score(judge, rows, settings, rewards)
     return held.peak, sum(p.numel() for p in judge.parameters())
+
+
+def _left_to_others(trunk: Any) -> int:
+    """Return how many of a frozen base's weights other processes hold, all but a layer at work."""
+    layers = layers_of(trunk)
+    each = [sum(p.numel() for n, p in x.named_parameters() if "lora_" not in n) for x in layers]
+    shares = base_shares()
+    return 0 if shares == 1 else sum(each) - sum(each) // shares - max(each, default=0)
 
 
 def _adapt(layer: nn.Module, rank: int) -> None:

@@ -8,23 +8,19 @@ settings' numbers are those of all processes together: more of them change speed
 beyond rounding.
 
 Processes are joined through accelerate's PartialState, whoever launched them (`accelerate launch`,
-torchrun, Slurm). Every process holds all weights: DDP's way; sharded weights (FSDP, DeepSpeed) are
-refused. Nothing but tensors goes between processes. What this does not protect: processes trust
-each other and the network between them.
+torchrun, Slurm). Every process holds all weights, DDP's way, or, where FSDP is asked for, its share
+of the frozen base that adapters are trained on (spreading.py). Nothing but tensors goes between
+processes. What this does not protect: processes trust each other and the network between them.
 
-Why sharded weights are refused: a layer that is spread out has to be gathered by all processes at
-once, so all must make the same forward calls, and here each decodes until its own completions end
-and cuts its own share into microbatches. The arithmetic would stand: tests/ppo/sharded.py spreads
-the layers of a policy over two CPU processes with torch's FSDP2, and log-probabilities, gradients
-(FSDP's are the mean of the processes, ours the sum) and samples of equal length are those of whole
-ones. It spreads layers alone: the trunk is called without its model, and the head's weights are
-read as they are.
+FSDP without adapters, and DeepSpeed, are refused: what is trained would have to be gathered for the
+optimizer's, the checkpoints' and the export's sake too, and Adam's moments with it. A base that is
+too large for one GPU is trained with adapters here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +43,9 @@ class Team:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU  # where tensors are sent from
+    # Called before anything goes between processes: with a base that is spread over them, the
+    # others' passes through it come first.
+    keep_up: Callable[[], None] = lambda: None
 
     @property
     def is_main(self) -> bool:
@@ -88,6 +87,7 @@ class Team:
     def add(self, x: Tensor) -> Tensor:
         """Return the sum of x over all processes."""
         if self.size > 1:
+            self.keep_up()
             x = x.to(self.device, copy=True)
             dist.all_reduce(x)
         return x
@@ -104,6 +104,7 @@ class Team:
         """Put the sum over all processes in the place of every weight's gradient."""
         if self.size == 1:
             return
+        self.keep_up()
         waiting: list[nn.Parameter] = []
         for weight in weights:
             if weight.grad is None:
@@ -131,16 +132,27 @@ class Team:
     def wait(self) -> None:
         """Return when every process is here."""
         if self.size > 1:
+            self.keep_up()
             dist.barrier()
 
     def _each(self, x: Tensor) -> Tensor:
         """Return x of every process, stacked."""
+        self.keep_up()
         every = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(every, x.contiguous())
         return torch.stack(every)
 
 
 ALONE = Team()
+
+
+def base_shares() -> int:
+    """Return how many processes a frozen base is spread over; 1 where nobody asked for FSDP."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if _asked_for("FSDP") else 1
+
+
+def _asked_for(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
 
 
 def join_team(settings: PpoSettings) -> Team:
@@ -151,13 +163,16 @@ def join_team(settings: PpoSettings) -> Team:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return ALONE
-    for name in ("FSDP", "DEEPSPEED"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise ConfigError(
-                "PPO holds whole weights in every process (it samples with them): needed plain "
-                f"data parallelism, found {name}; for bases that do not fit, set lora_rank and "
-                "precision bfloat16"
-            )
+    if _asked_for("DEEPSPEED"):
+        raise ConfigError(
+            "PPO spreads weights by FSDP alone: needed plain data parallelism or FSDP, found "
+            "DEEPSPEED; launch with --use_fsdp, or without either"
+        )
+    if _asked_for("FSDP") and not settings.lora_rank:
+        raise ConfigError(
+            "FSDP spreads a frozen base that adapters are trained on: needed policy.lora, found "
+            "every weight trained (lora_rank 0); enable it, or take plain data parallelism"
+        )
     if settings.device[-1].isdigit():
         raise ConfigError(
             f"each of {size} processes takes a device of its own: needed ppo.device auto, cuda or "
@@ -170,6 +185,8 @@ def join_team(settings: PpoSettings) -> Team:
             f"rollouts in one, found {smallest}; raise ppo.rollouts_per_update, or lower "
             "ppo.minibatches"
         )
+    # With it transformers would load weights in one process alone and leave the others' empty.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     from accelerate import PartialState
 
     state = PartialState(cpu=choose_device(settings.device).type == "cpu")

@@ -20,7 +20,7 @@ from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.alarms import not_finite
-from rlhf_pipeline.ppo.learner import build_learner
+from rlhf_pipeline.ppo.learner import build_learner, saved_model
 from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.processes import join_team
@@ -91,7 +91,7 @@ def train_ppo(
 
     # 1. Models and checks.
     learner = build_learner(policy_dir, reference_dir, value_init, settings, base=base)
-    learner.team = team
+    learner.team = team = replace(team, keep_up=learner.keep_up)
     training = checked_training(
         learner,
         reward=reward,
@@ -162,8 +162,8 @@ def train_ppo(
     # 4. What comes out.
     keep_going()
     chosen, reward_state = load_chosen(checkpoints, learner, now, settings)
-    trained = Policy(learner.saved_model, learner.policy.tokenizer)
     if team.is_main:
+        trained = Policy(saved_model(learner, policy_dir, reference_dir), learner.policy.tokenizer)
         save_policy(trained, output_dir / "policy", base_digest=learner.base_digest)
     result = result_of(
         training,

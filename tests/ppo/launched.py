@@ -12,9 +12,21 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rlhf_pipeline.files import write_json
+from rlhf_pipeline.policy.adapters import (
+    adapter_weights,
+    add_adapters,
+    load_adapters,
+    only,
+    save_adapters,
+)
+from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.sampling import trunk_of
+from rlhf_pipeline.ppo.learner import shared_base
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import RewardFunction
 from tests.ppo.world import changed, lower_share, train, two_pieces
@@ -28,6 +40,15 @@ RUNS: dict[str, PpoSettings] = {
     "separate": changed(
         critic="separate", rollouts_per_update=15, minibatches=3, replay_updates=1, updates=3
     ),
+    # Shares end at different tokens and are cut into different numbers of microbatches.
+    "spread": changed(
+        critic="separate",
+        lora_rank=2,
+        gradient_checkpointing=True,
+        rollouts_per_update=15,
+        minibatches=3,
+        tokens_per_microbatch=48,
+    ),
 }
 
 
@@ -40,11 +61,43 @@ def run_all(base: Path, folder: Path) -> None:
     """Train every run; a run that was cut short is gone on with."""
     for name, settings in RUNS.items():
         reward = reward_of(name)
+        os.environ["ACCELERATE_USE_FSDP"] = str(name == "spread").lower()
         train(base, folder / name, settings, stopping=lower_share, reward=reward)
+    write_json(folder / "held.json", look_at_a_spread_base(base, folder))
+    os.environ["ACCELERATE_USE_FSDP"] = "false"
     try:
         train(base, folder / "interrupted", RUNS["shared"], keep_going=interruption())
     except KeyboardInterrupt:
         train(base, folder / "interrupted", RUNS["shared"])
+
+
+def look_at_a_spread_base(base: Path, folder: Path) -> dict[str, float]:
+    """Return which share of a base's weights this process holds, in layers and outside of them.
+
+    And how far a set of adapters that is loaded into it, as a reward model's is, is from the same
+    set on a whole base.
+    """
+    whole_model, kept = load_policy(base, device="cpu").model, folder / f"set-{os.environ['RANK']}"
+    add_adapters(trunk_of(whole_model), "one", rank=2, alpha=16.0, seed=3)
+    with torch.no_grad():
+        for weight in adapter_weights(trunk_of(whole_model), "one").values():
+            weight.fill_(0.1)
+    save_adapters(trunk_of(whole_model), "one", kept)
+    model: Any = shared_base(base, base, RUNS["spread"]).policy.model
+    load_adapters(trunk_of(model), "one", kept)
+    ids = torch.arange(5, 25)[None]
+    states = []
+    for one in (whole_model, model):
+        with torch.no_grad(), only(one, "one"):
+            states.append(trunk_of(one)(input_ids=ids).last_hidden_state)
+    held = {"layers": 0, "rest": 0}
+    whole = dict(held)
+    for name, weight in model.named_parameters():
+        part = "layers" if ".layers." in name and ".lora_" not in name else "rest"
+        held[part] += getattr(weight, "to_local", lambda w=weight: w)().numel()
+        whole[part] += weight.numel()
+    shares = {part: held[part] / whole[part] for part in held}
+    return {**shares, "apart": float((states[0] - states[1]).abs().max())}
 
 
 def interruption() -> Callable[[], None]:
@@ -90,6 +143,7 @@ def main() -> None:
             "LOCAL_WORLD_SIZE": str(SIZE),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # as accelerate launch has it
             "OMP_NUM_THREADS": "1",
         }
         run_all(base, folder)

@@ -37,6 +37,21 @@ def test_a_plan_counts_the_adapters_that_are_trained(base: Path) -> None:
     assert make_plan(read_config(base), settings).trained == trained
 
 
+@pytest.mark.slow
+def test_of_a_spread_base_a_process_plans_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(290, layers=6, width=32, heads=2, context=64)
+    settings = changed(lora_rank=2, device="cpu")
+    whole = make_plan(config, settings).parts
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    spread = make_plan(config, settings).parts
+    layer = (4 * 32**2 + 3 * 32 * 96 + 2 * 32) * 4  # attention, MLP, norms; bytes
+    assert whole["policy"] - spread["policy"] == 3 * layer  # it holds two of six, and one at work
+    assert {n: spread[n] for n in spread if n != "policy"} == {
+        n: whole[n] for n in whole if n != "policy"
+    }
+
+
 BERT_BASE = 109_482_240  # its published size, with the pooler, which reward models leave out
 POOLER = 768 * 768 + 768
 

@@ -109,8 +109,10 @@ def test_of_several_processes_one_runs_what_they_do_not_share(
     assert not calls
     assert not turn.work.exists()
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert worker.run("counting", specification(turn)) == {"call": 1}
-    assert "WORLD_SIZE" not in os.environ  # nobody else is waited for
+    # Nobody else is waited for.
+    assert not {"WORLD_SIZE", "ACCELERATE_USE_FSDP"} & os.environ.keys()
 
 
 def test_of_several_processes_that_train_ppo_one_reports(
