@@ -12,6 +12,10 @@ The first tokens are handed on one by one, until there is text to show; later on
 than anybody reads are handed on together. What a token costs the event loop is then paid less often
 than tokens are drawn, and the loop's work is what requests wait for that have no text yet; the more
 rows, the less often each.
+
+After a token for somebody without text the thread stands aside until the loop has dealt with it:
+beside a running step the loop gets the interpreter's lock every 5 ms at worst, each time that it
+let go of it, and reading, writing and waking each let go.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from rlhf_pipeline.records import Prompt
 log = structlog.get_logger(__name__)
 
 TOGETHER_SECONDS = 0.03  # tokens drawn within this time are handed on together
+ASIDE_SECONDS = 0.02  # the longest wait, a token, for those who read their first ones
 ROW_SECONDS = 0.005  # more rows take longer between two times: they share the event loop
 
 
@@ -69,13 +74,14 @@ class _Row:
 
     ids: Sequence[int]
     sampling: Sampling
-    uniforms: list[float]  # T of them
     loop: asyncio.AbstractEventLoop
     tokens: asyncio.Queue[list[int] | Exception]
+    uniforms: list[float] = field(default_factory=list)  # T of them, once it has joined
     written: int = 0
     held: list[int] = field(default_factory=list)  # drawn, and not handed on yet
     handed: float = 0.0  # the time.monotonic() moment when tokens were last handed on
     shown: bool = False  # whoever asked has text
+    back: threading.Event = field(default_factory=threading.Event)  # for more tokens, or gone
     gone: bool = False
 
 
@@ -150,10 +156,8 @@ class Decoder:
         takes the row out of the batch. Raises TimeoutError at the deadline, ModelError where the
         model writes no numbers or the decoder has retired.
         """
-        generator = torch.Generator().manual_seed(sampling.seed)
-        uniforms = torch.rand(1, sampling.max_completion_tokens, generator=generator)[0].tolist()
         loop = asyncio.get_running_loop()
-        row = _Row(ids, sampling, uniforms, loop, asyncio.Queue())
+        row = _Row(ids, sampling, loop, asyncio.Queue())
         with self._changed:
             if self._retired:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
@@ -163,6 +167,7 @@ class Decoder:
         late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
             while True:
+                row.back.set()
                 tokens = await row.tokens.get()
                 if isinstance(tokens, Exception):
                     raise tokens
@@ -183,6 +188,7 @@ class Decoder:
                     return
         finally:
             row.gone = True
+            row.back.set()
             late.cancel()
 
     # -- the thread -------------------------------------------------------------------------------
@@ -225,6 +231,10 @@ class Decoder:
 
     def _join(self, batch: _Batch | None, joining: list[_Row]) -> _Batch | None:
         """Run the prompts of new rows together, draw their first tokens, add them to the batch."""
+        for row in joining:  # here, as the loop would let go of the lock at each of these calls
+            generator = torch.Generator().manual_seed(row.sampling.seed)
+            longest = row.sampling.max_completion_tokens
+            row.uniforms = torch.rand(1, longest, generator=generator)[0].tolist()
         ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
         ids, mask = ids.to(self.policy.device), mask.to(self.policy.device)
         cache = empty_cache(self._trunk.config)
@@ -284,7 +294,12 @@ class Decoder:
             if not ended and not row.gone:
                 keep.append(i)
         told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
+        # Who has not come back for their last tokens is not waited for a second time.
+        awaited = [row for row, _ in told if not row.shown and row.back.is_set()]
+        for row in awaited:
+            row.back.clear()
         _deliver(told)
+        _stand_aside(awaited)
         keep = [i for i in keep if not rows[i].gone]
         batch.inputs = tokens[:, None]
         return _kept(batch, keep)
@@ -323,6 +338,13 @@ def _deliver(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:
         except RuntimeError:  # the loop is closed: nobody listens
             for row, _ in some:
                 row.gone = True
+
+
+def _stand_aside(rows: Sequence[_Row]) -> None:
+    """Wait until the loop has dealt with these rows' tokens, ASIDE_SECONDS at most."""
+    until = time.monotonic() + ASIDE_SECONDS
+    for row in rows:
+        row.back.wait(max(0.0, until - time.monotonic()))
 
 
 def _put(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:

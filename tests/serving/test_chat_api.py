@@ -217,6 +217,38 @@ def test_tokens_come_one_by_one_until_there_is_text_to_show(
     assert (max(handed) == 1) is held_back
 
 
+@pytest.mark.parametrize(("aside", "goes_on"), [(60.0, False), (0.02, True)])
+def test_no_token_is_drawn_while_a_first_text_is_dealt_with_for_a_moment_at_most(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, aside: float, goes_on: bool
+) -> None:
+    monkeypatch.setattr(batching, "ASIDE_SECONDS", aside)
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=1)
+    handed = 0
+    deliver = batching._deliver
+
+    def counting(told: Sequence[tuple[Any, list[int] | Exception]]) -> None:
+        nonlocal handed
+        handed += 1
+        deliver(told)
+
+    monkeypatch.setattr(batching, "_deliver", counting)
+
+    async def ask() -> None:
+        sampling = Sampling(60, 60, 1.0, seed=1)
+        ids = decoder.prompt_ids(user_prompt("hi"), sampling)
+        pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE)
+        await anext(pieces)
+        before, until = handed, time.monotonic() + (PATIENCE if goes_on else 0.2)
+        while time.monotonic() < until and handed < before + 3:
+            await asyncio.sleep(0.005)  # who asked is busy with the text
+        assert (handed > before) is goes_on
+        *_, last = [piece async for piece in pieces]
+        assert isinstance(last, Completion)
+
+    asyncio.run(ask())
+    decoder.retire()
+
+
 def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> None:
     policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
     decoder = Decoder(policy, rows=2)
