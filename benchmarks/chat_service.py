@@ -2,14 +2,16 @@
 
     python -m benchmarks.chat_service [--seconds 10]
 
-A real server process on loopback with a tiny champion (recipes/tiny.yaml's sizes, untaught, so that
-its completions are long), clients in this process: the two share the cores. What the service adds
-to the first text is the time over HTTP with sixteen clients less that of sixteen askers of the same
-decoder without the service (chat_engine.py), the two in turn, three times each, the difference of
-the medians of their 99th percentiles: to wait for a running step, read sixteen prompts and write in
-sixteen rows is any batching engine's, under the same load, and none of it the service's. The row
-below it takes less away, the time of the model alone with one request (to the first text of the
-same completion: some begin with a character of several tokens), and so holds the batching too.
+A real server process on loopback with a tiny champion (recipes/tiny.yaml's sizes, taught for some
+seconds to write words and never to end, so that its completions are long: one that is not taught
+writes bytes that are no characters yet, and its first text takes several tokens), clients in this
+process: the two share the cores. What the service adds to the first text is the time over HTTP with
+sixteen clients less that of sixteen askers of the same decoder without the service
+(chat_engine.py), the two in turn, three times each, the difference of the medians of their 99th
+percentiles: to wait for a running step, read sixteen prompts and write in sixteen rows is any
+batching engine's, under the same load, and none of it the service's. The row below it takes less
+away, the time of the model alone with one request (to the first text of the same completion), and
+so holds the batching too.
 """
 
 from __future__ import annotations
@@ -31,19 +33,22 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from benchmarks.chat_engine import QUESTION, TOGETHER, champion_folder
 from benchmarks.promises import tell
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import PolicySettings
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.chat import encode_prompt
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.policy.tiny import build_tiny
-from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.records import SftExample, user_prompt
 from rlhf_pipeline.simulation.world import seed_conversations
 from tests.serving.pages.world import free_port
 
+TAUGHT = 80  # steps of 16 rows of 64 tokens
 TURNS = 3  # of the service and of its engine alone, one after the other
 
 
@@ -59,9 +64,10 @@ class Seen:
 
 
 def made_state(state: Path) -> Policy:
-    """Make a state folder whose agent `shop` has an untaught tiny champion, and return it."""
+    """Make a state folder whose agent `shop` has a tiny champion, and return that."""
     here = Workspace(None, str(state))
-    texts = [t for e in seed_conversations(400, 0) for t in (e.prompt[-1].content, e.completion)]
+    conversations = seed_conversations(400, 0)
+    texts = [t for e in conversations for t in (e.prompt[-1].content, e.completion)]
     sizes = here.settings.policy.tiny
     policy = build_tiny(
         texts,
@@ -72,6 +78,7 @@ def made_state(state: Path) -> Policy:
         context=sizes.context,
         seed=0,
     )
+    teach(policy, conversations)
     folder = champion_folder(state)
     save_policy(policy, folder)
     here.store.ensure_agent("shop")
@@ -79,6 +86,26 @@ def made_state(state: Path) -> Policy:
         "shop", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="benchmark"
     )
     return policy
+
+
+def teach(policy: Policy, conversations: Iterable[SftExample]) -> None:
+    """Teach the policy the words of these conversations, one after the other without an end."""
+    tokens: list[int] = []
+    for one in conversations:
+        tokens += encode_prompt(policy.tokenizer, one.prompt, max_tokens=policy.context_length)
+        tokens += policy.tokenizer(one.completion, add_special_tokens=False)["input_ids"]
+    text, columns = torch.tensor(tokens), torch.arange(65)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-3)
+    policy.model.train()
+    for _ in range(TAUGHT):
+        rows = text[torch.randint(len(text) - 64, (16, 1), generator=generator) + columns]
+        logits = policy.model(input_ids=rows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        optimizer.step()
+    policy.model.eval()
 
 
 class Client:
