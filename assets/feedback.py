@@ -6,7 +6,7 @@ import dagster as dg
 
 from assets.common import Materialized, agents, table
 from resources.pipeline import Pipeline
-from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
+from rlhf_pipeline.evaluation.facts import DRIFT, DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
@@ -142,7 +142,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             snapshot.read(turn.data / VALIDATED),
             snapshot.read(folder / VALIDATED),
             threshold_psi=turn.settings.drift.threshold_psi,
-            html_path=turn.data / "drift.html",
+            html_path=turn.data / DRIFT_PAGE,
         )
         write_json(
             turn.data / DRIFT,
@@ -154,7 +154,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             },
         )
         with pipeline.tracked(turn) as run:
-            run.log_file(turn.data / "drift.html", "drift")
+            run.log_file(turn.data / DRIFT_PAGE, "drift")
             run.log_metrics({f"drift/{name}": psi for name, psi in report.psi.items()})
     rows = [
         {

@@ -24,7 +24,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
-from rlhf_pipeline.evaluation.facts import SUPPORT
+from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
@@ -32,6 +32,7 @@ from rlhf_pipeline.feedback.raters import Held, Person
 from rlhf_pipeline.files import file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
 from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.topics import names_any, without_topics
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -215,6 +216,7 @@ def _clean_files(
         clean_folder,
         clean_inbox,
         clean_support,
+        gone_topics,
         named_in,
         said_by,
     )
@@ -232,20 +234,25 @@ def _clean_files(
     # Before any snapshot is cleaned: they alone know what to look for.
     questions = asked(frozenset().union(*(said.prompts for said in learned.values())))
     ngrams = [named_in(folder / SUPPORT, said) for folder, said in learned.items()]
-    shown = Traces(questions, person.rater_id, frozenset().union(*ngrams))
+    topics = gone_topics(list(learned.values()))
+    shown = Traces(questions, person.rater_id, frozenset().union(*ngrams), topics)
     if learned or held.votes:  # a snapshot that was pruned may have named them to Dagster
         changed += forget_examples(settings.state_dir / "dagster", shown)
     if learned:
         changed += _clean_training(agent / "tuning", questions)
+    if topics:
+        changed += _clean_reports(agent, topics)
     for folder, said in learned.items():
         claims.check(token)
         first, prompts = agent / "turns" / folder.name, said.prompts
         for turn in {first, *first.parent.glob(f"{first.name}-*")}:  # asked for again: its own
             changed += _clean_training(turn, asked(prompts))
-            changed += _clean_comparison(turn / "evaluation.json", prompts)
+            changed += _clean_comparison(turn / "evaluation.json", prompts, topics)
             report = _report(turn)
-            changed += forget_samples(registry, person.agent_id, folder.name, prompts, report)
-        changed += clean_support(folder / SUPPORT, said, person.rater_id)
+            changed += forget_samples(
+                registry, person.agent_id, folder.name, prompts, topics, report
+            )
+        changed += clean_support(folder / SUPPORT, said, person.rater_id, topics)
         of_turn = _settings_of(first, settings)
         changed += clean_folder(
             folder,
@@ -286,19 +293,38 @@ def _clean_training(folder: Path, questions: Collection[str]) -> int:
     return changed
 
 
-def _clean_comparison(path: Path, prompts: Collection[str]) -> int:
-    """Take these prompts' samples out of a comparison, and write its words anew."""
+def _clean_reports(agent: Path, topics: Collection[str]) -> int:
+    """Blank these topics in what reward models are worth, and remove pages of drift that show one.
+
+    The reports stand beside each model, and together in what their stage came to.
+    """
+    changed = 0
+    for path in sorted({*agent.rglob("report.json"), *agent.rglob("reward.json")}):
+        before = read_json(path)
+        after = without_topics(before, topics)
+        if after != before:
+            write_json(path, after)
+            changed += 1
+    for page in sorted((agent / "snapshots").glob(f"*/{DRIFT_PAGE}")):
+        if names_any(page.read_text(encoding="utf-8"), topics):
+            page.unlink()
+            changed += 1
+    return changed
+
+
+def _clean_comparison(path: Path, prompts: Collection[str], topics: Collection[str]) -> int:
+    """Take these prompts' samples and topics out of a comparison, and write its words anew."""
     from rlhf_pipeline.evaluation.report import EvaluationReport
 
     if not path.exists():
         return 0
     kept = read_json(path)
-    report = dict(kept["result"]["report"])
+    before = kept["result"]["report"]
     gone = [[[m.role, m.content] for m in prompt_from_json(text)] for text in prompts]
-    samples = [sample for sample in report["samples"] if sample["prompt"] not in gone]
-    if samples == report["samples"]:
+    samples = [sample for sample in before["samples"] if sample["prompt"] not in gone]
+    report = {**without_topics(before, topics), "samples": samples}
+    if report == before:
         return 0
-    report["samples"] = samples
     markdown = EvaluationReport.from_json(report).to_markdown()
     result = {**kept["result"], "report": report, "markdown": markdown}
     (path.parent / COMPARISON).unlink(missing_ok=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import OrchestratorAway
+from rlhf_pipeline.topics import ERASED, without_topic_rows, without_topics
 
-ERASED = "[erased]"
 SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
 PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column with the JSON
     "event_logs": ("id", "event"),
@@ -33,6 +33,7 @@ class Traces:
     questions: frozenset[str]  # what examples answer
     rater_id: str = ""
     ngrams: frozenset[str] = frozenset()  # named among what few raters carry
+    topics: frozenset[str] = frozenset()  # nobody else spoke of
 
     def blank(self, text: str) -> bool:
         """Say whether a text is their name, or begins by quoting their words."""
@@ -74,7 +75,7 @@ def _clean(path: Path, traces: Traces) -> int:
             ).fetchall()
             for number, text in rows:
                 before = json.loads(text)
-                after = _blanked(before, traces)
+                after = _blanked(without_topics(before, traces.topics), traces)
                 if after != before:
                     with connection:
                         connection.execute(
@@ -97,7 +98,7 @@ def _blanked(value: Any, traces: Traces) -> Any:
     if isinstance(value, list):
         return [_blanked(inner, traces) for inner in value]
     if isinstance(value, str) and SIDE_BY_SIDE in value:
-        return without_quotes(value, traces.questions)
+        return without_quotes(without_topic_rows(value, traces.topics), traces.questions)
     return ERASED if isinstance(value, str) and traces.blank(value) else value
 
 

@@ -26,9 +26,9 @@ from rlhf_pipeline.errors import (
     HashMismatch,
     UnknownRater,
 )
-from rlhf_pipeline.evaluation.facts import SUPPORT
+from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.evaluation.metrics import Number
-from rlhf_pipeline.evaluation.report import EvaluationReport, Sample, prompt_to_rows
+from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample, prompt_to_rows
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.gold import GoldAnswer, write_answers
@@ -210,6 +210,11 @@ def _turn(world: World) -> None:
     write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
     write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})
     write_json(work / "reward" / "gate" / "raters.json", {"weights": {ANN: {}, BOB: {}}})
+    by_topic = {SECRET: {"share": 0.5, "n": 12}, "pears": {"share": 0.6, "n": 11}}
+    worth = {"accuracy": 0.6, "n": 23, "findings": {"by_topic": by_topic}}
+    write_json(work / "reward" / "proxy" / "report.json", worth)
+    write_json(work / "reward.json", {"work": "w", "result": {"proxy": worth}})
+    (data / DRIFT_PAGE).write_text(f'x: ["{SECRET}"]')
     wrong = [{"pair_id": p.pair_id, "chosen": p.chosen} for p in built.preference_pairs]
     write_json(work / "reward" / "proxy" / "worst.json", {"pairs": wrong})
     texts = (f"{SECRET} one?", "pear one?")
@@ -237,6 +242,9 @@ def _turn(world: World) -> None:
     numbers = {"candidate": {"length_tokens": Number(1.0)}, "baseline": {}}
     rates = {"baseline": Number(0.5)}
     report = EvaluationReport(2, 0, 1.0, True, numbers, {}, rates, rates, {}, shown, 1.0)
+    groups = {name: GroupResult(Number(0.5), Number(0.1)) for name in (SECRET, "pears")}
+    judge = {f"topic {name}": Number(0.6) for name in groups}
+    report = replace(report, topics=groups, judge=judge)
     outcome = {"report": report.to_json(), "markdown": report.to_markdown()}
     write_json(work / "evaluation.json", {"work": "w", "result": outcome})
     done = world.settings.state_dir / "inbox" / "tea" / "done"
@@ -311,7 +319,12 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
     for name in before:
         if name in after and "pear" in before[name]:
             assert "pear" in after[name], name
-    away = ("checkpoints/state.json", "preference_pairs.partial", "evaluation/report.html")
+    away = (
+        "checkpoints/state.json",
+        "preference_pairs.partial",
+        "evaluation/report.html",
+        DRIFT_PAGE,
+    )
     assert set(before) - set(after) == {n for n in before if n.endswith(away)}
     assert done["counts"] == {
         "feedback": 5,
@@ -386,6 +399,11 @@ def test_data_sets_keep_what_others_said(copied: World) -> None:
     ]
     assert [one["topic"] for one in support["topics"]] == ["[erased]", "pears"]
     assert [one["voter"] for one in support["by_rater"]] == [BOB]
+    named = {"[erased]": 12, "pears": 11}
+    found = read_json(turn / "reward" / "proxy" / "report.json")["findings"]["by_topic"]
+    assert {name: one["n"] for name, one in found.items()} == named
+    report = EvaluationReport.from_json(read_json(turn / "evaluation.json")["result"]["report"])
+    assert (set(report.topics), len(report.judge)) == (set(named), 2)
     row = snapshot.find(copied.database, "tea", _mark(copied))
     assert row is not None
     assert row.sha256 == file_sha256(folder / snapshot.FILE)

@@ -11,16 +11,23 @@ import pytest
 from assets.common import table
 from rlhf_pipeline.errors import OrchestratorAway
 from rlhf_pipeline.event_logs import (
-    ERASED,
     SIDE_BY_SIDE,
     Traces,
     forget_examples,
     without_quotes,
 )
+from rlhf_pipeline.topics import ERASED
 
 HERS = "is *nougat* “good”?"
-ANN = Traces(frozenset({HERS}), "a" * 32, frozenset({"nougat bar"}))
-QUOTED = f"numbers\n\n{SIDE_BY_SIDE}\n\n> **user:** is \\*nougat\\* “good”?\n\n- **candidate** yes"
+ANN = Traces(frozenset({HERS}), "a" * 32, frozenset({"nougat bar"}), frozenset({"nougat_pie"}))
+TABLES = """numbers
+
+### By topic, against the champion
+
+| nougat\\_pie | 12 |
+| pies | 9 |"""
+LEFT = TABLES.replace("nougat\\_pie", "\\[erased\\]")
+QUOTED = f"{TABLES}\n\n{SIDE_BY_SIDE}\n\n> **user:** is \\*nougat\\* “good”?\n\n- **candidate** yes"
 
 
 @dg.asset
@@ -31,6 +38,7 @@ def told() -> dg.MaterializeResult[Any]:
         for text in (HERS, "is pear good?")
     ]
     ngrams = [{"found": f"'{words}' wins 9 pairs"} for words in ("nougat bar", "pear")]
+    groups = [{"group": f"topic {name}"} for name in ("nougat_pie", "pies")]
     raters = [{"voter": name * 32, "votes": 2} for name in "ab"]
     return dg.MaterializeResult(
         metadata={
@@ -38,6 +46,8 @@ def told() -> dg.MaterializeResult[Any]:
             "comparison": dg.MetadataValue.md(QUOTED),
             "n": 3,
             "ngrams": table(ngrams),
+            "groups": table(groups),
+            "topics": table([{"topic": "nougat_pie", "votes": 60}]),
             "raters": table(raters),
         }
     )
@@ -65,7 +75,10 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
             for name, kept in (("ngrams", "'pear' wins 9 pairs"), ("raters", "b" * 32)):
                 told_of: Any = metadata[name].value
                 assert [next(iter(r.data.values())) for r in told_of.records] == [ERASED, kept]
-            assert metadata["comparison"].value == "numbers\n"
+            by_group: Any = metadata["groups"].value
+            named = [record.data["group"] for record in by_group.records]
+            assert named == [f"topic {ERASED}", "topic pies"]
+            assert metadata["comparison"].value == f"{LEFT}\n"
             assert metadata["n"].value == 3
         assert instance.get_run_by_id(run.run_id) is not None
     held = [path for path in folder.rglob("*") if path.is_file() and hers(path)]

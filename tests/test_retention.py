@@ -28,7 +28,6 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.facts import SUPPORT
-from rlhf_pipeline.event_logs import ERASED
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
@@ -37,6 +36,7 @@ from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
 from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, hashed, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.topics import ERASED
 
 NONE = KeptSettings(newest=0, days=0)
 GREEDY = RetentionSettings(checkpoints=NONE, rewards=NONE, turns=NONE)

@@ -17,6 +17,7 @@ from rlhf_pipeline.files import read_json
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
+DRIFT_PAGE = "drift.html"  # beside it, and in the folder drift of the turn's MLflow run
 REWARD_REPORT = Path("reward") / "gate" / "report.json"  # in a turn's work folder
 PROXY_REPORT = Path("reward") / "proxy" / "report.json"  # likewise
 

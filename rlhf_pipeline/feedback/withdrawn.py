@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline import stages
-from rlhf_pipeline.event_logs import ERASED
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.support import WORD
@@ -26,6 +25,7 @@ from rlhf_pipeline.records import (
     SftExample,
     uuid7,
 )
+from rlhf_pipeline.topics import ERASED, without_topics
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
@@ -37,6 +37,7 @@ class Said:
 
     prompts: frozenset[str]  # JSON; those that no other vote is about
     topics: frozenset[str]  # likewise
+    shared: frozenset[str]  # topics of other votes
     texts: tuple[str, ...]  # each as its words, one blank between them and around
 
 
@@ -64,7 +65,13 @@ def said_by(folder: Path, gone: Collection[str]) -> Said | None:
     if not found:
         return None
     prompts, kept = (frozenset(both[True] - both[False]) for both in (asked, topics))
-    return Said(prompts, kept, tuple(texts))
+    return Said(prompts, kept, frozenset(topics[False]), tuple(texts))
+
+
+def gone_topics(said: Collection[Said]) -> frozenset[str]:
+    """Return the topics of the votes that go which no other vote has in any of the snapshots."""
+    theirs = frozenset[str]().union(*(one.topics for one in said))
+    return theirs.difference(*(one.shared for one in said))
 
 
 def named_in(path: Path, said: Said) -> frozenset[str]:
@@ -74,20 +81,16 @@ def named_in(path: Path, said: Said) -> frozenset[str]:
     return frozenset(n for n in ngrams if any(f" {n} " in text for text in said.texts))
 
 
-def clean_support(path: Path, said: Said, rater_id: str) -> bool:
-    """Take the person, their topics and words out of what a snapshot rests on."""
+def clean_support(path: Path, said: Said, rater_id: str, topics: Collection[str]) -> bool:
+    """Take the person, their words and these topics out of what a snapshot rests on."""
     if not path.exists():
         return False
     before, names = read_json(path), named_in(path, said)
     after = {
-        **before,
+        **without_topics(before, topics),
         "associations": [
             {**one, "ngram": ERASED} if one["ngram"] in names else one
             for one in before["associations"]
-        ],
-        "topics": [
-            {**one, "topic": ERASED} if one["topic"] in said.topics else one
-            for one in before["topics"]
         ],
         "by_rater": [one for one in before["by_rater"] if one["voter"] != rater_id],
     }

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
+from rlhf_pipeline.evaluation.facts import DRIFT_PAGE
 from rlhf_pipeline.event_logs import without_quotes
+from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.records import hash_rater, prompt_from_json
 from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.registry.traces import INTERACTION, PAGE
 from rlhf_pipeline.registry.tracking import mlflow_refusals, sqlite_file
+from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 SAMPLES, RESULT, REPORT = "ppo/samples.json", "ppo/result.json", "evaluation/report.md"
+DRIFT = f"drift/{DRIFT_PAGE}"
+BY_TOPIC = ("evaluation/groups.json", *(f"reward/{job}/report.json" for job in JOBS))
 TAKEN_AWAY = "<!doctype html><p>Taken away: somebody whose words stood here was erased.</p>"
 
 
@@ -114,9 +119,10 @@ def forget_samples(
     agent_id: str,
     mark: str,
     prompts: Collection[str],
+    topics: Collection[str],
     report: str | None,
 ) -> int:
-    """Take answers to these prompts (JSON) out of the logged examples of a turn's runs.
+    """Take answers to these prompts (JSON), and these topics, out of what a turn's runs logged.
 
     `mark` begins the turn's fingerprint; `report` is the comparison as it reads now, None where
     nobody knows: then its examples go if one is theirs. Returns how many files were logged anew.
@@ -132,7 +138,8 @@ def forget_samples(
             [experiment.experiment_id], f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
         )
         for run in runs:
-            changed += _clean_run(registry.client, run.info.run_id, asked(prompts), report)
+            run_id = run.info.run_id
+            changed += _clean_run(registry.client, run_id, asked(prompts), topics, report)
     return changed
 
 
@@ -150,9 +157,25 @@ def without_samples(result: dict[str, Any], questions: Collection[str]) -> dict[
     return {**result, "evaluations": looks}
 
 
-def _clean_run(client: Any, run_id: str, questions: Collection[str], report: str | None) -> int:
-    files = {f.path for folder in ("ppo", "evaluation") for f in _files(client, run_id, folder)}
+def _clean_run(
+    client: Any,
+    run_id: str,
+    questions: Collection[str],
+    topics: Collection[str],
+    report: str | None,
+) -> int:
+    folders = ("ppo", "evaluation", "drift", *(f"reward/{job}" for job in JOBS))
+    files = {f.path for folder in folders for f in _files(client, run_id, folder)}
     changed = 0
+    for name in files.intersection(BY_TOPIC) if topics else ():
+        table = json.loads(_text(client, run_id, name))
+        cleaned = without_topics(table, topics)
+        if cleaned != table:
+            client.log_dict(run_id, cleaned, name)
+            changed += 1
+    if topics and DRIFT in files and names_any(_text(client, run_id, DRIFT), topics):
+        client.log_text(run_id, TAKEN_AWAY, DRIFT)
+        changed += 1
     if RESULT in files:
         result = json.loads(_text(client, run_id, RESULT))
         cleaned = without_samples(result, questions)
@@ -168,7 +191,8 @@ def _clean_run(client: Any, run_id: str, questions: Collection[str], report: str
             changed += 1
     if REPORT in files:
         before = _text(client, run_id, REPORT)
-        after = without_quotes(before, questions) if report is None else report
+        named = without_topic_rows(before, topics)
+        after = without_quotes(named, questions) if report is None else report
         if before != after:
             if COMPARISON in files:  # before the text, by which a retry knows what is to be done
                 client.log_text(run_id, TAKEN_AWAY, COMPARISON)

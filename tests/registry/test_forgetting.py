@@ -64,9 +64,15 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     store.append(
         [
             Feedback(
-                AGENT, FeedbackKind.thumbs, key, interaction_id=key, number=1.0, rater_id=rater
+                AGENT,
+                FeedbackKind.thumbs,
+                key,
+                interaction_id=key,
+                number=1.0,
+                rater_id=rater,
+                topic=topic,
             )
-            for key in ("f-ann", "f-bob")
+            for key, topic in (("f-ann", SECRET), ("f-bob", "pears"))
         ]
     )
     newest = snapshot.newest_seq(database, AGENT)
@@ -82,8 +88,14 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
         run.log_text(
             "evaluation/report.md", f"numbers\n\n### Side by side\n\n> **user:** {SECRET}?"
         )
+        topics = (SECRET, "pears")
+        by_topic = {name: {"n": 10} for name in topics}
+        run.log_json("reward/gate/report.json", {"findings": {"by_topic": by_topic}})
+        groups = [{"group": f"topic {name}", "metric": "score"} for name in topics]
+        run.log_table("evaluation/groups.json", groups)
+        run.log_text("drift/drift.html", json.dumps(topics))
     folder = settings.state_dir / "mlflow"
-    assert len(bytes_under(folder)) == 4
+    assert len(bytes_under(folder)) == 7
 
     [shown] = held_about(settings, registry, "ann", AGENT)["agents"]
     assert (len(shown["traces"]), len(shown["assessments"])) == (1, 1)
@@ -103,6 +115,12 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     assert result == {"evaluations": [{"samples": samples[1:]}], "x": 1}
     report = Path(client.download_artifacts(run.run_id, "evaluation/report.md")).read_text()
     assert report == "numbers\n"
+    worth, groups = (
+        json.loads(Path(client.download_artifacts(run.run_id, name)).read_text())
+        for name in ("reward/gate/report.json", "evaluation/groups.json")
+    )
+    assert worth == {"findings": {"by_topic": {"[erased]": {"n": 10}, "pears": {"n": 10}}}}
+    assert groups["data"] == [["topic [erased]", "score"], ["topic pears", "score"]]
 
 
 def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(
