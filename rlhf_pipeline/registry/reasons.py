@@ -23,6 +23,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Interaction,
     PreferencePair,
+    Prompt,
     RewardExample,
     RewardInput,
     prompt_to_json,
@@ -113,7 +114,7 @@ def reasons(
     ledger = registry.ledger
     asked = version or str(interaction.model_version)
     found = ledger.find(interaction.agent_id, asked)
-    turn, baseline = _turn(registry, settings, found)
+    turn, baseline = turn_of(registry, settings, found)
     policy = turn.settings.policy
     written, tokens, baseline_shift = _tokens(registry, turn, found, interaction)
     judgements, composite, left_out = _rewards(turn, interaction, written)
@@ -176,7 +177,7 @@ def need_interaction(
     return found
 
 
-def _turn(
+def turn_of(
     registry: ModelRegistry, settings: Settings, version: ModelVersion
 ) -> tuple[stages.Turn, ModelVersion]:
     """Return the turn a version is from, on today's device, and the baseline it is held against."""
@@ -213,7 +214,7 @@ def _tokens(
     written = ""
     weighed: list[tuple[Weighed, Weighed]] = []
     for folder in (turn.baseline, registry.folder_of(version)):
-        assert folder is not None  # as _turn has it
+        assert folder is not None  # as turn_of has it
         policy = load_policy(folder, device=limits.device, dtype=limits.frozen_dtype)
         if not weighed:
             (answer,) = complete(
@@ -253,19 +254,7 @@ def _rewards(
     tuple[str, ...],
 ]:
     """Return what the three models say, the composite's weights and pieces, what was left out."""
-    from rlhf_pipeline.reward.named import needs_references
-
-    functions = turn.settings.reward.functions
-    references: tuple[str, ...] = ()
-    left_out: list[str] = []
-    if needs_references(functions):
-        known = stages.references_of(turn)
-        references = tuple(known.get(prompt_to_json(interaction.prompt), ()))
-    if not references:
-        left_out = [name for name, one in functions.items() if needs_references({name: one})]
-        kept = {name: one for name, one in functions.items() if name not in left_out}
-        reward = turn.settings.reward.model_copy(update={"functions": kept})
-        turn = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    turn, references, left_out = with_references(turn, interaction.prompt)
     items = [
         RewardInput(interaction.prompt, text, references)
         for text in (interaction.completion, written)
@@ -280,9 +269,30 @@ def _rewards(
         judgements.append(Judgement(job, score, other, heads[0], heads[1]))
     composite = stages.kept_composite(turn, judges["proxy"])
     if composite is None:
-        return tuple(judgements), None, tuple(left_out)
+        return tuple(judgements), None, left_out
     both = composite.judge(items)
-    return tuple(judgements), (composite.weights, both[0], both[1]), tuple(left_out)
+    return tuple(judgements), (composite.weights, both[0], both[1]), left_out
+
+
+def with_references(
+    turn: stages.Turn, prompt: Prompt
+) -> tuple[stages.Turn, tuple[str, ...], tuple[str, ...]]:
+    """Return the turn, what its functions compare a prompt's completions with, what is left out.
+
+    Left out of the turn's functions are those that compare, where there is nothing to compare with.
+    """
+    from rlhf_pipeline.reward.named import needs_references
+
+    functions = turn.settings.reward.functions
+    if needs_references(functions):
+        known = stages.references_of(turn).get(prompt_to_json(prompt), ())
+        if known:
+            return turn, tuple(known), ()
+    left_out = [name for name, one in functions.items() if needs_references({name: one})]
+    kept = {name: one for name, one in functions.items() if name not in left_out}
+    reward = turn.settings.reward.model_copy(update={"functions": kept})
+    settings = turn.settings.model_copy(update={"reward": reward})
+    return replace(turn, settings=settings), (), tuple(left_out)
 
 
 def _parts(weights: Mapping[str, float], here: Breakdown, other: Breakdown) -> tuple[Part, ...]:

@@ -14,9 +14,13 @@ from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.records import Interaction, PreferencePair, RewardInput, now
-from rlhf_pipeline.registry.reasons import Reasons, _rewards, _turn, reasons
+from rlhf_pipeline.registry.reasons import Reasons, _rewards, reasons, turn_of
 from rlhf_pipeline.registry.reasons_told import to_json, to_text, verdict
+from rlhf_pipeline.registry.scored import judged, scored
+from rlhf_pipeline.registry.scored import to_text as pieces_told
+from rlhf_pipeline.reward.composite import CompositeReward
 from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.named import composite_of
 from rlhf_pipeline.stages import PAIRS
 from tests.assets.world import FirstTurn, Loop
 
@@ -103,7 +107,7 @@ def test_functions_tell_their_pieces_and_what_has_nothing_to_compare_with_is_lef
     loop: Loop, asked: Interaction
 ) -> None:
     settings = loop.pipeline.settings(asked.agent_id)
-    turn, _ = _turn(loop.pipeline.registry, settings, loop.version(asked.agent_id, 1))
+    turn, _ = turn_of(loop.pipeline.registry, settings, loop.version(asked.agent_id, 1))
     functions = RewardSettings.model_validate(
         {"functions": {"learned": 1, "length": {"weight": 0.5}, "rouge-l": 1}}
     ).functions
@@ -117,6 +121,37 @@ def test_functions_tell_their_pieces_and_what_has_nothing_to_compare_with_is_lef
     assert weights == {"learned": 1, "length": 0.5}
     assert other.pieces["length"].added == 0.5 * 2 / 5  # two words of five
     assert here.score == pytest.approx(sum(piece.added for piece in here.pieces.values()))
+
+
+def test_an_answers_score_is_taken_apart_with_what_trained_its_version(
+    loop: Loop, first_turn: FirstTurn, asked: Interaction
+) -> None:
+    registry, settings = loop.pipeline.registry, loop.pipeline.settings(asked.agent_id)
+    other = replace(asked, completion="<b>no</b>\nnot " + "so " * 40)
+    found = scored(registry, settings, [asked, other])
+    proxy = load_reward_model(first_turn.work / "reward" / "proxy", device="cpu")
+    scores = proxy([RewardInput(asked.prompt, one.completion) for one in (asked, other)])
+    assert [one.score for one in found] == pytest.approx(scores)
+    assert [piece.name for piece in found[0].pieces] == ["learned"]
+    # The same with functions beside it, one of which has a floor.
+    functions = RewardSettings.model_validate(
+        {"functions": {"learned": 1, "length": {"weight": 0.5, "floor": 2}}}
+    ).functions
+    composite = composite_of(functions, proxy)
+    assert isinstance(composite, CompositeReward)
+    items = [RewardInput(other.prompt, other.completion)]
+    [one] = judged(items, proxy, composite, ("rouge-l",))
+    told = composite.breakdown(other.prompt, other.completion)
+    assert one.score == told.score
+    length = one.pieces[1]
+    assert (length.weight, length.added) == (0.5, told.pieces["length"].added)
+    words = pieces_told([one])
+    assert "“<b>no</b> not so so" in words  # one line, shortened
+    assert len(words.splitlines()) == 5
+    assert "below its floor" in words
+    assert "left out, nothing to compare with is known: rouge-l" in words
+    with pytest.raises(RegistryError, match=r"version 0 of .* was trained by no reward"):
+        scored(registry, settings, [replace(asked, model_version=0)])
 
 
 def test_what_cannot_be_explained_is_said(loop: Loop, asked: Interaction) -> None:
@@ -133,7 +168,7 @@ def test_what_cannot_be_explained_is_said(loop: Loop, asked: Interaction) -> Non
     models = {**version.lineage["reward_models"], "gate": {"head.safetensors": "0" * 64}}
     changed = replace(version, lineage={**version.lineage, "reward_models": models})
     with pytest.raises(HashMismatch, match=r"found head\.safetensors changed or missing"):
-        _turn(registry, settings, changed)
+        turn_of(registry, settings, changed)
     moved = replace(version, path=version.path.parent / "away" / "policy")
     with pytest.raises(RegistryError, match=r"proxy reward model at .*, found none there"):
-        _turn(registry, settings, moved)
+        turn_of(registry, settings, moved)

@@ -88,7 +88,50 @@ def main() -> None:
         who: [path for path in found if gives_text(world, path, right)]
         for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
     }
-    sys.stdout.write(json.dumps({"doors": asked, "texts": texts}) + "\n")
+    why = asyncio.run(whys(world))
+    sys.stdout.write(json.dumps({"doors": asked, "texts": texts, "why": why}) + "\n")
+
+
+async def whys(world: World) -> dict[str, list[Any]]:
+    """Return what `told_why` does for each kind of right, from the application as it is served."""
+    async with world.app.router.lifespan_context(world.app):  # Gradio's queue begins with it
+        return {
+            who: await told_why(world, right)
+            for who, right in (("admin", world.admin), ("client", world.client))
+        }
+
+
+async def told_why(world: World, right: str) -> list[Any]:
+    """Return whether the chat page shows a right why answers score so, and what it says if asked.
+
+    Both are asked for as the page's own script does, so also where the page shows nothing.
+    """
+    headers = {"authorization": f"Bearer {right}"}
+    transport = httpx.ASGITransport(world.app)
+    base = "http://localhost/ui/gradio_api/queue"
+    async with httpx.AsyncClient(transport=transport, headers=headers, timeout=60) as user:
+        page = (await user.get("http://localhost/ui/config")).json()
+        known = {one["id"]: one["props"].get("elem_id") for one in page["components"]}
+        opened, expanded = (
+            next(
+                one["id"]
+                for one in page["dependencies"]
+                for target, event in one["targets"]
+                if event == name and known.get(target) in (None, "why")
+            )
+            for name in ("load", "expand")
+        )
+        found = []
+        for number, data in ((opened, [[], None]), (expanded, [None])):
+            body = {"data": data, "fn_index": number, "session_hash": f"{right[-9:]}{number}"}
+            (await user.post(f"{base}/join", json=body)).raise_for_status()
+            told = await user.get(f"{base}/data", params={"session_hash": body["session_hash"]})
+            events = [
+                json.loads(line[6:]) for line in told.text.splitlines() if line[:5] == "data:"
+            ]
+            said = [e["output"]["data"] for e in events if (e.get("output") or {}).get("data")]
+            found.append(said[-1] if number == opened else said[0])
+        return [found[0][3]["visible"], found[1][0]]
 
 
 def write_something(settings: Settings) -> None:

@@ -62,6 +62,13 @@ def test_what_people_wrote_is_shown_to_admins_alone(doors: Any) -> None:
     }
 
 
+def test_why_an_answer_scored_so_is_shown_and_told_to_admins_alone(doors: Any) -> None:
+    assert doors["why"] == {
+        "admin": [True, "There is no answer yet."],
+        "client": [False, "This is for admins."],
+    }
+
+
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])
 def test_no_clients_key_opens_the_review_page(world: World, path: str) -> None:
     for right in (world.client, world.tea):

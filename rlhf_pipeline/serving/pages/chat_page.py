@@ -1,6 +1,7 @@
 """The chat page: conversation, votes, and two answers side by side.
 
-Whatever models or people write is shown as plain text, never as markdown or HTML.
+Whatever models or people write is shown as plain text, never as markdown or HTML. Who signed in
+with an admin's key also sees why the answer scored as it did; nobody else's request gets that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from rlhf_pipeline.errors import PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
 from rlhf_pipeline.records import FeedbackKind, uuid7
+from rlhf_pipeline.serving.access import Right
 from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
 from rlhf_pipeline.serving.pages.visitors import Visitors
@@ -102,6 +104,12 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
                 for name in CRITERIA
             ]
             send_criteria = gr.Button("Send these scores", elem_id="send-criteria")
+        with gr.Accordion(
+            "Why this answer scored so", open=False, visible=False, elem_id="why"
+        ) as why:
+            pieces = gr.Textbox(
+                show_label=False, interactive=False, lines=6, max_lines=40, elem_id="pieces"
+            )
         with gr.Accordion("What should it learn?", open=False):
             wishes = gr.CheckboxGroup(
                 WANTS, label="What matters to you goes along with your votes", elem_id="wants"
@@ -115,13 +123,17 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
         asked = [question, history, agent, session, pair_mode]
         say = _say(gr, desk, visitors)
         for trigger in (send.click, question.submit):
-            trigger(say, asked, [*shown, stars, better], api_visibility="private")
+            trigger(say, asked, [*shown, stars, better, why], api_visibility="private")
         renew.click(
-            lambda: ([], [], None, uuid7(), _hidden(gr), _hidden(gr), _hidden(gr), ""),
+            lambda: (
+                *([], [], None, uuid7()),
+                *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
+            ),
             None,
-            [talk, history, answer, session, thumbs, more, pair, notice],
+            [talk, history, answer, session, thumbs, more, pair, notice, why],
             api_visibility="private",
         )
+        why.expand(_why(gr, desk), answer, pieces, api_visibility="private")
         vote = _vote(desk)
         judged = [answer, wishes]  # not the kept ones: they follow a moment later
         for button, number in ((up, 1.0), (down, 0.0)):
@@ -166,9 +178,9 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
         page.load(
-            lambda chosen, now: (chosen, uuid7(), assistants(gr, desk, now)),
+            _opened(gr, desk),
             [wants, agent],
-            [wishes, session, agent],
+            [wishes, session, agent, why],
             api_visibility="private",
         )
     return page
@@ -178,6 +190,42 @@ def assistants(gr: Any, desk: Desk, now: str | None) -> Any:
     """Return the list of assistants as it is at this moment; the chosen one stays."""
     agents = desk.agents()
     return gr.update(choices=agents, value=now or next(iter(agents), None))
+
+
+def _opened(gr: Any, desk: Desk) -> Callable[..., tuple[Any, ...]]:
+    def opened(chosen: list[str], now: str | None, request: Any) -> tuple[Any, ...]:
+        """Return what the page begins with, and what an admin alone sees."""
+        asks = gr.update(visible=_is_admins(request))
+        return chosen, uuid7(), assistants(gr, desk, now), asks
+
+    opened.__annotations__["request"] = gr.Request
+    return opened
+
+
+def _why(gr: Any, desk: Desk) -> Callable[..., Iterator[str]]:
+    def why(answer: Answer | None, request: Any) -> Iterator[str]:
+        """Tell an admin why the newest answer scored so; to anybody else that it is an admin's."""
+        if not _is_admins(request):  # whatever the page shows, a request may be made by hand
+            yield "This is for admins."
+            return
+        if answer is None:
+            yield "There is no answer yet."
+            return
+        yield "Scoring it …"
+        try:
+            yield desk.why(answer)
+        except PipelineError as error:
+            yield f"Not known: {error}"[:500]
+
+    why.__annotations__["request"] = gr.Request
+    return why
+
+
+def _is_admins(request: Any) -> bool:
+    """Say whether the door (access.py) let this request in with an admin's right."""
+    scope = getattr(getattr(request, "request", None), "scope", None) or {}
+    right = scope.get("rlhf.right")
+    return isinstance(right, Right) and right.role == "admin"
 
 
 def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tuple[Any, ...]]]:
@@ -199,7 +247,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
-            rest = (history, None, same, hidden, hidden, hidden, same, same, same, same)
+            rest = (history, None, same, *[hidden] * 3, *[same] * 4, _closed(gr))
             yield (waiting, "", "", *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
@@ -209,9 +257,9 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                 elif not pair_mode:
                     text += piece
                     waiting[-1] = _said("assistant", text)
-                    yield (waiting, *[same] * 12)
+                    yield (waiting, *[same] * 13)
         except PipelineError as error:
-            yield (same, question, str(error)[:300], *[same] * 10)
+            yield (same, question, str(error)[:300], *[same] * 11)
 
     say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
@@ -246,6 +294,7 @@ def _finished(
         right,
         None,
         "",
+        gr.skip(),
     )
 
 
@@ -333,3 +382,7 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 def _hidden(gr: Any) -> Any:
     return gr.update(visible=False)
+
+
+def _closed(gr: Any) -> Any:
+    return gr.update(open=False)

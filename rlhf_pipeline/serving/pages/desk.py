@@ -7,6 +7,7 @@ same rules as one from anywhere else. What this does not do: keep people apart w
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,7 @@ class Desk:
         self.limit = limit or RaterLimit(settings.feedback.votes_per_minute)
         self.doubts = HeadDoubts(registry.ledger, self.gateway.champions.limits)
         self.tracing = tracing or Tracing(settings, store, registry)
+        self._explaining = threading.Lock()  # a reward model is loaded for it: one at a time
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def agents(self) -> list[str]:
@@ -164,6 +166,18 @@ class Desk:
         if len(ordered) < ENOUGH:
             return False
         return disagreement > ordered[int(0.9 * len(ordered))]
+
+    def why(self, answer: Answer) -> str:
+        """Return what training maximised says of the answer, piece by piece, as text.
+
+        Of both where two were drawn. Raises PipelineError where that is not known, and says why.
+        """
+        from rlhf_pipeline.registry.scored import scored, to_text
+
+        drawn = [one for one in (answer.interaction, answer.other) if one is not None]
+        settings = self.gateway.champions.settings_of(drawn[0].agent_id)
+        with self._explaining:
+            return to_text(scored(self.registry, settings, drawn))
 
     # -- voting ---------------------------------------------------------------------------------
 
