@@ -16,11 +16,14 @@ from torch import nn
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.policy.loading import choose_device
+from rlhf_pipeline.policy.sampling import trunk_of
+from rlhf_pipeline.ppo.learner import shared_base
 from rlhf_pipeline.ppo.processes import ALONE, Team, join_team
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.spreading import spread_layers
 from tests.ppo.launched import RUNS, SIZE, reward_of
-from tests.ppo.world import changed, lower_share, train, weights_of
+from tests.ppo.world import changed, lower_share, tiny_policy, train, weights_of
 
 
 def launch(module: str, *words: str) -> str:
@@ -132,6 +135,20 @@ def test_what_several_processes_cannot_do_is_refused_before_they_are_joined(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=reason):
         join_team(settings)
+
+
+def test_a_base_that_cannot_be_spread_is_refused(
+    base: Path, absolute: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr("rlhf_pipeline.ppo.learner.join_team", lambda settings: ALONE)
+    with pytest.raises(ConfigError, match="adapters of rank 2, found other weights"):
+        shared_base(absolute, base, changed(lora_rank=2, device="cpu"))
+    model = tiny_policy().model
+    monkeypatch.setattr(trunk_of(model), "_no_split_modules", None)
+    with pytest.raises(ConfigError, match="names its layers, found LlamaModel"):
+        spread_layers(model, torch.device("cpu"))
 
 
 def test_one_process_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
