@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.policy.sft import train_sft
@@ -31,7 +35,10 @@ from rlhf_pipeline.policy.tokenizers import (
     read_ranks,
     tiktoken_tokenizer,
 )
-from rlhf_pipeline.records import SftExample, user_prompt
+from rlhf_pipeline.records import SftExample, ignore_progress, user_prompt
+from rlhf_pipeline.serving import create_app
+from rlhf_pipeline.stages import Turn, train_baseline
+from tests.assets.world import write_recipe
 
 TEXTS = [*SAMPLES.values(), "the kettle, the lamp and the teapot are in the shop " * 3]
 
@@ -147,6 +154,39 @@ def test_a_tiny_policy_learns_and_answers_on_an_encoding(tmp_path: Path) -> None
     assert completion.text == example.completion
     assert completion.finished
     assert diagnose(served.tokenizer).is_sound
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_on_an_encoding_and_the_service_answers_with_it(tmp_path: Path) -> None:
+    ranks = write_ranks(tmp_path / "cl100k_base.tiktoken")
+    tiny = {"layers": 1, "width": 32, "heads": 2, "context": 96, "encoding": str(ranks)}
+    tokens = {"max_prompt_tokens": 64, "max_completion_tokens": 24}
+    recipe = write_recipe(
+        tmp_path / "encoding.yaml", tmp_path / "state", policy={"tiny": tiny, **tokens}
+    )
+    settings = load_settings(str(recipe))
+    work = tmp_path / "work"
+    turn = Turn("shop", "f" * 64, 0, 1, tmp_path / "data", work, None, None, settings)
+    path = Path(train_baseline(turn, ignore_progress, lambda: None)["path"])
+    here = Workspace(str(recipe))
+    here.store.ensure_agent("shop")
+    files = folder_sha256(path)
+    here.ledger.add_baseline("shop", label="v0", path=path, files=files, lineage={}, actor="test")
+    app = create_app(settings, pages=False)
+    text = "how much is the lamp in €?"
+    with TestClient(app, base_url="http://localhost") as client:
+        body = {"model": "shop", "messages": [{"role": "user", "content": text}], "seed": 1}
+        answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    kept = here.store.interaction(said["id"])
+    here.database.close()
+    assert kept is not None
+    assert kept.completion == said["choices"][0]["message"]["content"] != ""
+    assert kept.model_version == 0
+    own = tiktoken_tokenizer(str(ranks))
+    assert load_policy(path, device="cpu").tokenizer.encode(text) == own.encode(text)
+    assert said["usage"]["prompt_tokens"] > len(own.encode(text))  # and the turns' own marks
 
 
 def test_a_look_at_a_tokenizer_says_what_it_loses() -> None:
