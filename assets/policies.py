@@ -11,6 +11,7 @@ from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.reward.calibration import highest_floor
 
 
 @dg.asset(
@@ -120,7 +121,7 @@ def reward_model(
         }
         for job in JOBS
     ]
-    worst = min(reports.values(), key=lambda r: r["accuracy"] - max(r["floors"].values()))
+    worst = min(reports.values(), key=lambda r: r["accuracy"] - highest_floor(r["floors"]))
     calibration = max(r["ece"] for r in reports.values())
     return dg.MaterializeResult(
         metadata={
@@ -135,9 +136,9 @@ def reward_model(
         check_results=[
             dg.AssetCheckResult(
                 check_name="ranks_better_than_length",
-                passed=worst["interval"][0] > max(worst["floors"].values()),
+                passed=worst["interval"][0] > highest_floor(worst["floors"]),
                 severity=dg.AssetCheckSeverity.WARN,  # the gate has the last word
-                metadata={"accuracy": worst["accuracy"], "floor": max(worst["floors"].values())},
+                metadata={"accuracy": worst["accuracy"], "floor": highest_floor(worst["floors"])},
             ),
             dg.AssetCheckResult(
                 check_name="is_calibrated",

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_pipeline.evaluation.report import APART
 from rlhf_pipeline.feedback.support import JUDGED_RATERS
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.reward.calibration import highest_floor
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
@@ -51,7 +52,9 @@ def reward_facts(
     facts = {"reward/held_out_pairs": float(report["n"])}
     if report["n"] < FEWEST_PAIRS:
         return facts
-    facts["reward/accuracy_over_floor"] = report["accuracy"] - max(report["floors"].values())
+    facts["reward/accuracy_over_floor"] = report["accuracy"] - highest_floor(report["floors"])
+    if (words := (report.get("findings") or {}).get("bag_of_words")) is not None:
+        facts["reward/accuracy_over_words"] = report["accuracy"] - words["low"]
     facts["reward/ece_beyond_chance"] = max(0.0, report["ece"] - report["ece_noise"])
     if before is not None and before["n"] >= FEWEST_PAIRS:
         up = report["interval"][1] - report["accuracy"]

@@ -6,10 +6,11 @@ A margin is score(chosen) - score(rejected); the model is right where it is posi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
+KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
 TEMPERATURES = (0.05, 20.0)  # separable margins would send the fitted temperature to 0
 
 
@@ -28,6 +29,11 @@ def pair_accuracy(margins: Sequence[float]) -> float:
     """Return the share of pairs ranked as people did; a margin of exactly 0 counts half."""
     right = sum(1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins)
     return right / len(margins)
+
+
+def highest_floor(floors: Mapping[str, float]) -> float:
+    """Return the best accuracy of what knows nothing, of a report's floors."""
+    return max(floors[name] for name in KNOW_NOTHING)
 
 
 def wilson_interval(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:

@@ -275,6 +275,12 @@ def find(
     )
 
 
+def learnt_floors(findings: Findings) -> dict[str, float]:
+    """Return what a bag of words reaches and how often people agree, by name, where known."""
+    found = {"bag_of_words": findings.bag_of_words, "annotators": findings.annotators}
+    return {name: one.share for name, one in found.items() if one is not None}
+
+
 def _ranks(values: Sequence[float]) -> list[float]:
     """Return each value's rank from 1; equal values share the mean of theirs."""
     ranks: list[float] = pd.Series(values, dtype=float).rank().tolist()

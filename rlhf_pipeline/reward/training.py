@@ -54,6 +54,7 @@ from rlhf_pipeline.reward.held_out import (
     Learnt,
     find,
     learning_curve,
+    learnt_floors,
     some_of_each_kind,
 )
 from rlhf_pipeline.reward.influence import PartInfluence, of_heads, of_one_head, why_unknown
@@ -103,7 +104,9 @@ class RewardModelReport:
     interval: tuple[float, float]  # its 95 % Wilson interval
     n: int  # held-out pairs without ties
     train_accuracy: float  # on the training pairs, as they were seen in the last epoch
-    floors: dict[str, float]  # what knows nothing reaches: "longer", "random"
+    # what accuracy is read beside: "longer" and "random" know nothing, "bag_of_words" has learnt
+    # from the same pairs, "annotators" is how often people agree; the last two where known
+    floors: dict[str, float]
     # calibration, on the half of the held-out pairs that did not fit the temperature
     temperature: float
     ece: float  # expected calibration error at that temperature
@@ -300,7 +303,7 @@ def train_reward_model(
         interval=wilson_interval(accuracy, len(margins)),
         n=len(margins),
         train_accuracy=went.train_accuracy,
-        floors={"longer": longer_is_better(decided), "random": 0.5},
+        floors={"longer": longer_is_better(decided), "random": 0.5, **learnt_floors(findings)},
         temperature=temperature,
         ece=calibration_error(bins),
         ece_before=calibration_error(reliability(judged, 1.0)),

@@ -36,6 +36,18 @@ def test_the_judge_is_held_against_its_floor_chance_and_the_one_before() -> None
     assert facts["reward/accuracy_change_high"] == pytest.approx(0.0)
 
 
+def test_a_judge_below_a_bag_of_words_is_warned_of_and_never_refused() -> None:
+    report = judged(400, 0.65, 0.60, 0.70)
+    words = {"share": 0.72, "low": 0.68, "high": 0.76, "n": 400}
+    report["floors"] = {"longer": 0.6, "random": 0.5, "bag_of_words": 0.72, "annotators": 0.8}
+    facts = reward_facts({**report, "findings": {"bag_of_words": words}})
+    assert facts["reward/accuracy_over_words"] == pytest.approx(-0.03)
+    assert facts["reward/accuracy_over_floor"] == pytest.approx(0.05)
+    assert "reward/accuracy_over_words" not in reward_facts({**report, "findings": None})
+    [rule] = [r for r in DEFAULT_RULES if r.metric == "reward/accuracy_over_words"]
+    assert (rule.comparison, rule.limit, rule.breach) == ("at_least", 0.0, "warn")
+
+
 def test_few_pairs_say_only_how_few_they_are() -> None:
     assert reward_facts(judged(99, 0.2, 0.1, 0.3)) == {"reward/held_out_pairs": 99}
     few_before = reward_facts(judged(400, 0.7, 0.6, 0.8), judged(99, 0.9, 0.8, 1.0))

@@ -60,6 +60,7 @@ def report(**changes: float) -> EvaluationReport:
 
 FACTS = {
     "reward/accuracy_over_floor": 0.2,
+    "reward/accuracy_over_words": 0.1,
     "reward/accuracy_change_high": 0.03,
     "reward/ece_beyond_chance": 0.01,
     "reward/held_out_pairs": 400.0,

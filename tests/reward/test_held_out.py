@@ -91,6 +91,7 @@ def test_the_report_says_for_whom_it_is_right_and_beside_what(
     assert found.by_kind["thumbs"].share > 0.9  # they say what the model learnt
     assert found.bag_of_words is not None
     assert found.bag_of_words.share > 0.9  # one word decides here
+    assert report.floors["bag_of_words"] == found.bag_of_words.share
     assert found.annotators is None  # nobody judged what another judged
     matched = found.length_matched
     assert matched is not None
