@@ -116,7 +116,7 @@ def reward_model(
             "heads": reports[job]["heads"],
             "began with": reports[job].get("reused_from")
             or reports[job].get("began_with")
-            or "base",
+            or ": ".join(["base", *filter(None, [reports[job].get("why_cold")])]),
             "disagreement": round(reports[job]["disagreement"], 4),
         }
         for job in JOBS

@@ -72,6 +72,7 @@ TOKENS_ON_CPU = 4_096  # on a CPU, whose cache then holds more of a layer
 PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs what it saves
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 CRITERIA = "criteria.safetensors"
+TRAINED_FROM = "trained_from"  # in the settings: the digest of what a trunk of its own began as
 LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
 ONE_HEAD = Combined()
@@ -160,6 +161,7 @@ class RewardModel(nn.Module):
         self.base = base  # folder or hub id the trunk is shared with; None: a trunk of its own
         self.adapters = adapters  # the name of its adapters on that base; None: the bare base
         self.combined = combined
+        self.source: str | None = None  # what an untrained trunk of its own was read from
         self.criteria: Criteria | None = None  # where people rated some, and the trunk is frozen
 
     def read(self) -> AbstractContextManager[None]:
@@ -346,6 +348,7 @@ def new_reward_model(
         base=str(base) if on_base else None,
         adapters=OWN if on_base and lora_rank else None,
     )
+    model.source = None if on_base else str(base)
     return model, tokenizer
 
 
@@ -375,6 +378,7 @@ def save_reward_model(
             "reads": model.reads,
             "likelihood": model.likelihood,
             **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
+            **({} if model.source is None else {TRAINED_FROM: base_digest(model.source)}),
             **({} if model.head.out_features == 1 else {"heads": asdict(model.combined)}),
             **({} if model.criteria is None else {"criteria": model.criteria.names}),
             **asdict(limits),

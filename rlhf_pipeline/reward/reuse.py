@@ -21,6 +21,7 @@ from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
     HEAD,
     SETTINGS,
+    TRAINED_FROM,
     TRUNK,
     RewardModel,
     base_source,
@@ -29,6 +30,7 @@ from rlhf_pipeline.reward.model import (
 )
 
 REPORT = "report.json"
+OTHERWISE = "the earlier model is made otherwise"
 
 
 def is_whole(folder: Path) -> bool:
@@ -85,10 +87,11 @@ def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[s
     return report
 
 
-def begin_with(model: RewardModel, folder: Path) -> bool:
-    """Give an untrained model an earlier one's trunk, or adapters, and head; say whether it could.
+def begin_with(model: RewardModel, folder: Path) -> str | None:
+    """Give an untrained model an earlier one's trunk, or adapters, and head; None: it has them.
 
-    It could not where that is not whole, or is made otherwise: nothing of it is taken then.
+    Else why not, and nothing is taken: that is not whole, is made otherwise, or was trained from
+    another base. One that does not say from which counts as of another.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -96,34 +99,38 @@ def begin_with(model: RewardModel, folder: Path) -> bool:
     from rlhf_pipeline.policy.adapters import WEIGHTS, base_digest, only
 
     if not is_whole(folder):
-        return False
+        return f"found no whole reward model at {folder}"
     settings = read_json(folder / SETTINGS)
     made = (model.encoder, model.reads, model.likelihood, model.base is None)
     facts = settings.get("base")
     if made != (*(settings[n] for n in ("encoder", "reads", "likelihood")), facts is None):
-        return False
+        return OTHERWISE
     head = load_file(folder / HEAD)
     if not _alike(model.head.state_dict(), head):
-        return False
+        return OTHERWISE
+    source = model.source if model.base is None else model.base
+    began_as = settings.get(TRAINED_FROM) if facts is None else facts["digest"]
+    if source is None or base_digest(source) != began_as:
+        return f"the earlier model was trained from another base than {source}"
     if model.base is None:
         trunk = load_trunk(folder / TRUNK, model.likelihood, "float32").state_dict()
         if not _alike(model.trunk.state_dict(), trunk):
-            return False
+            return OTHERWISE
         model.trunk.load_state_dict(trunk)
     elif model.adapters is None or not (folder / TRUNK / WEIGHTS).exists():
-        return False  # a head alone is fitted anew, whatever it begins with
+        return "a head alone is fitted anew, whatever it begins with"
     else:
         inner: Any = inner_trunk(model)
         adapters = load_file(folder / TRUNK / WEIGHTS)
         own = get_peft_model_state_dict(
             inner, adapter_name=model.adapters, save_embedding_layers=False
         )
-        if base_digest(model.base) != facts["digest"] or not _alike(own, adapters):
-            return False
+        if not _alike(own, adapters):
+            return OTHERWISE
         with only(inner, model.adapters):
             set_peft_model_state_dict(inner, adapters, adapter_name=model.adapters)
     model.head.load_state_dict(head)
-    return True
+    return None
 
 
 def _alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

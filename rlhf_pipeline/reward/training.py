@@ -132,6 +132,7 @@ class RewardModelReport:
     no_influence: str | None = None  # why it is not known
     findings: Findings | None = None  # for whom it is right, beside what, and where it is not
     began_with: Path | None = None  # the earlier model; None: its base
+    why_cold: str | None = None  # why it did not begin with the earlier model it was given
 
 
 def train_reward_model(
@@ -184,8 +185,9 @@ def train_reward_model(
     far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
     keeps that. `gold` is how raters answered gold questions (feedback/gold.py), where there were
     some. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
-    It begins with the `earlier` model's weights where that was made alike (reuse.py); no learning
-    curve is told then, as that trunk has seen such pairs. The same seed gives the same model.
+    It begins with the `earlier` model's weights where that was made alike, from the same base
+    (reuse.py), else the report says why not. Begun so it tells no learning curve, as that trunk has
+    seen such pairs. The same seed gives the same model.
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
@@ -211,7 +213,8 @@ def train_reward_model(
         device=device,
     )
     check_lengths(model, tokenizer, limits)
-    warm = earlier is not None and not freeze_trunk and begin_with(model, earlier)
+    why_cold = None if earlier is None or freeze_trunk else begin_with(model, earlier)
+    warm = earlier is not None and not freeze_trunk and why_cold is None
     train = encode_pairs(tokenizer, train_pairs, limits)
     careful: dict[str, float] = {}
     turned: dict[str, int] = {}
@@ -326,6 +329,7 @@ def train_reward_model(
         no_influence=unknown,
         findings=findings,
         began_with=earlier if warm else None,
+        why_cold=why_cold,
     )
     calibration = Calibration(result.offset, temperature, result.score_deviation)
     with new_folder(output_dir) as folder:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.files import read_json
+from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, RewardInput
-from rlhf_pipeline.reward.model import LearnedReward, load_reward_model, new_reward_model
+from rlhf_pipeline.reward.model import (
+    Calibration,
+    LearnedReward,
+    Limits,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+)
 from rlhf_pipeline.reward.reuse import accuracy_on, begin_with, has_fallen, use_again
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
@@ -93,9 +102,34 @@ def test_what_is_made_otherwise_is_not_begun_with(
     other: dict[str, Any]
     for other in ({"on_base": True, "lora_rank": 2, "reads": reads}, {"on_base": True}, {}):
         model, _ = new_reward_model(planted.base, seed=0, device="cpu", **other)
-        assert not begin_with(model, earlier["adapters"])
-    assert not begin_with(model, tmp_path)  # nothing is there
-    assert begin_with(model, earlier["whole"])
+        assert begin_with(model, earlier["adapters"]) is not None
+    assert "no whole reward model" in (begin_with(model, tmp_path) or "")
+    assert begin_with(model, earlier["whole"]) is None
+
+
+def test_a_trunk_of_another_base_of_the_same_shape_is_not_begun_with(
+    planted: Planted, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(planted.base, other)
+    [weights] = other.glob("*.safetensors")
+    save_file({n: t + 0.01 for n, t in load_file(weights).items()}, weights, {"format": "pt"})
+    first, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+    limits, folder = Limits(40, 40), tmp_path / "rm"
+    folder.mkdir()
+    save_reward_model(first, tokenizer, folder, limits=limits, calibration=Calibration())
+    write_json(folder / "report.json", {})
+    for base, why in ((other, f"from another base than {other}"), (planted.base, None)):
+        model, _ = new_reward_model(base, seed=1, device="cpu")
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        said = begin_with(model, folder)
+        assert said is None if why is None else why in (said or "")
+        taken = model.state_dict()
+        assert any(not t.equal(before[name]) for name, t in taken.items()) == (why is None)
+    settings = read_json(folder / "reward_model.json")
+    del settings["trained_from"]  # one that does not say what it was trained from
+    write_json(folder / "reward_model.json", settings)
+    assert "another base" in (begin_with(model, folder) or "")
 
 
 def test_a_model_is_used_again_until_people_vote_otherwise(
