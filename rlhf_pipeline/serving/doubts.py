@@ -1,9 +1,9 @@
 """How far the heads of a champion's reward model disagree about an answer: there a vote teaches.
 
 Only a reward model of several heads (`reward.heads`) disagrees with itself. It is loaded in a
-thread of its own at an agent's first question, and again for each new champion, its files held
-against the lineage's hashes; until it is there nothing is known, and no answer waits for it. What
-this does not do: share the policy's base, so it takes the memory of one more model.
+thread of its own at an agent's first question, and again for each new champion, what it reads
+held against the lineage's hashes; until it is there nothing is known, and no answer waits for it.
+What this does not do: share the policy's base, so it takes the memory of one more model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rlhf_pipeline.errors import HashMismatch
-from rlhf_pipeline.files import folder_sha256, read_json
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import Prompt, RewardInput
 
 if TYPE_CHECKING:
@@ -67,19 +66,17 @@ class HeadDoubts:
 
     def _load(self, version: ModelVersion) -> LearnedReward | None:
         try:
-            hashes = version.lineage.get("reward_models", {}).get("proxy")
+            known = version.lineage.get("reward_models", {}).get("proxy")
             folder = version.path.parents[1] / "reward" / "proxy"  # beside its ppo/policy
-            if hashes is None or not read_json(folder / "reward_model.json").get("heads"):
+            if known is None or not read_json(folder / "reward_model.json").get("heads"):
                 return None
-            if folder_sha256(folder) != hashes:
-                raise HashMismatch(
-                    f"the reward model of version {version.version} must be the files of its "
-                    f"lineage, found others in {folder}; restore them from a backup"
-                )
+            from rlhf_pipeline.registry.judges import reward_folder
             from rlhf_pipeline.reward.model import load_reward_model
 
             limits = self._limits(version.agent_id)
-            return load_reward_model(folder, device=limits.device, dtype=limits.dtype)
+            return load_reward_model(
+                reward_folder(version, "proxy"), device=limits.device, dtype=limits.dtype
+            )
         except Exception as error:  # answers are asked about without it
             log.exception(
                 "reward model not loaded",
