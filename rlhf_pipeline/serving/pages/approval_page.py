@@ -23,7 +23,7 @@ from rlhf_pipeline.evaluation.page import body
 from rlhf_pipeline.registry.comparison import compared_with, comparison_of, pictures_of
 from rlhf_pipeline.serving.access import sign, unsign
 from rlhf_pipeline.serving.pages.data_page import FORMS, form, form_of
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, to_first, when
+from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, to_first, when, whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -154,9 +154,5 @@ def _refused(words: str) -> str:
 
 
 def _whole(title: str, inside: str, nonce: str) -> str:
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style nonce="{nonce}">{REPORT}{STYLE}{FORMS}</style></head>'
-        f"<body><h1>{inert(title)}</h1>{inside}</body></html>"
-    )
+    body = f"<h1>{inert(title)}</h1>{inside}"
+    return whole(title, body, nonce, style=REPORT + STYLE + FORMS)

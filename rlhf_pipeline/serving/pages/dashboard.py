@@ -22,7 +22,6 @@ from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, 
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.serving.pages.parts import (
-    STYLE,
     Html,
     answer,
     inert,
@@ -31,6 +30,7 @@ from rlhf_pipeline.serving.pages.parts import (
     table,
     to_first,
     when,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def render(
     )
     others = " ".join(f'<a href="{inert(url)}">{inert(name)}</a>' for name, url in links.items())
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(o.agent_id)}'
-        '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
-        f'<style nonce="{nonce}">{STYLE}</style></head><body><nav>{tabs} {others}</nav>',
+        f"<nav>{tabs} {others}</nav>",
         f"<h1>{inert(o.agent_id)}</h1><p>{_summary(o)}</p>",
         *(
             f'<p class="bad">{_b(inert(a.name.replace("_", " ")))}: {inert(a.words)}</p>'
@@ -144,9 +141,10 @@ def render(
         _drift(o.drift),
         "<h2>Blocked and failed answers</h2>",
         table(("rule", "times"), list(o.troubles.items())),
-        f"<p>Made {when(now())} UTC</p></body></html>",
+        f"<p>Made {when(now())} UTC</p>",
     ]
-    return "".join(parts)
+    again = f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
+    return whole(o.agent_id, "".join(parts), nonce, head=again)
 
 
 def votes_figure(o: Overview) -> Figure:

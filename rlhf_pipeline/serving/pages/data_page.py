@@ -21,7 +21,7 @@ from starlette.responses import Response
 from rlhf_pipeline.erasure import erase, held_about, told
 from rlhf_pipeline.errors import UnknownRater
 from rlhf_pipeline.serving.access import sign, unsign
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table
+from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table, whole
 from rlhf_pipeline.serving.pages.visitors import Visitors
 from rlhf_pipeline.serving.raters_api import REFUSALS, refusal
 
@@ -212,12 +212,8 @@ class _DataPage:
         back = (
             '<a href="/ui/">Chat</a>' if self.path == MINE else '<a href="/dashboard">Dashboard</a>'
         )
-        page = (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{self.title}'
-            '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<style nonce="{nonce}">{STYLE}{FORMS}</style></head><body><nav>{back}</nav>'
-            f"<h1>{self.title}</h1>{self.above()}{body}</body></html>"
-        )
+        body = f"<nav>{back}</nav><h1>{self.title}</h1>{self.above()}{body}"
+        page = whole(self.title, body, nonce, style=STYLE + FORMS)
         return answer(page, nonce, status, forms=True)
 
 

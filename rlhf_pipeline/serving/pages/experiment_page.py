@@ -18,7 +18,6 @@ from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
 from rlhf_pipeline.experiment.decision import PRIMARY, Metric
 from rlhf_pipeline.experiment.live import guardrails_under
 from rlhf_pipeline.serving.pages.parts import (
-    STYLE,
     Html,
     answer,
     inert,
@@ -26,6 +25,7 @@ from rlhf_pipeline.serving.pages.parts import (
     picture,
     table,
     when,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -205,9 +205,4 @@ def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _whole(agent_id: str, body: str, nonce: str) -> str:
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>Experiments of {inert(agent_id)}</title>"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style nonce="{nonce}">{STYLE}</style></head><body>{body}</body></html>'
-    )
+    return whole(f"Experiments of {agent_id}", body, nonce)

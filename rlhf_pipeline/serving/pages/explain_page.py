@@ -31,6 +31,7 @@ from rlhf_pipeline.serving.pages.parts import (
     table,
     to_first,
     when,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -234,11 +235,7 @@ def _list(database: db.Database, agent_id: str, known: Sequence[str], nonce: str
 
 
 def _whole(title: str, body: str, nonce: str) -> str:
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style nonce="{nonce}">{STYLE}{TOKENS}</style></head><body>{body}</body></html>'
-    )
+    return whole(title, body, nonce, style=STYLE + TOKENS)
 
 
 def when_said(moment: str) -> str:

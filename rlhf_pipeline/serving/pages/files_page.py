@@ -27,7 +27,7 @@ from rlhf_pipeline.feedback.export import What
 from rlhf_pipeline.feedback.rules import AGENT_ID, MEANINGS, Rule
 from rlhf_pipeline.serving.access import LONGEST_BODY, sign, unsign
 from rlhf_pipeline.serving.pages.data_page import FORMS, form_of
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table
+from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table, whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -201,11 +201,8 @@ def _options(agents: Sequence[str]) -> str:
 
 def _page(body: str, status: int) -> Response:
     nonce = new_nonce()
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Feedback files</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<style nonce="{nonce}">{STYLE}{FORMS}</style></head><body>'
-        '<nav><a href="/ui/review/">Review</a><a href="/dashboard">Dashboard</a></nav>'
-        f"<h1>Feedback files</h1>{body}</body></html>"
+    nav = '<nav><a href="/ui/review/">Review</a><a href="/dashboard">Dashboard</a></nav>'
+    page = whole(
+        "Feedback files", f"{nav}<h1>Feedback files</h1>{body}", nonce, style=STYLE + FORMS
     )
     return answer(page, nonce, status, forms=True)

@@ -45,6 +45,15 @@ def new_nonce() -> str:
     return secrets.token_urlsafe(16)
 
 
+def whole(title: str, body: str, nonce: str, *, style: str = STYLE, head: str = "") -> str:
+    """Return a page's HTML; `head` is what else stands in its head."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{head}'
+        f'<style nonce="{nonce}">{style}</style></head><body>{body}</body></html>'
+    )
+
+
 def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> HTMLResponse:
     """Return the page with headers that let nothing in but its own style and pictures.
 
