@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline import stages
 from rlhf_pipeline.records import Interaction, RewardInput
 from rlhf_pipeline.registry.reasons import turn_of, with_references
+from rlhf_pipeline.reward.composite import CompositeReward, Term
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.registry.models import ModelRegistry
-    from rlhf_pipeline.reward.composite import CompositeReward
     from rlhf_pipeline.reward.model import LearnedReward
 
 SHOWN = 60  # characters of an answer
@@ -76,25 +76,20 @@ def judged(
     left_out: tuple[str, ...] = (),
 ) -> list[Scored]:
     """Return what the composite, or without one the proxy alone, says of each item."""
-    told = proxy.judge(items)
-    several = told.by_member if len(told.by_member) > 1 else {}
-    whole = None if composite is None else composite.judge(items)
+    whole = composite or CompositeReward({LEARNED: Term(proxy)})
+    # Only heads are not in the pieces: a single one need not read everything a second time.
+    several = proxy.judge(items).by_member if proxy.model.head.out_features > 1 else {}
     found = []
-    for i, item in enumerate(items):
-        if whole is None or composite is None:
-            score = told.scores[i]
-            pieces = [ScoredPiece(LEARNED, score, score, 1.0, score)]
-        else:
-            score, weights = whole[i].score, composite.weights
-            pieces = [
-                ScoredPiece(name, p.score, p.normalised, weights[name], p.added, p.below_floor)
-                for name, p in whole[i].pieces.items()
-            ]
+    for i, told in enumerate(whole.judge(items)):
+        pieces = [
+            ScoredPiece(name, p.score, p.normalised, whole.weights[name], p.added, p.below_floor)
+            for name, p in told.pieces.items()
+        ]
         heads = (
             ScoredPiece(f"{LEARNED}, {name}", scores[i], None, None, None)
             for name, scores in several.items()
         )
-        found.append(Scored(item.completion, score, (*pieces, *heads), left_out))
+        found.append(Scored(items[i].completion, told.score, (*pieces, *heads), left_out))
     return found
 
 
