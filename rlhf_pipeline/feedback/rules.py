@@ -123,14 +123,19 @@ MEANINGS: Mapping[Rule, str] = {
 """One line per rule; docs and the UI print these."""
 
 
-def check_event(event: Feedback) -> None:
-    """Raise FeedbackRefused, with the rule's name, if the event breaks a rule."""
-    if not isinstance(event.agent_id, str) or not AGENT_ID.fullmatch(event.agent_id):
+def check_agent_id(agent_id: object) -> None:
+    """Raise FeedbackRefused if it cannot name an agent."""
+    if not isinstance(agent_id, str) or not AGENT_ID.fullmatch(agent_id):
         refuse(
             Rule.bad_agent,
             "agent_id as 1 to 64 letters, digits, - and _, the first a letter or digit",
-            event.agent_id,
+            agent_id,
         )
+
+
+def check_event(event: Feedback) -> None:
+    """Raise FeedbackRefused, with the rule's name, if the event breaks a rule."""
+    check_agent_id(event.agent_id)
     if not isinstance(event.kind, FeedbackKind):
         refuse(Rule.unknown_kind, f"a kind out of {', '.join(FeedbackKind)}", event.kind)
     if event.source not in ("human", "model", "code"):

@@ -32,12 +32,12 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import (
-    AGENT_ID,
     LONGEST_COMMENT,
     LONGEST_KEY,
     LONGEST_PROMPT,
     LONGEST_TEXT,
     Rule,
+    check_agent_id,
     check_event,
     refuse,
 )
@@ -289,7 +289,7 @@ async def _settled(call: Callable[..., tuple[int, Any]], *arguments: Any) -> tup
 
 def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) -> Answer:
     """Store one score; about an interaction where runId is one's id, else about the texts."""
-    _check_agent(agent_id)
+    check_agent_id(agent_id)
     said = _read(ScoreBody, body)
     store = policies.store
     voter = hash_rater(agent_id, f"run:{said.runId}")
@@ -326,7 +326,7 @@ def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) 
 
 def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer:
     """Return what training would take, or ask Dagster for a run and return its id."""
-    _check_agent(agent_id)
+    check_agent_id(agent_id)
     asked = _read(TrainBody, body)
     settings = policies.settings_of(agent_id)
     count = sum(policies.store.counts(agent_id).values())
@@ -400,7 +400,7 @@ def outcome(policies: Policies, agent_id: str, run_id: str) -> Answer:
 
 def listed(policies: Policies, agent_id: str) -> tuple[int, list[dict[str, Any]]]:
     """Return every version; one that no reward was maximised for (the baseline) has none."""
-    _check_agent(agent_id)
+    check_agent_id(agent_id)
     return 200, [
         {
             "id": _policy_id(version),
@@ -457,11 +457,6 @@ def _minutes_per_step(policies: Policies, agent_id: str) -> float:
 
 def _policy_id(version: ModelVersion) -> str:
     return f"{version.agent_id}:{version.version}"
-
-
-def _check_agent(agent_id: str) -> None:
-    if not AGENT_ID.fullmatch(agent_id):
-        refuse(Rule.bad_agent, "agent_id as 1 to 64 letters, digits, - and _", agent_id)
 
 
 def _read(model: type[Body], body: bytes) -> Body:
