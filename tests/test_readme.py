@@ -1,4 +1,4 @@
-"""The README is true: its commands exist, its paths exist, its tree is the tree."""
+"""The README and its guides are true: commands, links and pictures exist, the tree is the tree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rlhf_pipeline.config import recipe_names
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+TOLD = "\n".join([README, *GUIDES.values()])
 PACKAGES = ("rlhf_pipeline", "assets", "automation", "resources")
 
 
@@ -52,28 +54,38 @@ def test_every_module_stands_in_the_tree() -> None:
 def test_every_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z]+)", README))
+    named = set(re.findall(r"\bmake ([a-z]+)", TOLD))
     assert {"demo", "test", "check", "ui", "train"} <= named
     assert named <= targets
 
 
 def test_every_rlhf_command_exists() -> None:
     known = set(get_command(app).commands)  # type: ignore[attr-defined]  # a group has commands
-    named = set(re.findall(r"\brlhf ([a-z]+)", README))
+    named = set(re.findall(r"\brlhf ([a-z]+)", TOLD))
     assert {"ingest", "chat", "explain", "versions", "config"} <= named
     assert named <= known
 
 
 def test_every_link_and_picture_is_there() -> None:
-    links = [x for x in re.findall(r"\]\(([^)]+)\)", README) if not x.startswith("http")]
+    links = [
+        (page, link)
+        for page, text in {ROOT / "README.md": README, **GUIDES}.items()
+        for link in re.findall(r"\]\(([^)]+)\)", text)
+        if not link.startswith("http")
+    ]
     assert len(links) >= 8
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    missing = [(str(page), link) for page, link in links if not (page.parent / link).exists()]
+    assert missing == []
     pictures = list((ROOT / "docs" / "images").glob("*.png"))
     assert all(picture.stat().st_size < 400_000 for picture in pictures)
 
 
+def test_every_guide_is_found_from_the_readme() -> None:
+    assert [path.name for path in GUIDES if f"(docs/{path.name})" not in README] == []
+
+
 def test_every_recipe_is_told_of() -> None:
-    assert [name for name in recipe_names() if f"recipes/{name}.yaml" not in README] == []
+    assert [name for name in recipe_names() if f"recipes/{name}.yaml" not in TOLD] == []
 
 
 def test_mlflow_folder_never_shadows_the_library() -> None:
