@@ -194,6 +194,8 @@ def _name_what_is_there(case: Any) -> None:
         ):
             if isinstance(case.body.get(name), str):
                 case.body[name] = value
+        if isinstance(messages := case.body.get("messages"), list):
+            messages.append({"role": "user", "content": "hi"})  # or few have words to be answered
 
 
 def main() -> None:

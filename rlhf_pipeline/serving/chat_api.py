@@ -288,7 +288,7 @@ def add_chat_routes(
         return {"counts": chat_events.counts(database, agent_id), "events": rows}
 
     body = {"application/json": {"schema": _request_schema()}}
-    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    streamed = {"text/event-stream": {"schema": EVENT}}
     app.add_api_route(
         "/v1/chat/completions",
         chat_completions,
@@ -313,6 +313,17 @@ def add_chat_routes(
         )
 
 
+# One event of a stream: before 3.2 OpenAPI's schema of a stream is that of each of its events.
+EVENT = {
+    "type": "object",
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "A chat.completion.chunk or an error as JSON, at the end [DONE].",
+        }
+    },
+    "required": ["data"],
+}
 NO_STORE = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+import schemathesis
+from schemathesis.python import asgi
 
-from benchmarks.api_fuzz import Found, World, fuzz, world
+from benchmarks.api_fuzz import AGENT, CHECKS, Found, World, fuzz, world
 from rlhf_pipeline.feedback.formats import EVENT_FIELDS
 from rlhf_pipeline.feedback.lines import DEEPEST
 from rlhf_pipeline.serving.feedback_schema import COMMON, OTHER
@@ -200,6 +202,18 @@ def _fuzzed(made: World, cases: int) -> Found:
 
 def test_schemathesis_finds_no_undocumented_answer(made: World) -> None:
     _fuzzed(made, 200)
+
+
+def test_every_event_of_a_streamed_reply_is_as_described(made: World) -> None:
+    schema = schemathesis.openapi.from_dict(made.app.openapi())
+    body: Any = {"model": AGENT, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    asked = schema["/v1/chat/completions"]["POST"].Case(body=body, media_type="application/json")
+    with asgi.get_client(made.app, max_stream_events=100) as client:
+        headers = {"authorization": f"Bearer {made.rights['admin']}"}
+        answer = asked.call(session=client, base_url="http://localhost", headers=headers)
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+    assert "[DONE]" in answer.text
+    asked.validate_response(answer, checks=list(CHECKS))
 
 
 @pytest.mark.slow
