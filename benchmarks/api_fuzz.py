@@ -1,22 +1,26 @@
 """Schemathesis over every operation of the service: no error of ours, no undocumented answer.
 
-    python -m benchmarks.api_fuzz [--cases 100000] [--seed 0] [--seconds 1200]
+    python -m benchmarks.api_fuzz [--cases 100000] [--seed 0] [--seconds 1200] [--workers 2]
 
 Requests follow the OpenAPI description, or break it on purpose (half of them, where they can). Each
 goes with an admin's key, a client's, one agent's, or none. Judged: the status is documented and
 below 500, the answer matches its schema and type, and what breaks the description is refused. Half
 of the requests name an agent that is there: it has votes, and answers through an upstream that is a
-function here; Dagster is one too, which trains that agent already. Exit code 1 says it fell short.
+function here; Dagster is one too, which trains that agent already. It goes in rounds, each of a
+seed and a service of its own, `--workers` at a time. Exit code 1 says it fell short.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +53,7 @@ CHECKS = (
     checks.response_headers_conformance,
 )
 AGENT, INTERACTION = "tea", "i-1"
-ROUND = 2500  # cases under one seed
+ROUND = 2500  # cases under one seed: one long run would remember all it drew, and slow down
 
 
 @dataclass
@@ -64,6 +68,12 @@ class Found:
     def cases(self) -> int:
         """Return how many requests were sent."""
         return self.statuses.total()
+
+    def add(self, more: Found) -> None:
+        """Take over what another fuzz has met; of a kind of fault the first stays."""
+        self.statuses += more.statuses
+        self.faults = {**more.faults, **self.faults}
+        self.faulty += more.faulty
 
 
 @dataclass(frozen=True)
@@ -108,13 +118,35 @@ def world(state: Path) -> Iterator[World]:
     database.close()
 
 
-def fuzz(made: World, cases: int, *, start: int = 0, found: Found | None = None) -> Found:
+def fuzz_rounds(
+    cases: int, *, start: int, workers: int, size: int = ROUND, until: float = math.inf
+) -> Iterator[Found]:
+    """Yield what each round of `size` cases has met, as it ends; so many at a time.
+
+    Rounds have the seeds `start`, `start + 1`, ...; none begins after `until`, by time.time().
+    """
+    sizes = [min(size, cases - sent) for sent in range(0, cases, size)]
+    apart = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(sizes)), mp_context=apart) as pool:
+        rounds = [pool.submit(_round, n, start + i, until) for i, n in enumerate(sizes)]
+        for done in as_completed(rounds):
+            yield done.result()
+
+
+def _round(cases: int, start: int, until: float) -> Found:
+    """Fuzz a service of its own, so that what is found is found again with the seed alone."""
+    if time.time() > until:
+        return Found()
+    with tempfile.TemporaryDirectory() as folder, world(Path(folder)) as made:
+        return fuzz(made, cases, start=start)
+
+
+def fuzz(made: World, cases: int, *, start: int = 0) -> Found:
     """Send about so many requests, spread over all operations, and return what was met.
 
-    An operation without parameters has but a few different requests. What was met is added to
-    `found` where that is given.
+    An operation without parameters has but a few different requests.
     """
-    found = Found() if found is None else found
+    found = Found()
     schema = schemathesis.openapi.from_dict(made.app.openapi())
     schema.config.generation.with_security_parameters = False  # rights are ours to send
     operations: list[Any] = [each.ok() for each in schema.get_all_operations()]  # type: ignore[union-attr]
@@ -204,18 +236,14 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="Then no new round.")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="Processes.")
     asked = parser.parse_args()
-    began = time.monotonic()
-    found, rounds = Found(), 0
-    with tempfile.TemporaryDirectory() as folder, world(Path(folder)) as made:
-        while found.cases < asked.cases and time.monotonic() - began < asked.seconds:
-            # Rounds of other seeds: one long run would remember all it drew, and slow down.
-            fuzz(
-                made, min(ROUND, asked.cases - found.cases), start=asked.seed + rounds, found=found
-            )
-            rounds += 1
-            took = time.monotonic() - began
-            print(f"{found.cases} cases, {found.faulty} faulty, {took:.0f} s", flush=True)
+    began, until = time.monotonic(), time.time() + asked.seconds
+    found = Found()
+    for met in fuzz_rounds(asked.cases, start=asked.seed, workers=asked.workers, until=until):
+        found.add(met)
+        took = time.monotonic() - began
+        print(f"{found.cases} cases, {found.faulty} faulty, {took:.0f} s", flush=True)
     for (operation, status), count in sorted(found.statuses.items()):
         print(f"{operation:45} {status}  {count}")
     for kind, words in found.faults.items():

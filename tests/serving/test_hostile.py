@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import schemathesis
 from schemathesis.python import asgi
 
-from benchmarks.api_fuzz import AGENT, CHECKS, Found, World, fuzz, world
+from benchmarks.api_fuzz import AGENT, CHECKS, Found, World, fuzz, fuzz_rounds, world
 from rlhf_pipeline.feedback.formats import EVENT_FIELDS
 from rlhf_pipeline.feedback.lines import DEEPEST
 from rlhf_pipeline.serving.feedback_schema import COMMON, OTHER
@@ -223,3 +225,24 @@ def test_schemathesis_finds_none_in_two_thousand(tmp_path: Path) -> None:
     operations = {label for label, _ in found.statuses if "/v1/raters" not in label}  # has none
     taken = {label for label, status in found.statuses if status == 200}
     assert taken == operations  # every operation was reached, behind its rules too
+
+
+def test_what_rounds_have_met_adds_up() -> None:
+    found = Found(Counter({("GET /a", 200): 2}), {"a": "first"}, 1)
+    found.add(Found(Counter({("GET /a", 200): 1, ("GET /b", 500): 1}), {"a": "later", "b": "b"}, 2))
+    assert (found.cases, found.faulty) == (4, 3)
+    assert found.statuses == {("GET /a", 200): 3, ("GET /b", 500): 1}
+    assert found.faults == {"a": "first", "b": "b"}
+
+
+@pytest.mark.slow
+def test_rounds_side_by_side_meet_what_they_meet_one_by_one() -> None:
+    def counted(workers: int, until: float = math.inf) -> list[int]:
+        rounds = fuzz_rounds(80, start=0, workers=workers, size=40, until=until)
+        return sorted(found.cases for found in rounds)
+
+    two = counted(2)
+    assert len(two) == 2
+    assert sum(two) >= 80
+    assert two == counted(1)
+    assert counted(2, until=0.0) == [0, 0]
