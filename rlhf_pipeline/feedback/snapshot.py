@@ -54,10 +54,8 @@ def newest_seq(database: db.Database, agent_id: str) -> int:
 def fingerprint(database: db.Database, agent_id: str, watermark: int) -> str:
     """Return the fingerprint of the effective votes up to the watermark."""
     digest = hashlib.sha256(agent_id.encode())
-    query = _effective(agent_id, watermark, [db.feedback.c.feedback_id])
-    with database.read() as connection:
-        for some in connection.execution_options(yield_per=CHUNK_ROWS).execute(query).partitions():
-            digest.update("".join(row[0] for row in some).encode())
+    for some in _read(database, _VOTES, agent_id, watermark):
+        digest.update("".join(row[0] for row in some).encode())
     return digest.hexdigest()
 
 
@@ -84,7 +82,7 @@ def take(
     rows = 0
     redacted: Counts = {}
     with pq.ParquetWriter(aside, _schema(pa)) as writer:
-        for some in _rows(database, agent_id, watermark):
+        for some in _read(database, _ROWS, agent_id, watermark):
             frame = pd.DataFrame(some, columns=_schema(pa).names)
             if redacts:
                 _redact(frame, redacted)
@@ -174,8 +172,10 @@ def _redact(frame: pd.DataFrame, counts: Counts) -> None:
             frame[name] = [cleaner(v) if isinstance(v, str) else v for v in frame[name]]
 
 
-def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[Any]:
+def _effective(columns: list[Any], source: sa.FromClause = db.feedback) -> sa.Select[Any]:
+    """Return the query for the votes of `:agent` that count up to `:watermark`, oldest first."""
     f, newer = db.feedback, db.feedback.alias("newer")
+    watermark = sa.bindparam("watermark", type_=f.c.seq.type)
     superseded = sa.exists().where(
         newer.c.agent_id == f.c.agent_id,
         newer.c.voter == f.c.voter,
@@ -186,8 +186,9 @@ def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[A
     )
     return (
         sa.select(*columns)
+        .select_from(source)
         .where(
-            f.c.agent_id == agent_id,
+            f.c.agent_id == sa.bindparam("agent"),
             f.c.seq <= watermark,
             f.c.erased_at.is_(None),
             ~superseded,
@@ -196,7 +197,8 @@ def _effective(agent_id: str, watermark: int, columns: list[Any]) -> sa.Select[A
     )
 
 
-def _rows(database: db.Database, agent_id: str, watermark: int) -> Iterator[list[tuple[Any, ...]]]:
+def _whole() -> sa.Select[Any]:
+    """Return the query for the rows of a snapshot's file."""
     f = db.feedback.c
     this, other = db.interactions.alias("this"), db.interactions.alias("other_one")
     columns = [
@@ -225,13 +227,22 @@ def _rows(database: db.Database, agent_id: str, watermark: int) -> Iterator[list
         f.comment,
         f.tags,
     ]
-    query = _effective(agent_id, watermark, columns).select_from(
-        db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id).outerjoin(
-            other, other.c.interaction_id == f.other_interaction_id
-        )
-    )
+    joined = db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id)
+    joined = joined.outerjoin(other, other.c.interaction_id == f.other_interaction_id)
+    return _effective(columns, joined)
+
+
+# Built once: a fingerprint is asked for at every look of a sensor, and building its query takes
+# longer than the answer of a small store.
+_VOTES, _ROWS = _effective([db.feedback.c.feedback_id]), _whole()
+
+
+def _read(
+    database: db.Database, query: sa.Select[Any], agent_id: str, watermark: int
+) -> Iterator[list[tuple[Any, ...]]]:
+    asked = {"agent": agent_id, "watermark": watermark}
     with database.read() as connection:
-        result = connection.execution_options(yield_per=CHUNK_ROWS).execute(query)
+        result = connection.execution_options(yield_per=CHUNK_ROWS).execute(query, asked)
         for some in result.partitions():
             yield [tuple(row) for row in some]
 

@@ -106,6 +106,22 @@ def test_the_file_is_the_one_that_was_recorded(store: FeedbackStore, tmp_path: P
     assert [p.name for p in path.parent.iterdir()] == ["feedback.parquet"]
 
 
+def test_a_fingerprint_is_asked_for_without_building_its_query_again(
+    store: FeedbackStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.append([THUMBS])
+    before = snapshot.fingerprint(store.database, "tea", 9)
+
+    def built(*columns: object) -> None:
+        raise AssertionError(f"a query was built: {columns}")
+
+    monkeypatch.setattr("rlhf_pipeline.feedback.snapshot.sa.select", built)
+    assert snapshot.fingerprint(store.database, "tea", 9) == before
+    assert snapshot.fingerprint(store.database, "milk", 9) != before
+    taken = snapshot.take(store.database, "tea", 9, tmp_path / "taken.parquet")
+    assert (taken.fingerprint, taken.rows) == (before, 1)
+
+
 def test_what_identifies_people_stays_out_of_the_file(store: FeedbackStore, tmp_path: Path) -> None:
     asked = user_prompt("I am\nann@example.org, who are you?")
     store.append(
