@@ -85,7 +85,7 @@ def create_app(
 
     add_feedback_route(app, inbox, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
-    add_policy_routes(app, Policies(settings, store, runs))
+    add_policy_routes(app, Policies(settings, store, inbox, runs))
     add_health_routes(app, database, settings)
     ledger = PromotionLedger(database, settings.state_dir)
     folder = settings.state_dir.resolve() / "mlflow"

@@ -60,8 +60,7 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
         try:
             code, told = await take(inbox, body, key)
         except TooManyVotes as refusal:
-            told = {"error": str(refusal)}
-            return JSONResponse(told, TOO_MANY, {"retry-after": str(refusal.seconds)})
+            return too_many(refusal)
         except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return answer(code, told)
@@ -234,3 +233,9 @@ def refusal_of(refusal: FeedbackRefused) -> dict[str, Any]:
 def answer(code: int, told: Any) -> JSONResponse:
     """Return the answer; one that says to come back says when."""
     return JSONResponse(told, code, headers={"retry-after": "5"} if code == AWAY else None)
+
+
+def too_many(refusal: TooManyVotes) -> JSONResponse:
+    """Return the answer to somebody who votes too fast: in how many seconds to come again."""
+    told, wait = {"error": str(refusal)}, str(refusal.seconds)
+    return JSONResponse(told, TOO_MANY, {"retry-after": wait})

@@ -16,7 +16,7 @@ import asyncio
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -27,7 +27,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from rlhf_pipeline.config import Settings, load_settings
-from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, OrchestratorAway
+from rlhf_pipeline.errors import (
+    ConfigError,
+    FeedbackError,
+    FeedbackRefused,
+    OrchestratorAway,
+    TooManyVotes,
+)
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.lines import RawRow, parse
@@ -52,9 +58,11 @@ from rlhf_pipeline.serving.feedback_api import (
     REFUSED,
     TOO_LARGE,
     Answer,
+    Inbox,
     answer,
     read_body,
     refusal_of,
+    too_many,
 )
 
 if TYPE_CHECKING:
@@ -171,6 +179,7 @@ class Policies:
 
     settings: Settings
     store: FeedbackStore
+    inbox: Inbox  # into the store, with everybody else's votes
     runs: DagsterRuns
     one_at_a_time: defaultdict[str, asyncio.Lock] = field(
         default_factory=lambda: defaultdict(asyncio.Lock)
@@ -205,7 +214,10 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
         if not isinstance(body, bytes):
             return body
         key = request.headers.get("idempotency-key")
-        return answer(*await _settled(take_score, policies, agent_id, body, key))
+        try:
+            return answer(*await _settled(take_score(policies, agent_id, body, key)))
+        except TooManyVotes as refusal:
+            return too_many(refusal)
 
     async def post_training(
         agent_id: str, request: Request, wait: bool = False, again: bool = False
@@ -219,19 +231,21 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
             return body
         # Asked twice in one moment, the second finds the first one's run.
         async with policies.one_at_a_time[agent_id]:
-            code, told = await _settled(train, policies, agent_id, body, again)
+            code, told = await _settled(run_in_threadpool(train, policies, agent_id, body, again))
         limit = 60 * policies.settings.continuous_learning.deadline_minutes
         deadline = time.monotonic() + limit
         while wait and told.get("status") == "started" and time.monotonic() < deadline:
             if await request.is_disconnected():
                 break  # the run goes on without who asked
             await asyncio.sleep(LOOK_SECONDS)
-            code, told = await _settled(outcome, policies, agent_id, told["runId"])
+            code, told = await _settled(
+                run_in_threadpool(outcome, policies, agent_id, told["runId"])
+            )
         return answer(code, told)
 
     async def list_policies(agent_id: str) -> JSONResponse:
         """List the agent's versions, oldest first."""
-        return answer(*await _settled(listed, policies, agent_id))
+        return answer(*await _settled(run_in_threadpool(listed, policies, agent_id)))
 
     at, tags = "/api/policies", ["policies"]
     unfit = refusals(TOO_LARGE, NOT_JSON, AWAY)
@@ -271,10 +285,12 @@ def _takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": schema}}
 
 
-async def _settled(call: Callable[..., tuple[int, Any]], *arguments: Any) -> tuple[int, Any]:
-    """Run the call in a thread and return its answer; every refusal has its status here."""
+async def _settled(answered: Awaitable[tuple[int, Any]]) -> tuple[int, Any]:
+    """Return the answer; every refusal has its status here, but TooManyVotes, which says when."""
     try:
-        return await run_in_threadpool(call, *arguments)
+        return await answered
+    except TooManyVotes:
+        raise
     except FeedbackRefused as refusal:
         return REFUSED, refusal_of(refusal)
     except FeedbackError as conflict:
@@ -287,11 +303,28 @@ async def _settled(call: Callable[..., tuple[int, Any]], *arguments: Any) -> tup
         return AWAY, {"error": "the store cannot be used now; send it again"}
 
 
-def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) -> Answer:
-    """Store one score; about an interaction where runId is one's id, else about the texts."""
+async def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) -> Answer:
+    """Store one score, and return what to say.
+
+    Raises what its rules say, and TooManyVotes where one run scores too fast.
+    """
+    event = await run_in_threadpool(_score, policies.store, agent_id, body, key)
+    [stored] = await policies.inbox.put([event])
+    if isinstance(stored, FeedbackError):
+        raise stored
+    created = await run_in_threadpool(policies.store.received_at, stored.feedback_id)
+    return 200, {
+        "id": stored.feedback_id,
+        "agentId": agent_id,
+        "score": event.number,
+        "createdAt": None if created is None else created.isoformat(),
+    }
+
+
+def _score(store: FeedbackStore, agent_id: str, body: bytes, key: str | None) -> Feedback:
+    """Return a body's score: of an interaction where runId is one's id, else of the texts."""
     check_agent_id(agent_id)
     said = _read(ScoreBody, body)
-    store = policies.store
     voter = hash_rater(agent_id, f"run:{said.runId}")
     event = Feedback(
         agent_id=agent_id,
@@ -314,14 +347,7 @@ def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) 
             )
         event = replace(event, interaction_id=said.runId, prompt=None, completion=None)
     check_event(event)
-    [stored] = store.append([event])
-    created = store.received_at(stored.feedback_id)
-    return 200, {
-        "id": stored.feedback_id,
-        "agentId": agent_id,
-        "score": said.score,
-        "createdAt": None if created is None else created.isoformat(),
-    }
+    return event
 
 
 def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer:

@@ -21,9 +21,12 @@ from graphql import ExecutionResult, OperationDefinitionNode
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.serving import dagster_runs, policies_api
+from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.dagster_runs import DagsterRuns
+from rlhf_pipeline.serving.feedback_api import Inbox
+from rlhf_pipeline.serving.limits import Buckets, RaterLimit
 from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
 
 SCORE: dict[str, Any] = {"prompt": "hi", "response": "hello", "score": 0.75, "runId": "r1"}
@@ -95,6 +98,7 @@ class Service:
         self.policies = Policies(
             load_settings("tiny", {"state_dir": state}),
             self.store,
+            Inbox(self.store),
             DagsterRuns("http://dagster.test", transport=lambda: self.dagster),
         )
         self.app = FastAPI()
@@ -159,6 +163,33 @@ def test_a_run_that_scores_again_has_changed_its_mind(service: Service) -> None:
         service.score("mind", {**SCORE, "score": score, "runId": run})
     assert service.store.counts("mind") == {"score": 2}
     assert service.store.opinion("mind").mean == 0.25
+
+
+def test_a_run_scores_only_so_often_and_no_other_run_waits(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    limit = RaterLimit(3, Buckets(lambda: 0.0))
+    service.policies = replace(service.policies, inbox=Inbox(service.store, limit))
+    service.app = FastAPI()
+    add_policy_routes(service.app, service.policies)
+    answers = [service.score("tea", {**SCORE, "prompt": f"q{i}"}) for i in range(4)]
+    assert [one.status_code for one in answers] == [200, 200, 200, 429]
+    assert answers[3].headers["retry-after"] == "20"
+    assert "3 votes a minute" in answers[3].json()["error"]
+    assert service.score("tea", {**SCORE, "runId": "r2"}).status_code == 200
+    assert service.store.counts("tea") == {"score": 4}
+    service.database.close()
+
+
+def test_one_limit_holds_for_a_run_whichever_route_it_takes(tmp_path: Path) -> None:
+    chosen = {"state_dir": tmp_path, "feedback": {"votes_per_minute": 2}}
+    service = Service(tmp_path)
+    service.app = create_app(load_settings("tiny", chosen), pages=False, names=["test"])
+    rater = hash_rater("tea", "run:r1")
+    vote = {"agent_id": "tea", "kind": "score", "value": 1, "prompt": "hi", "completion": "hello"}
+    there = service.ask("POST", "/v1/feedback", {**vote, "rater_id": rater})
+    assert there.status_code == 200
+    assert [service.score("tea", SCORE).status_code for _ in range(2)] == [200, 429]
+    service.database.close()
 
 
 def test_a_run_id_that_is_an_interactions_is_about_what_it_answered(service: Service) -> None:
