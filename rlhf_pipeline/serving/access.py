@@ -18,7 +18,7 @@ import json
 import math
 import re
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in"})
 """What needs no right. Everything else does."""
+PAGES = ("/ui", "/your-data")
+ASK_THEMSELVES = ("/", "/v1/feedback/tokens", *PAGES)
+"""What says itself which agent a key for one reaches there, and so whatever lies below PAGES."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "rlhf_session"
 SESSION_SECONDS = 12 * 3600
@@ -78,6 +81,11 @@ class Right:
     def reaches(self, agent_id: str) -> bool:
         """Say whether the agent is within the right."""
         return self.agent_id in (None, agent_id)
+
+    @property
+    def alone(self) -> str:
+        """Return the words for who asks beyond the right's one agent."""
+        return f"this key is for agent {self.agent_id!r} alone"
 
 
 EVERYTHING = Right("", "admin", None)
@@ -206,6 +214,12 @@ class Access:
             raise _Refused(429, words, retry_after=math.ceil(wait))
 
 
+def right_in(scope: Mapping[str, Any]) -> Right:
+    """Return the right a request was let in with; without a door before it, every client's."""
+    found = scope.get("rlhf.right")
+    return found if isinstance(found, Right) else Right("", "client", None)
+
+
 def _role_of(method: str, path: str) -> Role:
     """Return who may ask for a path: clients what is named here, admins everything."""
     if path.startswith("/api/policies/train_policy/"):
@@ -220,8 +234,8 @@ def _role_of(method: str, path: str) -> Role:
 
 async def _check_agent(right: Right, method: str, path: str, receive: Receive) -> Receive:
     """Refuse what reaches beyond one agent; return where the body is read again."""
-    if path == "/v1/feedback/tokens":
-        return receive  # it asks itself whose the interaction is
+    if path in ASK_THEMSELVES or path.startswith(tuple(f"{page}/" for page in PAGES)):
+        return receive
     if path in ("/v1/feedback", "/v1/chat/completions") and method == "POST":
         values, again = await _read_json(receive)
         rows = values.get("events", [values]) if path == "/v1/feedback" else [values]
@@ -233,7 +247,7 @@ async def _check_agent(right: Right, method: str, path: str, receive: Receive) -
         named = ("/api/policies/", "/v1/models/", "/v1/chat/events/")
         agents, again = agents if path.startswith(named) else [None], receive
     if not agents or any(agent != right.agent_id for agent in agents):
-        raise _Refused(403, f"this key is for agent {right.agent_id!r} alone")
+        raise _Refused(403, right.alone)
     return again
 
 

@@ -77,7 +77,11 @@ def paths(routes: list[BaseRoute], above: str = "") -> Iterator[str]:
 
 def main() -> None:
     """Print {"doors": [[method, path, status]], "texts": {who: [path]}} as JSON."""
-    settings = load_settings("tiny", {"state_dir": Path(sys.argv[1])})
+    away = {"url": "http://127.0.0.1:9/v1", "model": "none"}  # the discard port
+    upstreams = {"tea": away, "milk": away}
+    settings = load_settings(
+        "tiny", {"state_dir": Path(sys.argv[1]), "serving": {"upstreams": upstreams}}
+    )
     write_something(settings)
     keys = Keys(settings.state_dir)
     rights = keys.create("admin"), keys.create("client"), keys.create("client", agent_id="tea")
@@ -88,50 +92,66 @@ def main() -> None:
         who: [path for path in found if gives_text(world, path, right)]
         for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
     }
-    why = asyncio.run(whys(world))
-    sys.stdout.write(json.dumps({"doors": asked, "texts": texts, "why": why}) + "\n")
+    chat = asyncio.run(chats(world))
+    sys.stdout.write(json.dumps({"doors": asked, "texts": texts, "chat": chat}) + "\n")
 
 
-async def whys(world: World) -> dict[str, list[Any]]:
-    """Return what `told_why` does for each kind of right, from the application as it is served."""
+async def chats(world: World) -> dict[str, dict[str, Any]]:
+    """Return what `chat` does for each kind of right, from the application as it is served."""
     async with world.app.router.lifespan_context(world.app):  # Gradio's queue begins with it
         return {
-            who: await told_why(world, right)
-            for who, right in (("admin", world.admin), ("client", world.client))
+            who: await chat(world, right)
+            for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
         }
 
 
-async def told_why(world: World, right: str) -> list[Any]:
-    """Return whether the chat page shows a right why answers score so, and what it says if asked.
+async def chat(world: World, right: str) -> dict[str, Any]:
+    """Return what the chat page shows and does for a right.
 
-    Both are asked for as the page's own script does, so also where the page shows nothing.
+    That is whether it shows why answers score so, what it says if asked, which assistants it
+    offers, and what it says when they are asked something: tea, milk, and milk in a session that
+    was opened for all. All of it is asked for as the page's own script does, so also what it does
+    not show.
     """
-    headers = {"authorization": f"Bearer {right}"}
     transport = httpx.ASGITransport(world.app)
     base = "http://localhost/ui/gradio_api/queue"
-    async with httpx.AsyncClient(transport=transport, headers=headers, timeout=60) as user:
+    async with httpx.AsyncClient(transport=transport, timeout=60) as user:
+        user.headers["authorization"] = f"Bearer {right}"
         page = (await user.get("http://localhost/ui/config")).json()
         known = {one["id"]: one["props"].get("elem_id") for one in page["components"]}
-        opened, expanded = (
-            next(
-                one["id"]
-                for one in page["dependencies"]
-                for target, event in one["targets"]
-                if event == name and known.get(target) in (None, "why")
-            )
-            for name in ("load", "expand")
-        )
-        found = []
-        for number, data in ((opened, [[], None]), (expanded, [None])):
-            body = {"data": data, "fn_index": number, "session_hash": f"{right[-9:]}{number}"}
+        number = {
+            (known.get(target), event): one["id"]
+            for one in page["dependencies"]
+            for target, event in one["targets"]
+        }
+
+        async def call(
+            event: tuple[str | None, str], *data: Any, session: str = right[-9:], by: str = right
+        ) -> list[list[Any]]:
+            user.headers["authorization"] = f"Bearer {by}"
+            body = {"data": data, "fn_index": number[event], "session_hash": session}
             (await user.post(f"{base}/join", json=body)).raise_for_status()
-            told = await user.get(f"{base}/data", params={"session_hash": body["session_hash"]})
-            events = [
-                json.loads(line[6:]) for line in told.text.splitlines() if line[:5] == "data:"
-            ]
-            said = [e["output"]["data"] for e in events if (e.get("output") or {}).get("data")]
-            found.append(said[-1] if number == opened else said[0])
-        return [found[0][3]["visible"], found[1][0]]
+            told = await user.get(f"{base}/data", params={"session_hash": session})
+            lines = [line for line in told.text.splitlines() if line[:5] == "data:"]
+            events = [json.loads(line[6:]).get("output") or {} for line in lines]
+            return [one.get("data") or [one.get("error")] for one in events if one]
+
+        async def said(agent: str, session: str) -> str:
+            asked = ["hi", None, agent, None, False]
+            told = (await call(("send", "click"), *asked, session=session))[-1]
+            return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
+
+        opened = (await call((None, "load"), [], None))[-1]
+        shared = f"shared {right[-9:]}"
+        await call((None, "load"), [], None, session=shared, by=world.client)
+        asked = (("tea", right[-9:]), ("milk", right[-9:]), ("milk", shared))
+        return {
+            "shows_why": opened[3]["visible"],
+            "why": (await call(("why", "expand"), None))[0][0],
+            "offers": [name for name, _ in opened[2]["choices"]],
+            "says": [await said(agent, session) for agent, session in asked],
+            "names_milk": "milk" in json.dumps(page),  # before it was opened
+        }
 
 
 def write_something(settings: Settings) -> None:
@@ -149,11 +169,9 @@ def write_something(settings: Settings) -> None:
 
 def gives_text(world: World, path: str, right: str) -> bool:
     """Say whether a GET gives the words back, of the agent and the person that are there."""
-    if path.startswith("/ui/") and "gradio_api" in path and right == world.client:
-        if not path.startswith("/ui/review"):
-            return False  # the chat's own queue and streams, which have no end
-    elif path.startswith("/ui/") and right != world.client:
-        return False  # no agent's key opens the pages; an admin's does by intention
+    streams = "gradio_api" in path and not path.startswith("/ui/review")
+    if path.startswith("/ui/") and (streams or right == world.admin):
+        return False  # the chat's own queue and streams have no end; an admin's are by intention
     names = {"rater:path": "ann", "agent_id": "tea", "interaction_id": "i-1", "name": "tea"}
     for name, known in names.items():
         path = path.replace(name, known)

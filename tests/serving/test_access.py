@@ -63,10 +63,22 @@ def test_what_people_wrote_is_shown_to_admins_alone(doors: Any) -> None:
 
 
 def test_why_an_answer_scored_so_is_shown_and_told_to_admins_alone(doors: Any) -> None:
-    assert doors["why"] == {
-        "admin": [True, "There is no answer yet."],
-        "client": [False, "This is for admins."],
-    }
+    why = {who: [chat["shows_why"], chat["why"]] for who, chat in doors["chat"].items()}
+    nobody = [False, "This is for admins."]
+    assert why == {"admin": [True, "There is no answer yet."], "client": nobody, "tea": nobody}
+
+
+def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) -> None:
+    offers = {who: chat["offers"] for who, chat in doors["chat"].items()}
+    assert offers == {"admin": ["milk", "tea"], "client": ["milk", "tea"], "tea": ["tea"]}
+    away = "the upstream at"  # it was asked, and nobody is there
+    for who in ("admin", "client"):
+        assert all(said.startswith(away) for said in doors["chat"][who]["says"])
+    own, other, shared = doors["chat"]["tea"]["says"]
+    assert own.startswith(away)
+    assert other == "Value: milk is not in the list of choices: ['tea']"
+    assert shared == "this key is for agent 'tea' alone"
+    assert not doors["chat"]["tea"]["names_milk"]
 
 
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])
@@ -91,8 +103,11 @@ def test_every_route_is_refused_without_a_right_except_the_list(doors: Any) -> N
 @pytest.mark.parametrize(
     ("method", "path", "codes"),  # of the admin's, the client's and the one agent's key
     [
-        ("GET", "/ui/", (404, 404, 403)),
+        ("GET", "/ui/", (404, 404, 404)),  # there are no pages here
+        ("GET", "/your-data", (404, 404, 404)),
+        ("GET", "/", (404, 404, 404)),
         ("GET", "/ui/review/", (404, 403, 403)),
+        ("GET", "/uirest", (404, 403, 403)),
         ("GET", "/metrics", (200, 403, 403)),
         ("GET", "/openapi.json", (200, 200, 403)),
         ("GET", "/v1/models", (200, 200, 403)),

@@ -1,20 +1,21 @@
 """The chat page: conversation, votes, and two answers side by side.
 
-Whatever models or people write is shown as plain text, never as markdown or HTML. Who signed in
-with an admin's key also sees why the answer scored as it did; nobody else's request gets that.
+Whatever models or people write is shown as plain text, never as markdown or HTML. A key for one
+agent opens the page with that agent alone. Who signed in with an admin's key also sees why the
+answer scored as it did; nobody else's request gets that.
 """
 
 from __future__ import annotations
 
 import html
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from rlhf_pipeline.errors import PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
 from rlhf_pipeline.records import FeedbackKind, uuid7
-from rlhf_pipeline.serving.access import Right
+from rlhf_pipeline.serving.access import Right, right_in
 from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
 from rlhf_pipeline.serving.pages.visitors import Visitors
@@ -37,7 +38,6 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
     """Return the page as Gradio Blocks."""
     import gradio as gr
 
-    agents = desk.agents()
     with gr.Blocks(title="Chat", analytics_enabled=False, fill_height=True) as page:
         wants = gr.BrowserState([], storage_key="rlhf-wants")
         history = gr.State([])  # (question, answer) turns
@@ -45,9 +45,8 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
         first = gr.State("this")  # which of the pair stands on the left
         session = gr.State("")
         with gr.Row():
-            agent = gr.Dropdown(
-                agents, value=agents[0] if agents else None, label="Assistant", elem_id="agent"
-            )
+            # Which there are, it is told when it opens: the page is the same for every key.
+            agent = gr.Dropdown([], value=None, label="Assistant", elem_id="agent")
             pair_mode = gr.Checkbox(False, label="Show two answers", elem_id="pair-mode")
             renew = gr.Button("New conversation", elem_id="renew")
         talk = gr.Chatbot(
@@ -186,17 +185,18 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
     return page
 
 
-def assistants(gr: Any, desk: Desk, now: str | None) -> Any:
+def assistants(gr: Any, agents: Sequence[str], now: str | None) -> Any:
     """Return the list of assistants as it is at this moment; the chosen one stays."""
-    agents = desk.agents()
     return gr.update(choices=agents, value=now or next(iter(agents), None))
 
 
 def _opened(gr: Any, desk: Desk) -> Callable[..., tuple[Any, ...]]:
     def opened(chosen: list[str], now: str | None, request: Any) -> tuple[Any, ...]:
         """Return what the page begins with, and what an admin alone sees."""
-        asks = gr.update(visible=_is_admins(request))
-        return chosen, uuid7(), assistants(gr, desk, now), asks
+        right = _right_of(request)
+        agents = [agent for agent in desk.agents() if right.reaches(agent)]
+        asks = gr.update(visible=right.role == "admin")
+        return chosen, uuid7(), assistants(gr, agents, now), asks
 
     opened.__annotations__["request"] = gr.Request
     return opened
@@ -205,7 +205,8 @@ def _opened(gr: Any, desk: Desk) -> Callable[..., tuple[Any, ...]]:
 def _why(gr: Any, desk: Desk) -> Callable[..., Iterator[str]]:
     def why(answer: Answer | None, request: Any) -> Iterator[str]:
         """Tell an admin why the newest answer scored so; to anybody else that it is an admin's."""
-        if not _is_admins(request):  # whatever the page shows, a request may be made by hand
+        # Whatever the page shows, a request may be made by hand.
+        if _right_of(request).role != "admin":
             yield "This is for admins."
             return
         if answer is None:
@@ -221,11 +222,9 @@ def _why(gr: Any, desk: Desk) -> Callable[..., Iterator[str]]:
     return why
 
 
-def _is_admins(request: Any) -> bool:
-    """Say whether the door (access.py) let this request in with an admin's right."""
-    scope = getattr(getattr(request, "request", None), "scope", None) or {}
-    right = scope.get("rlhf.right")
-    return isinstance(right, Right) and right.role == "admin"
+def _right_of(request: Any) -> Right:
+    """Return the right with which the door (access.py) let this request in."""
+    return right_in(getattr(getattr(request, "request", None), "scope", None) or {})
 
 
 def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tuple[Any, ...]]]:
@@ -243,6 +242,8 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             prompt = said_so_far(history, question)
             if agent is None:
                 raise PipelineError("no assistant has a model yet; its first turn trains one")
+            if not _right_of(request).reaches(agent):
+                raise PipelineError(_right_of(request).alone)
             before = _messages(history)
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]

@@ -2,8 +2,9 @@
 
 Both say how much there is, give it as a JSON file, and erase it once that was confirmed on a page
 of its own, all by what /v1/raters calls as well. Whose data it is, the browser's signed cookie says
-on the one, and an admin on the other; access.py keeps clients from that. To erase takes a word that
-the page before signed, so a form on another site cannot do it.
+on the one (with a key for one agent, what that agent holds), and an admin on the other; access.py
+keeps clients from that. To erase takes a word that the page before signed, so a form on another
+site cannot do it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.responses import Response
 
 from rlhf_pipeline.erasure import erase, held_about, told
 from rlhf_pipeline.errors import UnknownRater
-from rlhf_pipeline.serving.access import sign, unsign
+from rlhf_pipeline.serving.access import right_in, sign, unsign
 from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table, whole
 from rlhf_pipeline.serving.pages.visitors import Visitors
 from rlhf_pipeline.serving.raters_api import REFUSALS, refusal
@@ -76,7 +77,7 @@ def add_data_pages(
         rater = visitors.person(request.cookies)
         if rater is None:
             raise UnknownRater(NOTHING_YET)
-        return {"rater": rater, "agent": "", "unsigned": ""}
+        return {"rater": rater, "agent": right_in(request.scope).agent_id or "", "unsigned": ""}
 
     def rater(request: Request, typed: Asked) -> Asked:
         return {name: typed.get(name, "") for name in ("rater", "agent", "unsigned")}

@@ -91,7 +91,7 @@ def review_page(desk: Desk) -> Any:
             api_visibility="private",
         )
         page.load(  # a name typed before the kept one has come is left alone
-            lambda kept, now: (kept or gr.skip(), assistants(gr, desk, now)),
+            lambda kept, now: (kept or gr.skip(), assistants(gr, desk.agents(), now)),
             [name, agent],
             [who, agent],
             api_visibility="private",
