@@ -17,8 +17,8 @@ def assessments_in_mlflow(
 ) -> dg.SensorResult | dg.SkipReason:
     """Store what was assessed since the last look; the usual sensor then asks for the turn.
 
-    The cursor only spares work: an assessment's key keeps it from being stored twice. It moves
-    after the votes are stored, so what a crash interrupts is read again.
+    The cursor says which of the older traces are next; an assessment's key keeps it from being
+    stored twice. It moves after the votes are stored, so what a crash interrupts is read again.
     """
     if not (pipeline.settings().pages.log_traces and pipeline.settings().feedback.enabled):
         return dg.SkipReason("pages.log_traces is off: there are no traces to look at")
@@ -42,9 +42,9 @@ def assessments_in_mlflow(
             ),
         )
         fresh, unfit = sum(not one.known for one in stored), pipeline.store.quarantine(aside)
-        if fresh or unfit:  # the newest come again at every look, and are known by then
+        if fresh or unfit:  # what was read comes again, and is known by then
             said.append(f"{agent_id}: {fresh} new votes, {unfit} set aside")
             log.info("assessments taken in", agent=agent_id, votes=fresh, aside=unfit)
-        cursor[agent_id] = found.newest_ms
+        cursor[agent_id] = found.turn_ms
     words = "; ".join(said) or "nothing was assessed since the last look"
     return dg.SensorResult(skip_reason=words, cursor=json.dumps(cursor))

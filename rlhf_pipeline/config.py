@@ -699,7 +699,7 @@ class RetentionSettings(Section):
     )
     traces: KeptSettings = Field(
         KeptSettings(newest=10_000, days=90),
-        description="Chats in MLflow; 30 days at least, for so long votes on them are taken in.",
+        description="Chats in MLflow; 30 days at least, so that people can vote on them.",
     )
     runs: KeptSettings = Field(
         KeptSettings(newest=50, days=30),
@@ -708,10 +708,10 @@ class RetentionSettings(Section):
 
     @model_validator(mode="after")
     def _traces_outlast_their_votes(self) -> RetentionSettings:
-        if self.traces.days < 30:  # registry/traces.py LOOKBACK
+        if self.traces.days < 30:
             raise ValueError(
-                f"traces.days must be 30 or more, found {self.traces.days:g}: votes on them are "
-                "taken in for so long"
+                f"traces.days must be 30 or more, found {self.traces.days:g}: people need so long "
+                "to vote on them"
             )
         return self
 

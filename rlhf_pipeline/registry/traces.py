@@ -4,16 +4,19 @@ Somebody who labels in MLflow's review queues needs nothing else: thumbs, number
 expected answer, or {"chosen", "rejected"} on a trace come back as votes on its interaction. Each
 assessment is one event however often it is read, and one that is changed supersedes itself.
 
-What this does not see: assessments on traces older than LOOKBACK (MLflow cannot be asked for what
-was assessed lately, only for what was said lately), and those whose trace names no interaction.
+MLflow can be asked for what was said lately, not for what was assessed lately. So a look reads the
+NEWEST traces, and of all of them the next IN_TURN, oldest first and round again: it costs the same
+however many there are, and what is said about an old one is heard after traces / IN_TURN looks at
+most. What this does not see: assessments whose trace names no interaction.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import FeedbackRefused
@@ -26,14 +29,14 @@ from rlhf_pipeline.records import (
     Source,
     as_messages,
     hash_rater,
-    now,
 )
 from rlhf_pipeline.registry.tracking import mlflow_refusals
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
-LOOKBACK = timedelta(days=30)
+NEWEST = 1000  # traces that every look reads
+IN_TURN = 500  # and so many of all of them, further at each look
 PAGE = 100  # traces a call
 INTERACTION = "rlhf.interaction_id"  # a trace's tag
 SHOWN = 1000  # characters of a preview
@@ -48,7 +51,7 @@ class Read:
 
     events: tuple[Feedback, ...]
     aside: tuple[QuarantinedRow, ...]
-    newest_ms: int  # of the assessments' last change; where the next look may begin
+    turn_ms: int  # since 1970: when the trace was said at which the next look's turn begins
 
 
 def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
@@ -93,19 +96,19 @@ def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
     return trace_id
 
 
-def read_assessments(registry: ModelRegistry, agent_id: str, since_ms: int = 0) -> Read:
-    """Return what was said or changed at `since_ms` (milliseconds since 1970) or later.
+def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -> Read:
+    """Return what is said about the newest traces, and about those whose turn it is.
 
-    What was read before comes again with the same key, so the store knows it.
+    The turn begins with what was said at `turn_ms`, as the look before returned it. What was read
+    before comes again with the same key, so the store knows it.
     """
     events: list[Feedback] = []
     aside: list[QuarantinedRow] = []
-    newest = since_ms
-    for interaction_id, trace_id, assessment in _assessments(registry, agent_id):
+    traces, next_turn = _looked_at(registry, agent_id, turn_ms)
+    for interaction_id, trace_id, assessment in _assessments(traces):
         changed = int(assessment.last_update_time_ms or assessment.create_time_ms or 0)
-        if changed < since_ms or assessment.valid is False:
+        if assessment.valid is False:
             continue
-        newest = max(newest, changed)
         try:
             event = event_of(assessment, agent_id, interaction_id, registry, changed)
             check_event(event)
@@ -114,7 +117,7 @@ def read_assessments(registry: ModelRegistry, agent_id: str, since_ms: int = 0) 
             aside.append(QuarantinedRow(agent_id, refusal.rule, str(refusal), "mlflow", raw=raw))
         else:
             events.append(event)
-    return Read(tuple(events), tuple(aside), newest)
+    return Read(tuple(events), tuple(aside), next_turn)
 
 
 def event_of(
@@ -187,28 +190,51 @@ def _interaction(registry: ModelRegistry, interaction_id: str) -> Interaction:
     return found
 
 
-def _assessments(registry: ModelRegistry, agent_id: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield interaction id, trace id and assessment of every trace within the look back."""
+def _assessments(traces: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield interaction id, trace id and assessment, of the traces that name an interaction."""
+    for trace in traces:
+        interaction_id = trace.info.tags.get(INTERACTION)
+        for assessment in trace.info.assessments if interaction_id else ():
+            yield interaction_id, trace.info.trace_id, assessment
+
+
+def _looked_at(registry: ModelRegistry, agent_id: str, turn_ms: int) -> tuple[Collection[Any], int]:
+    """Return the newest traces and those whose turn it is, each once, and where the next begins."""
     from rlhf_pipeline.registry.models import model_name
 
     with mlflow_refusals("reading assessments"):
         experiment = registry.client.get_experiment_by_name(model_name(agent_id))
         if experiment is None:
+            return (), 0
+        place = experiment.experiment_id
+        newest = list(islice(_traces(registry, place, "timestamp_ms DESC"), NEWEST))
+        found = {trace.info.trace_id: trace for trace in newest}
+        if len(newest) < NEWEST:
+            return found.values(), 0  # that is all there are
+        last_ms = turn_ms
+        for n, trace in enumerate(_traces(registry, place, "timestamp_ms ASC", turn_ms)):
+            said_ms = int(trace.info.request_time)
+            if n >= IN_TURN and said_ms > last_ms:  # those of one moment stay together
+                return found.values(), said_ms
+            found[trace.info.trace_id], last_ms = trace, said_ms
+        return found.values(), 0
+
+
+def _traces(
+    registry: ModelRegistry, experiment: str, order: str, since_ms: int = 0
+) -> Iterator[Any]:
+    """Yield an experiment's traces in this order, without their spans, a page at a call."""
+    token: str | None = None
+    while True:
+        page = registry.client.search_traces(
+            locations=[experiment],
+            filter_string=f"trace.timestamp_ms >= {since_ms}",
+            order_by=[order],
+            include_spans=False,
+            max_results=PAGE,
+            page_token=token,
+        )
+        yield from page
+        token = page.token
+        if not token:
             return
-        begin = int((now() - LOOKBACK).timestamp() * 1000)
-        token: str | None = None
-        while True:
-            page = registry.client.search_traces(
-                locations=[experiment.experiment_id],
-                filter_string=f"trace.timestamp_ms > {begin}",
-                include_spans=False,
-                max_results=PAGE,
-                page_token=token,
-            )
-            for trace in page:
-                interaction_id = trace.info.tags.get(INTERACTION)
-                for assessment in trace.info.assessments if interaction_id else ():
-                    yield interaction_id, trace.info.trace_id, assessment
-            token = page.token
-            if not token:
-                return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from automation.assessments import assessments_in_mlflow
 from resources.pipeline import Pipeline
 from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.registry import traces
 from rlhf_pipeline.registry.traces import log_interaction
 from tests.assets.world import write_recipe
 
@@ -30,8 +32,9 @@ class Traced:
         self.client = self.pipeline.registry.client._tracing_client
         self.cursor: str | None = None
 
-    def say(self, completion: str) -> str:
-        interaction = Interaction(uuid7(), AGENT, user_prompt("how much?"), completion, 0, now())
+    def say(self, completion: str, when: datetime | None = None) -> str:
+        prompt = user_prompt("how much?")
+        interaction = Interaction(uuid7(), AGENT, prompt, completion, 0, when or now())
         self.pipeline.store.add_interactions([interaction])
         return log_interaction(self.pipeline.registry, interaction)
 
@@ -117,6 +120,38 @@ def test_what_is_said_late_or_changed_is_heard(traced: Traced) -> None:
     traced.client.update_assessment(old, late.assessment_id, changed)
     assert traced.tick().startswith("shop: 1 new votes")
     assert [vote[1] for vote in traced.votes()] == [1.0, 0.0]
+
+
+def test_what_is_said_about_an_old_trace_is_heard_in_its_turn(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, number in (("NEWEST", 2), ("IN_TURN", 3), ("PAGE", 2)):
+        monkeypatch.setattr(traces, name, number)
+    days = (400, 90, 60, 60, 60, 60, *range(40, 25, -1))  # four of one moment: longer than a turn
+    noon = now()
+    said = [traced.say(f"{n}", noon - timedelta(days=n)) for n in days]
+    read: list[str] = []
+    search = traced.pipeline.registry.client.search_traces
+
+    def searched(**asked: Any) -> Any:
+        page = search(**asked)
+        read.extend(trace.info.trace_id for trace in page)
+        return page
+
+    monkeypatch.setattr(traced.pipeline.registry.client, "search_traces", searched)
+    for labelled in (said[0], said[4], said[12], said[-1], said[1]):
+        traced.label(labelled, "thumbs", True)
+        told = []
+        for _ in range(-(-len(said) // 3) + 1):
+            before = len(read)
+            told.append(traced.tick())
+            assert (
+                len(read) - before <= 2 + 3 + 3 + 2
+            )  # newest, turn, of one moment, rest of a page
+        assert told.count("shop: 1 new votes, 0 set aside") == 1
+        assert told.count("nothing was assessed since the last look") == len(told) - 1
+    assert set(read) == set(said)
+    assert len(traced.votes()) == 5
 
 
 def test_without_traces_there_is_nothing_to_look_at(tmp_path: Path) -> None:
