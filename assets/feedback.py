@@ -38,6 +38,7 @@ def feedback_snapshot(
             watermark,
             turn.data / SNAPSHOT,
             redacts=turn.settings.feedback.redact,
+            regions=turn.settings.feedback.phone_regions,
         )
     redacted = snapshot.redacted_in(taken.path) or {}
     return dg.MaterializeResult(

@@ -24,6 +24,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -169,6 +170,12 @@ class FeedbackSettings(Section):
     redact: bool = Field(
         True, description="Take e-mails, phones, cards, keys and IPs out of what is trained on."
     )
+    phone_regions: tuple[str, ...] = Field(
+        ("US", "GB", "DE", "FR"),
+        description="Where a phone number may stand without its country's code, each as two "
+        "letters (ISO 3166); with it any country's is found. Of a region whose numbers begin with "
+        "no 0 (ES, DK), ordinary numbers in the same groups are taken out too.",
+    )
     votes_per_minute: Positive | None = Field(
         120,
         description="Of one rater to one agent over HTTP, and as many at once after a pause; more "
@@ -177,6 +184,18 @@ class FeedbackSettings(Section):
     drop_folder: str = Field(
         "inbox", description="Folder in the state whose JSONL files are taken."
     )
+
+    @field_validator("phone_regions")
+    @classmethod
+    def _regions_are_known(cls, regions: tuple[str, ...]) -> tuple[str, ...]:
+        from rlhf_pipeline.feedback.privacy import unknown_regions
+
+        if unknown := unknown_regions(regions):
+            raise ValueError(
+                "needed regions in two capitals whose phone numbers are known (US, ES, ...), "
+                f"found {', '.join(unknown)[:200]}; name others"
+            )
+        return regions
 
 
 class ValidationSettings(Section):

@@ -195,7 +195,9 @@ def without_gold(turn: Turn, frame: pd.DataFrame) -> pd.DataFrame:
     if settings.gold_questions is None:
         return frame
     path = Path(settings.gold_questions)
-    better = gold.read_questions(path, turn.agent_id, redacts=settings.redact)
+    better = gold.read_questions(
+        path, turn.agent_id, redacts=settings.redact, regions=settings.phone_regions
+    )
     rest, found = gold.set_apart(frame, better)
     gold.write_answers(answers, found)
     return rest

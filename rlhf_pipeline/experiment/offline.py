@@ -10,6 +10,7 @@ Seed conversations, which version 0 imitated, do not count as seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +113,9 @@ def offline(
     folder = reward_folder(judge, "gate")
     found = logged(registry.ledger.database, agent_id)
     trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
-    held_out = [text for text in found if _as_trained(text) not in trained_on][:prompts]
-    seen = [text for text in found if _as_trained(text) in trained_on]
+    regions = settings.feedback.phone_regions
+    held_out = [text for text in found if _as_trained(text, regions) not in trained_on][:prompts]
+    seen = [text for text in found if _as_trained(text, regions) in trained_on]
     seen = seen[: max(0, min(FEWEST, prompts) - len(held_out))]
     policy = settings.policy
     compared = compare(
@@ -215,10 +217,12 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
     return found
 
 
-def _as_trained(text: str) -> str:
+def _as_trained(text: str, regions: Sequence[str]) -> str:
     """Return a logged prompt as a snapshot would hold it, personal details taken out."""
     turns = prompt_from_json(text)
-    return prompt_to_json(tuple(Message(turn.role, redact(turn.content)[0]) for turn in turns))
+    return prompt_to_json(
+        tuple(Message(turn.role, redact(turn.content, regions)[0]) for turn in turns)
+    )
 
 
 def _divide_alike(one: ModelVersion, other: ModelVersion) -> bool:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.lines import Position
-from rlhf_pipeline.feedback.privacy import redact
+from rlhf_pipeline.feedback.privacy import NATIONAL, redact
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.records import Feedback, FeedbackKind, Message, QuarantinedRow, prompt_to_json
 
@@ -52,8 +52,10 @@ class Tally:
         return self.right + self.wrong
 
 
-def read_questions(path: Path, agent_id: str, *, redacts: bool) -> dict[Question, str]:
-    """Return each question's better answer, as a snapshot has the texts.
+def read_questions(
+    path: Path, agent_id: str, *, redacts: bool, regions: Sequence[str] = NATIONAL
+) -> dict[Question, str]:
+    """Return each question's better answer, as a snapshot has the texts that was taken alike.
 
     Raises SourceError where the file cannot be read, holds nothing, or anything but pairs of which
     one is better.
@@ -64,7 +66,7 @@ def read_questions(path: Path, agent_id: str, *, redacts: bool) -> dict[Question
         if isinstance(row, QuarantinedRow):
             found = row.detail
         elif row.kind is FeedbackKind.preference and row.choice in ("left", "right") and row.prompt:
-            question, chosen = _question(row, redacts)
+            question, chosen = _question(row, redacts, regions)
             if len(question[1]) == 2:
                 better[question] = chosen
                 continue
@@ -124,9 +126,9 @@ def read_answers(path: Path) -> list[GoldAnswer]:
         return [GoldAnswer(**json.loads(line)) for line in file]
 
 
-def _question(row: Feedback, redacts: bool) -> tuple[Question, str]:
+def _question(row: Feedback, redacts: bool, regions: Sequence[str]) -> tuple[Question, str]:
     def seen(text: str | None) -> str:
-        return redact(text or "")[0] if redacts else text or ""
+        return redact(text or "", regions)[0] if redacts else text or ""
 
     prompt = tuple(Message(m.role, seen(m.content)) for m in row.prompt or ())
     this, other = seen(row.completion), seen(row.other_completion)

@@ -3,16 +3,17 @@
 E-mail addresses, phone numbers, payment cards (Luhn), API keys and tokens, IP addresses: each
 becomes a mark that says its kind, so the same text always gives the same text, and a text that was
 cleaned stays as it is. Rules alone, no model, and for phone numbers Google's libphonenumber: any
-country's with its code, and as they are dialled at home those of NATIONAL. What this does not find
-is names, places, and numbers written in words; other countries' numbers without their code; and
-those without a +, brackets or separators, which may be any number.
+country's with its code, and as they are dialled at home those of the regions that are named
+(`feedback.phone_regions`). What this does not find is names, places, and numbers written in words;
+other regions' numbers without their code; and those without a +, brackets or separators, which may
+be any number.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Counts = dict[str, int]
 """How many of each kind were found."""
@@ -50,22 +51,26 @@ PHONE = re.compile(
 DIALLED = re.compile(
     r"(?<![\w.,+/-])[+(]?[0-9][0-9 ()./-]{5,24}[0-9](?![\w]|[.,-][0-9])",
 )
-NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out
+NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out, if not said
 MOST_GROUPS = 7  # of digits in a phone number: a row of many short ones is none
 DIGITS = range(7, 16)  # in a phone number; ITU-T E.164 has 15 at most, with the country's code
 
 
-def redact(text: str) -> tuple[str, Counts]:
-    """Return the text with a mark like [email] for each find, and how many of each kind."""
+def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
+    """Return the text with a mark like [email] for each find, and how many of each kind.
+
+    `regions` (two letters, ISO 3166) are where a phone number may stand without its country's code.
+    """
     counts: Counts = {}
     before = None
     while text != before:  # what is taken out may have hidden something beside it
-        before, text = text, _redact_once(text, counts)
+        before, text = text, _redact_once(text, counts, regions)
     return text, counts
 
 
-def _redact_once(text: str, counts: Counts) -> str:
-    for kind, pattern, is_one in RULES:
+def _redact_once(text: str, counts: Counts, regions: Sequence[str]) -> str:
+    dialled: Rule = ("phone", DIALLED, lambda run: _is_phone(run, regions))
+    for kind, pattern, is_one in (*RULES, dialled):
 
         def mark(
             found: re.Match[str],
@@ -109,7 +114,14 @@ def is_somebodys_address(text: str) -> bool:
     return not (address.is_loopback or address.is_unspecified)
 
 
-def _is_phone(text: str) -> bool:
+def unknown_regions(regions: Sequence[str]) -> list[str]:
+    """Return those of the regions whose phone numbers nobody here knows."""
+    import phonenumbers
+
+    return [region for region in regions if region not in phonenumbers.SUPPORTED_REGIONS]
+
+
+def _is_phone(text: str, regions: Sequence[str]) -> bool:
     """Say whether a run of digits is somebody's number, grouped as it is there.
 
     By https://github.com/google/libphonenumber, in Python.
@@ -121,18 +133,31 @@ def _is_phone(text: str) -> bool:
         return False
     import phonenumbers
 
-    # A number begins with 0 at home in the others, and never does in the first.
-    regions = NATIONAL[1:] if text.lstrip("(").startswith("0") else NATIONAL[:1]
+    first = text.lstrip("(")[0]
+    # With its country's code a number is the same from everywhere.
+    places = [None] if first == "+" else [one for one in regions if _may_begin(one, first)]
     return any(
         found.raw_string == text
-        for region in regions
+        for region in places
         for found in phonenumbers.PhoneNumberMatcher(
             text, region, leniency=phonenumbers.Leniency.STRICT_GROUPING
         )
     )
 
 
-RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
+def _may_begin(region: str, first: str) -> bool:
+    """Say whether a number dialled within the region may begin so: most that dial a 0 always do."""
+    import phonenumbers
+
+    known = phonenumbers.PhoneMetadata.metadata_for_region(region)
+    prefix = None if known is None else known.national_prefix
+    return prefix is None or prefix.startswith("0") == (first == "0")
+
+
+Rule = tuple[str, re.Pattern[str], Callable[[str], bool]]
+"""A kind, what may be one, and whether it is."""
+
+RULES: tuple[Rule, ...] = (
     ("key", PRIVATE_KEY, _always),
     ("key", KEY, _always),
     ("email", EMAIL, _always),
@@ -140,5 +165,4 @@ RULES: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
     ("ip", IP4, is_somebodys_address),
     ("ip", IP6, is_somebodys_address),
     ("phone", PHONE, _always),
-    ("phone", DIALLED, _is_phone),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import NotEnoughData
-from rlhf_pipeline.feedback.privacy import Counts, redact
+from rlhf_pipeline.feedback.privacy import NATIONAL, Counts, redact
 from rlhf_pipeline.records import Message, now, prompt_from_json, prompt_to_json, uuid7
 
 if TYPE_CHECKING:
@@ -66,11 +66,12 @@ def take(
     path: Path,
     *,
     redacts: bool = True,
+    regions: Sequence[str] = NATIONAL,
 ) -> Snapshot:
     """Write the votes up to the watermark to `path` (parquet) and record the snapshot.
 
-    Memory stays bounded: rows stream from the database to the file. Raises NotEnoughData where the
-    agent has no feedback at all.
+    `regions` are as `redact` takes them. Memory stays bounded: rows stream from the database to the
+    file. Raises NotEnoughData where the agent has no feedback at all.
     """
     import pandas as pd
     import pyarrow as pa
@@ -85,7 +86,7 @@ def take(
         for some in _read(database, _ROWS, agent_id, watermark):
             frame = pd.DataFrame(some, columns=_schema(pa).names)
             if redacts:
-                _redact(frame, redacted)
+                _redact(frame, redacted, regions)
             writer.write_table(pa.Table.from_pandas(frame, _schema(pa), preserve_index=False))
             rows += len(some)
         if redacts:
@@ -153,11 +154,11 @@ def redacted_in(path: str | Path) -> Counts | None:
     return None if told is None else dict(json.loads(told))
 
 
-def _redact(frame: pd.DataFrame, counts: Counts) -> None:
+def _redact(frame: pd.DataFrame, counts: Counts, regions: Sequence[str]) -> None:
     """Clean the frame's texts in place, and add what was found to `counts`."""
 
     def clean(text: str) -> str:
-        cleaned, found = redact(text)
+        cleaned, found = redact(text, regions)
         for kind, n in found.items():
             counts[kind] = counts.get(kind, 0) + n
         return cleaned

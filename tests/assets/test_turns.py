@@ -10,6 +10,7 @@ import pytest
 from resources.compute import Compute
 from resources.pipeline import Pipeline, bootstrap_mark
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
 from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
 
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
@@ -160,6 +161,24 @@ def test_votes_that_come_in_after_the_watermark_wait_for_the_next_turn(loop: Loo
     [event] = result.asset_materializations_for_node("feedback_snapshot")
     assert event.metadata["dagster/row_count"].value == votes
     assert loop.pipeline.claims.history(agent)[0].watermark == watermark
+
+
+def test_a_snapshot_takes_out_the_phone_numbers_of_the_agents_own_regions(loop: Loop) -> None:
+    agent = loop.agent("dutch", feedback={"phone_regions": ["NL"]})
+    about: dict[str, Any] = {
+        "prompt": user_prompt("bel 020 123 4567"),
+        "completion": "ring 07700 900123",
+    }
+    vote = Feedback(agent, FeedbackKind.thumbs, "k", number=1.0, **about)
+    loop.pipeline.store.append([vote])
+    result = loop.run("retrain", agent, only=["feedback_snapshot"])
+    assert result.success, failures(result)
+    [claim] = loop.pipeline.claims.history(agent)
+    taken = snapshot.find(loop.pipeline.database, agent, claim.fingerprint)
+    assert taken is not None
+    [row] = snapshot.read(taken.path).itertuples()
+    assert row.prompt == prompt_to_json(user_prompt("bel [phone]"))
+    assert row.completion == "ring 07700 900123"  # a British one
 
 
 def test_a_turn_goes_on_from_the_version_0_that_bootstrap_trained(loop: Loop, settled: str) -> None:

@@ -69,6 +69,17 @@ def test_answers_are_told_right_from_wrong_however_they_were_shown(tmp_path: Pat
     assert rest["prompt"].tolist() == [PLAIN]
 
 
+def test_questions_are_read_as_a_snapshot_of_these_regions_has_them(tmp_path: Path) -> None:
+    rows = {"prompt": "bel 020 123 4567?", "chosen": "yes", "rejected": "no"}
+    path = asked(tmp_path, rows)
+    frame = votes(("ann", prompt_to_json(user_prompt("bel [phone]?")), "yes", "no", "left", "this"))
+    for regions, kept in ((["NL"], 0), (["US"], 1)):
+        chosen = {"gold_questions": str(path), "phone_regions": regions}
+        settings = load_settings("tiny", {"feedback": chosen})
+        turn = Turn("tea", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
+        assert len(without_gold(turn, frame)) == kept
+
+
 def test_nothing_said_on_their_prompts_reaches_a_data_set(tmp_path: Path) -> None:
     thumb = SAID.tail(1).assign(kind="thumbs", prompt=SUM, number=1.0, choice=None)
     path = asked(tmp_path, *QUESTIONS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pipeline.feedback.privacy import redact
+from rlhf_pipeline.config import FeedbackSettings
+from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,35 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
 )
 def test_ordinary_numbers_and_words_stay(text: str) -> None:
     assert redact(text) == (text, {})
+
+
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        ("ES", "llama al 912 34 56 78"),
+        ("NL", "bel 020 123 4567"),
+        ("IT", "chiama 06 6988 3145"),
+        ("IN", "call 098765 43210"),
+        ("HU", "hívd: (06 1) 345 6789"),
+        ("US", "ring 212 555 0100"),
+    ],
+)
+def test_a_number_dialled_at_home_is_one_where_its_region_is_named(region: str, text: str) -> None:
+    words = text[: re.search(r"[(0-9]", text).start()]  # type: ignore[union-attr]
+    assert redact(text, (region,)) == (f"{words}[phone]", {"phone": 1})
+    elsewhere = "GB" if region == "US" else "US"
+    assert redact(text, (elsewhere,)) == (text, {})
+    assert redact(text, ()) == (text, {})
+    assert redact("+34 912 34 56 78 and +31 20 123 4567", ())[0] == "[phone] and [phone]"
+
+
+def test_regions_nobody_knows_are_refused_by_name() -> None:
+    assert FeedbackSettings().phone_regions == NATIONAL
+    assert unknown_regions(NATIONAL) == []
+    assert FeedbackSettings(phone_regions=("ES",)).phone_regions == ("ES",)
+    for unfit in ("XX", "es", "ESP"):
+        with pytest.raises(ValueError, match=f"found {unfit}; name others"):
+            FeedbackSettings(phone_regions=("ES", unfit))
 
 
 @given(st.floats(-1e6, 1e6).map(lambda x: f"{x:,.2f}") | st.integers(0, 10**9).map(str))

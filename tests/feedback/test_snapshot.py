@@ -134,6 +134,9 @@ def test_what_identifies_people_stays_out_of_the_file(store: FeedbackStore, tmp_
     assert row.prompt == prompt_to_json(user_prompt("I am\n[email], who are you?"))
     assert (row.completion, row.comment) == ("Call [phone]", "[email]")
     assert snapshot.redacted_in(paths[0]) == {"email": 2, "phone": 1}
+    store.append([replace(THUMBS, completion="bel 020 123 4567", idempotency_key="nl")])
+    snapshot.take(store.database, "tea", 10, paths[1], regions=("NL",))
+    assert snapshot.read(paths[1]).completion[1] == "bel [phone]"
     snapshot.take(store.database, "tea", 9, paths[2], redacts=False)
     assert snapshot.read(paths[2]).prompt[0] == prompt_to_json(asked)
     assert snapshot.redacted_in(paths[2]) is None
