@@ -194,9 +194,8 @@ def _opened(gr: Any, desk: Desk) -> Callable[..., tuple[Any, ...]]:
     def opened(chosen: list[str], now: str | None, request: Any) -> tuple[Any, ...]:
         """Return what the page begins with, and what an admin alone sees."""
         right = _right_of(request)
-        agents = [agent for agent in desk.agents() if right.reaches(agent)]
         asks = gr.update(visible=right.role == "admin")
-        return chosen, uuid7(), assistants(gr, agents, now), asks
+        return chosen, uuid7(), assistants(gr, _reached(desk, right), now), asks
 
     opened.__annotations__["request"] = gr.Request
     return opened
@@ -222,6 +221,11 @@ def _why(gr: Any, desk: Desk) -> Callable[..., Iterator[str]]:
     return why
 
 
+def _reached(desk: Desk, right: Right) -> list[str]:
+    """Return the assistants within the right."""
+    return [agent for agent in desk.agents() if right.reaches(agent)]
+
+
 def _right_of(request: Any) -> Right:
     """Return the right with which the door (access.py) let this request in."""
     return right_in(getattr(getattr(request, "request", None), "scope", None) or {})
@@ -240,10 +244,13 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
         same = gr.skip()
         try:
             prompt = said_so_far(history, question)
+            right = _right_of(request)
+            if agent is None:  # somebody types faster than the page is told which there are
+                agent = next(iter(_reached(desk, right)), None)
             if agent is None:
                 raise PipelineError("no assistant has a model yet; its first turn trains one")
-            if not _right_of(request).reaches(agent):
-                raise PipelineError(_right_of(request).alone)
+            if not right.reaches(agent):
+                raise PipelineError(right.alone)
             before = _messages(history)
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]
