@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -19,7 +20,12 @@ from transformers import (
 from transformers.activations import NewGELUActivation
 
 from rlhf_pipeline.policy import sampling
-from rlhf_pipeline.policy.packed import Packing, can_pack, fuse_activations
+from rlhf_pipeline.policy.packed import (
+    Packing,
+    can_pack,
+    causal_attention,
+    fuse_activations,
+)
 from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, pad_right, trunk_of
 
 V, PAD = 23, 0
@@ -156,3 +162,30 @@ def test_chosen_logprobs_and_their_gradient_are_log_softmaxs(
     torch.testing.assert_close(found, expected)
     assert ours.grad is not None
     torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_attention_as_large_products_has_the_values_and_gradients_of_torchs_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(3, 2, 9, 4, generator=generator) for _ in range(3)]
+    weights = torch.randn(3, 2, 9, 4, generator=generator)
+    found = []
+    for ours in (True, False):
+        q, k, v = (s.clone().requires_grad_() for s in states)
+        if ours:
+            output = causal_attention(q, k, v, 0.3)
+        else:
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+        found.append([output, *torch.autograd.grad((output * weights).sum(), (q, k, v))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bfloat16_differs_from_float32_by_rounding(name: str) -> None:
+    model = small(name)
+    logprobs, gradients = logprobs_and_gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, rounded_gradients = logprobs_and_gradients(model)
+    torch.testing.assert_close(rounded, logprobs, rtol=0.05, atol=0.1)
+    for one, other in zip(rounded_gradients, gradients, strict=True):
+        assert (one - other).norm() < 0.05 * other.norm() + 1e-3
