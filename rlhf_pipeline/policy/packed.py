@@ -22,25 +22,28 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKED = "rlhf_packed"  # no mask function goes by this name, so transformers builds no mask
+TILE = 64  # tokens: what rows are rounded up to where code is compiled for each shape
 PACKABLE = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where N packed tokens belong: B sequences one after the other, the longest L tokens long."""
+    """Where N packed tokens belong: B sequences one after the other, of at most L tokens."""
 
     lengths: list[int]  # (B,)
     places: Tensor  # (N,), of the tokens in a rectangle of B * L
+    longest: int  # L
+    filler: int = 0  # tokens after the N that belong to no sequence and mean nothing
 
     @property
     def is_rectangle(self) -> bool:
-        """Whether all sequences are equally long."""
-        return min(self.lengths) == max(self.lengths)
+        """Whether all sequences are L tokens long."""
+        return min(self.lengths) == self.longest
 
     def apart(self, states: Tensor) -> Tensor:
         """Return packed states (1, heads, N, width) as (B, heads, L, width), 0 after the end."""
-        packed = states[0].transpose(0, 1)
-        rows, longest = len(self.lengths), max(self.lengths)
+        packed = states[0].transpose(0, 1)[: len(self.places)]
+        rows, longest = len(self.lengths), self.longest
         if not self.is_rectangle:
             shape = (rows * longest, *packed.shape[1:])
             packed = packed.new_zeros(shape).index_copy(0, self.places, packed)
@@ -49,7 +52,11 @@ class Packing:
     def together(self, states: Tensor) -> Tensor:
         """Return states (B, L, heads, width) packed, (1, N, heads, width)."""
         flat = states.flatten(0, 1)
-        return (flat if self.is_rectangle else flat.index_select(0, self.places))[None]
+        return self.filled((flat if self.is_rectangle else flat.index_select(0, self.places))[None])
+
+    def filled(self, states: Tensor) -> Tensor:
+        """Return packed states (1, N, heads, width) with zeros for the filler."""
+        return nn.functional.pad(states, (0, 0, 0, 0, 0, self.filler)) if self.filler else states
 
 
 def can_pack(trunk: nn.Module) -> bool:
@@ -69,20 +76,39 @@ def packed_hidden(
     """
     S = mask.shape[1]
     where = mask.flatten().nonzero()[:, 0]
+    N = len(where)
     lengths = mask.sum(1)
     starts = lengths.cumsum(0) - lengths
     row = where // S
-    positions = torch.arange(len(where), device=ids.device) - starts[row]
-    packing = Packing(lengths.tolist(), row * lengths.max() + positions)
-    read = (where % S >= read_from).nonzero()[:, 0]
-    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, len(where)):
+    positions = torch.arange(N, device=ids.device) - starts[row]
+    longest = int(lengths.max())
+    if int(lengths.min()) < longest:
+        longest = whole_tiles(longest, ids.device, TILE // 4)
+    filler = whole_tiles(N, ids.device) - N
+    packing = Packing(lengths.tolist(), row * longest + positions, longest, filler)
+    fill = (0, filler)
+    # Tokens that are read come first, and among the others some to make their number a round one.
+    is_read = nn.functional.pad(where % S >= read_from, fill)
+    reads = whole_tiles(int(is_read.sum()), ids.device)
+    read = is_read.int().argsort(stable=True, descending=True)[:reads]
+    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, N + filler):
         hidden: Tensor = trunk(
-            input_ids=ids.flatten()[where][None],
-            position_ids=positions[None],
+            input_ids=nn.functional.pad(ids.flatten()[where], fill)[None],
+            position_ids=nn.functional.pad(positions, fill)[None],
             use_cache=False,
             packing=packing,
         ).last_hidden_state
-    return hidden[0], where
+    return hidden[0, :N], where
+
+
+def whole_tiles(count: int, device: torch.device, tile: int = TILE) -> int:
+    """Return the next multiple of `tile` under autocast on a CPU, elsewhere the count itself.
+
+    There oneDNN compiles products for each shape it meets, in about a millisecond and a megabyte,
+    and keeps a thousand of them: where lengths vary, an update meets several hundred.
+    """
+    compiles = device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return -(-count // tile) * tile if compiles else count
 
 
 def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Tensor:
@@ -97,7 +123,7 @@ def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Te
         padded: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
         return padded.flatten(0, 1)
     every = torch.arange(B * S, device=ids.device)
-    packing, read = Packing([S] * B, every), every.view(B, S)[:, read_from:].flatten()
+    packing, read = Packing([S] * B, every, S), every.view(B, S)[:, read_from:].flatten()
     with _attending(trunk, PACKED), _last_mlp_at(trunk, read, B * S):
         hidden: Tensor = trunk(
             input_ids=ids.flatten()[None],
@@ -177,16 +203,19 @@ def _packed_attention(
         output = causal_attention(queries, keys, values, scale)
         return packing.together(output.transpose(1, 2)), None
     if on_cpu and not packing.is_rectangle:
-        sequences = zip(*(torch.split(s, packing.lengths, dim=2) for s in states), strict=True)
+        each = [*packing.lengths, packing.filler]
+        sequences = zip(
+            *(torch.split(s, each, dim=2)[: len(each) - 1] for s in states), strict=True
+        )
         outputs = [sdpa_attention_forward(module, *s, None, **options)[0] for s in sequences]
-        return torch.cat(outputs, dim=1), None
+        return packing.filled(torch.cat(outputs, dim=1)), None
     output, _ = sdpa_attention_forward(module, *map(packing.apart, states), None, **options)
     return packing.together(output), None
 
 
 def is_short(packing: Packing, width: int) -> bool:
     """Return whether heads of this width hold no more probabilities than an MLP holds states."""
-    return max(packing.lengths) <= 4 * width
+    return packing.longest <= 4 * width
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -28,7 +28,7 @@ from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.packed import can_pack, packed_hidden
+from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, whole_tiles
 from rlhf_pipeline.records import Progress, Prompt
 
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
@@ -156,8 +156,9 @@ def decode(
             alive = int((~ended).sum())
             if alive == 0:
                 break
-            if alive <= COMPACT_BELOW * len(rows):
-                keep = (~ended).nonzero()[:, 0]
+            wanted = whole_tiles(alive, device, TILE // 8)  # some that have ended stay to fill it
+            if wanted <= COMPACT_BELOW * len(rows):
+                keep = ended.int().argsort(stable=True)[:wanted].sort().values
                 cache.batch_select_indices(keep)
                 rows, mask, inputs = rows[keep], mask[keep], inputs[keep]
                 last, ended = last[keep], ended[keep]
@@ -361,9 +362,12 @@ def hidden_logprobs(
     renormalised within it. Source: "keep sampling mask", DeepSeek-V3.2 (arXiv:2512.02556) 3.1.
     """
     where = completion_mask.flatten().nonzero()[:, 0]
+    # What is filled up with is computed, and taken by nobody.
+    filler = whole_tiles(len(where), where.device) - len(where)
+    where = nn.functional.pad(where, (0, filler))
     states = hidden.flatten(0, 1).index_select(0, where)
     tokens = completion_ids.flatten()[where]
-    within = None if support is None else support[completion_mask]
+    within = None if support is None else support.flatten(0, 1)[where]
     packed = state_logprobs(model, states, tokens, temperature, within)
     logprobs = packed.new_zeros(completion_ids.shape)
     return logprobs.masked_scatter(completion_mask, packed)

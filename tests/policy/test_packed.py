@@ -19,12 +19,14 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 
-from rlhf_pipeline.policy import sampling
+from rlhf_pipeline.policy import packed, sampling
 from rlhf_pipeline.policy.packed import (
+    TILE,
     Packing,
     can_pack,
     causal_attention,
     fuse_activations,
+    whole_tiles,
 )
 from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, pad_right, trunk_of
 
@@ -80,7 +82,7 @@ def test_packed_rows_have_the_values_and_gradients_of_padded_ones(
 
 
 def test_packed_states_come_apart_into_a_rectangle_and_together_again() -> None:
-    packing = Packing([2, 3, 1], torch.tensor([0, 1, 3, 4, 5, 6]))
+    packing = Packing([2, 3, 1], torch.tensor([0, 1, 3, 4, 5, 6]), longest=3)
     states = torch.arange(1.0, 25.0).view(1, 2, 6, 2)  # two heads, six tokens, width 2
     apart = packing.apart(states)
     assert apart.shape == (3, 2, 3, 2)
@@ -189,3 +191,33 @@ def test_bfloat16_differs_from_float32_by_rounding(name: str) -> None:
     torch.testing.assert_close(rounded, logprobs, rtol=0.05, atol=0.1)
     for one, other in zip(rounded_gradients, gradients, strict=True):
         assert (one - other).norm() < 0.05 * other.norm() + 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_fills_whole_tiles_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(name)
+    exact = logprobs_and_gradients(model)
+
+    def always(count: int, device: torch.device, tile: int = TILE) -> int:
+        return -(-count // tile) * tile
+
+    for module in (packed, sampling):
+        monkeypatch.setattr(module, "whole_tiles", always)
+    filled = logprobs_and_gradients(model)
+    torch.testing.assert_close(filled, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_products_under_autocast_meet_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = small("llama")
+    seen: set[int] = set()
+
+    def count(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.add(inputs[0].numel() // inputs[0].shape[-1])
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs_and_gradients(model)
+    assert seen == {TILE}
+    assert whole_tiles(3, torch.device("cpu")) == 3
