@@ -13,7 +13,7 @@ chosen token's log-probability is kept. Training computes logits at completion p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -408,16 +408,16 @@ def _token_logprobs(
     temperature: float,
     within: Tensor | None,
 ) -> Tensor:
-    logits = logits_of(model, states).float()
+    logits = logits_of(model, states)
     if within is not None:
         logits = logits.masked_fill(~unpack_bits(within, logits.shape[-1]), float("-inf"))
     return chosen_logprobs(logits, tokens, temperature or 1.0)
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Return log softmax(logits / temperature) at the tokens: (N, V), (N,) -> (N,).
+    """Return log softmax(logits / temperature) at the tokens: (N, V), (N,) -> (N,) float32.
 
-    Its backward pass, which can be taken once, overwrites the logits.
+    Where a gradient is wanted the logits are overwritten, and its backward pass can be taken once.
     """
     apply: Callable[..., Tensor] = _ChosenLogprobs.apply
     return apply(logits, tokens, temperature)
@@ -426,34 +426,53 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 class _ChosenLogprobs(torch.autograd.Function):
     """`chosen_logprobs` with a backward pass of its own.
 
-    Works through a few rows at a time, which stay in the processor's cache, and turns the logits
-    into their own gradient in place, so nothing else of their size is ever held.
+    Works in float32 through a few rows at a time, which stay in the processor's cache. It turns the
+    logits into probabilities, and those into the logits' gradient, in place and in the logits' own
+    precision, so nothing else of their size is ever held.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        totals = torch.cat([(rows / temperature).logsumexp(-1) for rows in _row_groups(logits)])
-        ctx.save_for_backward(logits, tokens, totals)
+        found = []
+        for rows, chosen in _groups(logits, tokens):
+            scaled = _wide(rows) / temperature
+            at_token = scaled.gather(-1, chosen[:, None])[:, 0]
+            highest = scaled.amax(-1)
+            totals = scaled.sub_(highest[:, None]).exp_().sum(-1)
+            found.append(at_token - highest - totals.log())
+            if ctx.needs_input_grad[0]:
+                rows.copy_(scaled.div_(totals[:, None]))
+        logprobs = torch.cat(found)
+        ctx.save_for_backward(logits, tokens, logprobs)
         ctx.temperature = temperature
-        return logits.gather(-1, tokens[:, None])[:, 0] / temperature - totals
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens, totals = ctx.saved_tensors
+        probabilities, tokens, logprobs = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
-        start = 0
-        for rows in _row_groups(logits):
-            some = slice(start, start + len(rows))
-            rows.div_(ctx.temperature).sub_(totals[some, None]).exp_().mul_(-weights[some, None])
-            start += len(rows)
-        return logits.scatter_add_(-1, tokens[:, None], weights[:, None]), None, None
+        # 1 - p of the token itself, which p has no digits for where it is near 1.
+        at_tokens = -weights * logprobs.expm1()
+        for rows, chosen, some, at_some in _groups(probabilities, tokens, weights, at_tokens):
+            slopes = _wide(rows).mul_(-some[:, None])
+            rows.copy_(slopes.scatter_(-1, chosen[:, None], at_some[:, None]))
+        return probabilities, None, None
 
 
-def _row_groups(logits: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows in groups of a few hundred KiB on a CPU, all at once on a GPU."""
-    if logits.device.type != "cpu":
-        return (logits,)
-    return torch.split(logits, max(1, CACHED_LOGITS // max(logits.shape[-1], 1)))
+def _wide(rows: Tensor) -> Tensor:
+    """Return the rows in float32 at least: themselves where they are."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _groups(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return views of the rows, and what the others (N,) hold for them, in groups.
+
+    They are of a few hundred KiB on a CPU, all at once on a GPU.
+    """
+    size = max(len(logits), 1)
+    if logits.device.type == "cpu":
+        size = max(1, CACHED_LOGITS // max(logits.shape[-1], 1))
+    return zip(*(torch.split(each, size) for each in (logits, *others)), strict=True)
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -221,3 +221,14 @@ def test_products_under_autocast_meet_few_shapes(monkeypatch: pytest.MonkeyPatch
         logprobs_and_gradients(model)
     assert seen == {TILE}
     assert whole_tiles(3, torch.device("cpu")) == 3
+
+
+def test_the_gradient_at_a_confident_token_keeps_bfloat16s_digits() -> None:
+    logits = torch.zeros(1, V, dtype=torch.bfloat16)
+    logits[0, 3] = 10.0
+    plain, ours = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    plain.log_softmax(-1)[0, 3].backward()  # type: ignore[no-untyped-call]
+    sampling.chosen_logprobs(ours * 1.0, torch.tensor([3]), 1.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=0.02, atol=0.0)
