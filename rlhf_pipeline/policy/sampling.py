@@ -28,7 +28,7 @@ from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, whole_tiles
+from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, stepping, whole_tiles
 from rlhf_pipeline.records import Progress, Prompt
 
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
@@ -138,7 +138,8 @@ def decode(
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     inputs, last = prompt_ids, positions[:, -1:]
     for t in range(T):
-        hidden = run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
+        with stepping(trunk):
+            hidden = run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
         logits = logits_of(model, hidden)
         if support is None:
             tokens, token_logprobs = draw(logits, uniforms[rows, t], temperature, top_k, top_p)

@@ -26,6 +26,7 @@ from rlhf_pipeline.policy.packed import (
     can_pack,
     causal_attention,
     fuse_activations,
+    stepping,
     whole_tiles,
 )
 from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, pad_right, trunk_of
@@ -221,6 +222,35 @@ def test_products_under_autocast_meet_few_shapes(monkeypatch: pytest.MonkeyPatch
         logprobs_and_gradients(model)
     assert seen == {TILE}
     assert whole_tiles(3, torch.device("cpu")) == 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_step_under_autocast_gives_the_logits_of_a_whole_pass(name: str) -> None:
+    model = small(name)
+    trunk: Any = trunk_of(model)
+    ids, mask = pad_left([[*p, 3, 4] for p in PROMPTS], PAD)
+    uniforms = torch.full((len(ids), 5), 0.5)
+    with torch.autocast("cpu", torch.bfloat16), stepping(trunk):
+        assert trunk.config._attn_implementation == packed.STEPPING
+    with torch.autocast("cpu", torch.bfloat16):
+        sampled = sampling.decode(model, ids, mask, uniforms, temperature=0.7, eos_id=1, pad_id=PAD)
+        again = completion_logprobs(
+            model, ids, mask, sampled.completion_ids, sampled.completion_mask, temperature=0.7
+        )
+    torch.testing.assert_close(sampled.logprobs, again.detach(), rtol=0.02, atol=0.06)
+    assert trunk.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_of_a_single_step_is_torchs_own(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 3, kv_heads, 6, 8, generator=generator)
+    seen = torch.ones(3, 1, 1, 6, dtype=torch.bool)
+    seen[1, ..., :4] = False
+    found, _ = packed._stepping_attention(torch.nn.Module(), query, key, value, seen, scaling=0.3)
+    expected = scaled_dot_product_attention(query, key, value, seen, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_at_a_confident_token_keeps_bfloat16s_digits() -> None:
