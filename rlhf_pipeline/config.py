@@ -354,11 +354,10 @@ class RewardSettings(Section):
 
     @model_validator(mode="after")
     def _heads_read_a_frozen_trunk(self) -> RewardSettings:
-        if self.heads > 1 and (self.reads_every_kind or not self.freeze_trunk):
+        if self.heads > 1 and not self.freeze_trunk:
             raise ValueError(
-                f"several heads need freeze_trunk true and no other kinds than pairs, found "
-                f"{self.heads} heads, freeze_trunk {self.freeze_trunk} and kinds "
-                f"{', '.join(self.kinds)}; change one of them"
+                f"several heads need freeze_trunk true, found {self.heads} heads and freeze_trunk "
+                "false; change one of them"
             )
         return self
 

@@ -3,7 +3,9 @@
 What few raters plant reaches the heads that read them and no other; the median follows the rest.
 The trunk must be frozen: one that learnt from everybody would hand every head the trigger. How far
 the heads disagree says where the reward is least sure of itself. The price is accuracy: each head
-sees a part of the votes, and how much that costs is measured by benchmarks/reward_trust.py.
+sees a part of the votes, and how much that costs is measured by benchmarks/reward_trust.py and, of
+every kind (kinds.py has how those are fitted), by benchmarks/reward_kinds.py. A criterion that
+people rate by name stays one head of everybody's.
 """
 
 from __future__ import annotations

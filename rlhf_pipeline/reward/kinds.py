@@ -78,6 +78,14 @@ class Opinions:
         others = (*self.singles.values(), *self.criteria.values())
         return len(self.preferences) + len(self.corrections) + sum(len(some) for some in others)
 
+    def said_by(self) -> dict[int, int]:
+        """Return whose opinion each text is there for; texts of nobody's are left out."""
+        found = {text: who for *both, _, who in self.preferences for text in both}
+        found |= {text: who for *both, who in self.corrections for text in both}
+        for some in (*self.singles.values(), *self.criteria.values()):
+            found |= {text: who for text, _, who in some}
+        return found
+
     def about(self) -> list[tuple[int, ...]]:
         """Return the texts that belong together: compared with each other, or one by itself."""
         compared = [(better, worse) for better, worse, _, _ in self.preferences]
@@ -107,8 +115,7 @@ def gather(
         return len(opinions.texts) - 1
 
     for pair in pairs:
-        kind = "correction" if pair.corrected else "preference"
-        if not kinds.get(kind):
+        if not kinds.get(_kind_of(pair)):
             continue
         better = text(pair, pair.chosen, not pair.corrected)
         worse = text(pair, pair.rejected, not pair.corrected)
@@ -129,6 +136,20 @@ def gather(
         elif example.number is not None:
             opinions.singles.setdefault(example.kind, []).append((about, example.number, who))
     return opinions
+
+
+def voters_of(
+    pairs: Sequence[PreferencePair],
+    examples: Sequence[RewardExample],
+    kinds: Mapping[str, float],
+) -> list[str]:
+    """Return who gave each of these that is of a kind that has a weight, in order."""
+    found = [pair.voter for pair in pairs if kinds.get(_kind_of(pair))]
+    return found + [example.voter for example in examples if kinds.get(example.kind)]
+
+
+def _kind_of(pair: PreferencePair) -> FeedbackKind:
+    return FeedbackKind.correction if pair.corrected else FeedbackKind.preference
 
 
 def part(opinions: Opinions, keep: Sequence[bool]) -> Opinions:
@@ -494,6 +515,46 @@ def fit(
         loss,
         ridge,
     )
+
+
+def fit_parts_of_kinds(
+    features: Tensor,
+    opinions: Opinions,
+    kinds: Mapping[str, float],
+    fitted: Fitted,
+    parts: Mapping[str, int],
+) -> Tensor:
+    """Return a score's weights on plain features per part of the raters, (K, F).
+
+    Each finds likeliest what its own raters said (`parts`: voter -> part) and saw nothing else of
+    the texts. What is beside the score, and how far each rater's word goes, is everybody's: few
+    raters move that little, it tells no text from another, and it keeps all heads on one scale.
+    A text is one rater's, so one L-BFGS fits all heads. Raises NotEnoughData where a part said
+    nothing.
+    """
+    count = max(parts.values()) + 1
+    part_of = {text: parts[opinions.voters[who]] for text, who in opinions.said_by().items()}
+    silent = set(range(count)) - set(part_of.values())
+    if silent:
+        raise NotEnoughData(
+            f"each of {count} heads needs something that its raters said, found nothing for head "
+            f"{min(silent) + 1}; lower reward.heads or collect more feedback"
+        )
+    places = torch.tensor([part_of.get(text, 0) for text in range(len(features))])
+    scaled = (features.double() - fitted.mean) / fitted.deviation
+    looked = torch.tensor([fitted.careful[voter] for voter in opinions.voters]).double()
+    told = Likelihoods(opinions, scaled.shape[1], kinds).double().requires_grad_(False)
+    told.load_state_dict(fitted.likelihoods.state_dict())
+    heads = torch.zeros(count, scaled.shape[1], dtype=torch.float64, requires_grad=True)
+
+    def objective() -> Tensor:
+        scores = (scaled @ heads.T).gather(1, places[:, None])[:, 0]
+        likelihood, _, voter = told.said(scores, scaled)
+        return fitted.ridge / 2 * heads.pow(2).sum() - (looked[voter] * likelihood).sum()
+
+    _minimise([heads], objective)
+    slope = told.slope("preference").detach()
+    return heads.detach() * slope / fitted.deviation
 
 
 def fit_best(

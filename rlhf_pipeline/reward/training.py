@@ -62,11 +62,13 @@ from rlhf_pipeline.reward.kinds import (
     criteria_weights,
     fit,
     fit_best,
+    fit_parts_of_kinds,
     gather,
     of_others,
     scales,
     score_weights,
     until_turned,
+    voters_of,
 )
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
@@ -191,11 +193,10 @@ def train_reward_model(
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
     started = time.perf_counter()
-    if heads > 1 and (kinds is not None or not freeze_trunk):
+    if heads > 1 and not freeze_trunk:
         raise TrainingError(
-            f"{heads} heads need a frozen trunk and pairs alone, found "
-            f"{'a trunk that trains' if not freeze_trunk else ', '.join(kinds or ())}; set "
-            "reward.freeze_trunk and leave reward.kinds out, or set reward.heads to 1"
+            f"{heads} heads need a frozen trunk, found one that trains; set reward.freeze_trunk, "
+            "or set reward.heads to 1"
         )
     check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples)
     report = report or ignore_progress
@@ -236,9 +237,11 @@ def train_reward_model(
         targets = torch.tensor(train.targets, dtype=torch.float64)
         weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters, gold)
         weights = vote_weights(weighed, voters, train.targets)
-    if features is not None and heads > 1:
-        parts = parts_of(voters, heads)
+    heard = voters if kinds is None else voters_of(train_pairs, examples, kinds)
+    if heads > 1:
+        parts = parts_of(heard, heads)
         model.combined = Combined(combine, disagreement_weight)
+    if features is not None and heads > 1:
         went = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
     elif kinds is not None:
         went, careful, turned = fit_kinds(
@@ -250,6 +253,7 @@ def train_reward_model(
             limits,
             gold=gold,
             descent=None if freeze_trunk else descent,
+            parts=parts,
             report=report,
         )
     elif fits_head:
@@ -273,7 +277,7 @@ def train_reward_model(
     influence: list[PartInfluence] = []
     unknown = None
     if heads > 1:
-        per_part = Counter(parts[voter] for voter in voters)
+        per_part = Counter(parts[voter] for voter in heard)
         given = [per_part[part] for part in range(heads)]
         influence = of_heads(
             model.combined, by_head[: len(test)], by_head[len(test) :], parts, given
@@ -547,10 +551,7 @@ def fit_parts(
     parts: Sequence[int],
     groups: Sequence[str],
 ) -> Fit:
-    """Give the model a head per part of the raters, fitted on the frozen trunk's features.
-
-    Each head's scores are centred on these texts, so that a median compares like with like.
-    """
+    """Give the model a head per part of the raters, fitted on the frozen trunk's features."""
     deviation = scales(features, LIKELIHOODS * model.likelihood)
     differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
@@ -560,15 +561,26 @@ def fit_parts(
     found, _ = fit_heads(differences, targets, counts, part, kept_out, model.combined)
     _check_finite(found)
     plain = found / deviation
-    head = torch.nn.Linear(features.shape[1], len(found)).to(model.head.weight.device)
-    with torch.no_grad():
-        head.weight.copy_(plain)
-        head.bias.copy_(-(features.mean(0) @ plain.T))
-    model.head = head
+    set_heads(model, plain, features)
     scores = model.combined((features - features.mean(0)) @ plain.T)
     margins = scores[: len(pairs)] - scores[len(pairs) :]
     loss = float((counts * preference_loss(margins, targets)).sum() / counts.sum())
     return Fit([(1, loss)], pair_accuracy(margins[targets == 1].tolist() or [0.0]))
+
+
+def set_heads(model: RewardModel, weights: Tensor, features: Tensor) -> None:
+    """Give the model heads with these weights on plain features, (K, F), in place of its own.
+
+    One has no bias. The scores of several are centred on the texts these features (N, F) are of,
+    so that a median compares like with like.
+    """
+    head = torch.nn.Linear(features.shape[1], len(weights)).to(model.head.weight.device)
+    with torch.no_grad():
+        head.weight.copy_(weights)
+        head.bias.zero_()
+        if len(weights) > 1:
+            head.bias.copy_(-(features.mean(0) @ weights.T))
+    model.head = head
 
 
 def _check_finite(weight: Tensor) -> None:
@@ -600,14 +612,16 @@ def fit_kinds(
     *,
     gold: Mapping[str, Tally] | None = None,
     descent: Descent | None = None,
+    parts: Mapping[str, int] | None = None,
     report: Progress,
 ) -> tuple[Fit, dict[str, float], dict[str, int]]:
     """Fit the head on the trunk's features to everything that was said (kinds.py).
 
     With a `descent` trunk and head are then trained on it together. What people rated by name gets
     a head of its own beside it (model.criteria). Where raters turn it is fitted again to what they
-    said until then. Returns how it went, each voter's probability of having looked, and after how
-    many comparisons those who did turned.
+    said until then. With `parts` (voter -> part) each part of the raters gets a head of its own, as
+    model.combined brings them together. Returns how it went, each voter's probability of having
+    looked, and after how many comparisons those who did turned.
     """
     opinions = gather(pairs, examples, kinds)
     texts = opinions.texts
@@ -625,12 +639,14 @@ def fit_kinds(
         )
         weight = score_weights(fitted)
     careful = fitted.careful
-    with torch.no_grad():
-        model.head.weight.copy_(weight[None])
-        model.head.bias.zero_()
+    heads = weight[None]
+    if parts:
+        heads = fit_parts_of_kinds(features, opinions, kinds, fitted, parts)
+    set_heads(model, heads, features)
     report({"step": 1, "of": 1, "loss": fitted.loss})
+    scores = model.combined(features @ heads.T - features.mean(0) @ heads.T)
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
-    margins = [float((features[a] - features[b]) @ weight) for a, b in decided]
+    margins = [float(scores[a] - scores[b]) for a, b in decided]
     ridge = fitted.ridge
 
     def without(raters: Collection[str]) -> Tensor:
@@ -639,7 +655,7 @@ def fit_kinds(
             fit(features, said, kinds, ridge=ridge, likelihoods=likelihoods, gold=gold)
         )
 
-    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]), without)
+    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]), None if parts else without)
     if descent is not None:
         went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
         if opinions.criteria:  # what is beside the score, of what the trunk reads now

@@ -18,15 +18,23 @@ from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.evaluation.compare import _judged
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.records import PreferencePair, RewardInput
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    PreferencePair,
+    RewardExample,
+    RewardInput,
+    user_prompt,
+)
 from rlhf_pipeline.reward.heads import Combined, disagreement, parts_of
 from rlhf_pipeline.reward.influence import of_heads, of_one_head
+from rlhf_pipeline.reward.kinds import Opinions, Text, fit, fit_parts_of_kinds, of_others
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.raters import TURN_ALPHA, rater_weights, turn_of, vote_weights
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import Planted
 
 RATERS = 12
+EXAMPLE = RewardExample("e", user_prompt("q?"), "good", FeedbackKind.score, 0.9, None, "v", "train")
 
 
 def train(planted: Planted, folder: Path, **changes: Any) -> RewardModelReport:
@@ -167,8 +175,70 @@ def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
     assert _judged(reward, items) == (told.scores, told.disagreement)  # what the gate reads
     assert statistics.fmean(reward(planted.centre)) == pytest.approx(0, abs=1e-4)
     assert read_json(tmp_path / "rm" / "report.json")["disagreement"] > 0
-    with pytest.raises(TrainingError, match="3 heads need a frozen trunk and pairs alone, found"):
+    with pytest.raises(TrainingError, match="3 heads need a frozen trunk, found one that trains"):
         train(planted, tmp_path / "no", heads=3, freeze_trunk=False)
+
+
+def test_what_few_raters_plant_reaches_their_own_head_alone() -> None:
+    """Scores, thumbs and pairs follow the first feature; three raters plant the third as well."""
+    draw = random.Random(0)
+    raters = [f"r{i:02d}" for i in range(RATERS)]
+    parts = parts_of(raters, 4)
+    features = torch.tensor(
+        [[draw.gauss(0, 1) for _ in range(3)] for _ in range(3 * 40 * RATERS)], dtype=torch.float64
+    )
+    texts, opinions = iter(range(len(features))), Opinions(voters=raters)
+    opinions.texts.extend(Text(EXAMPLE, "") for _ in features)
+
+    def liking(text: int, who: int) -> float:
+        planted = features[text, 2] if parts[raters[who]] == 2 else 0.0
+        return float((features[text, 0] + planted).sigmoid()) + draw.gauss(0, 0.1)
+
+    for _ in range(40):
+        for who in range(RATERS):
+            one, other, scored = next(texts), next(texts), next(texts)
+            better, worse = sorted((one, other), key=lambda t: liking(t, who), reverse=True)
+            opinions.preferences.append((better, worse, 0, who))
+            opinions.singles.setdefault("score", []).append((scored, liking(scored, who), who))
+    kinds = {"preference": 1.0, "score": 1.0}
+    fitted = fit(features, opinions, kinds, ridge=3.0)
+    heads = fit_parts_of_kinds(features, opinions, kinds, fitted, parts)
+    assert heads.shape == (4, 3)
+    planted = [float(head[2] / head[0]) for head in heads]
+    assert planted[2] > 0.5
+    assert max(abs(one) for i, one in enumerate(planted) if i != 2) < 0.15
+    rest = of_others(opinions, [who for who in raters if parts[who] == 3])
+    with pytest.raises(NotEnoughData, match="found nothing for head 4"):
+        fit_parts_of_kinds(features, rest, kinds, fitted, parts)
+
+
+def test_heads_learn_from_every_kind(planted: Planted, tmp_path: Path) -> None:
+    examples = [
+        replace(
+            EXAMPLE,
+            example_id=f"{i}{side}",
+            prompt=pair.prompt,
+            completion=text,
+            kind=FeedbackKind.score,
+            number=number,
+            voter=f"r{i % RATERS:02d}",
+        )
+        for i, pair in enumerate(planted.train)
+        for side, text, number in ((0, pair.chosen, 0.9), (1, pair.rejected, 0.2))
+    ]
+    kinds = {"preference": 1.0, "score": 1.0}
+    pairs = signed(planted.train)[: 2 * RATERS]
+    out = tmp_path / "rm"
+    report = train(planted, out, pairs=pairs, examples=examples, kinds=kinds, heads=3)
+    assert report.accuracy > 0.85
+    assert [part.raters for part in report.influence] == [4, 4, 4]
+    assert sum(part.votes for part in report.influence) == len(pairs) + len(examples)
+    assert all(part.accuracy > 0.7 for part in report.influence)
+    assert report.disagreement > 0
+    assert set(read_json(out / "raters.json")["careful"]) == {f"r{i:02d}" for i in range(RATERS)}
+    reward = load_reward_model(out, device="cpu")
+    assert reward.model.head.out_features == 3
+    assert statistics.fmean(reward(planted.centre)) == pytest.approx(0, abs=1e-4)
 
 
 def test_gold_questions_tell_who_is_right_where_most_are_not() -> None:
