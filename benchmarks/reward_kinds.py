@@ -5,8 +5,9 @@
 Simulated people, a fifth of them careless, say things of every kind about completions of a baseline
 (recipe tiny's, trained here where no folder is named). A head on its frozen trunk learns from the
 preferences alone, from preferences and corrections (both as the pipeline does by default, raters
-weighed by each other), and from every kind; then the trunk is trained on every kind as well. Judged
-on pairs of prompts that no head has seen, by the hidden preference.
+weighed by each other), and from every kind; then the trunk is trained on every kind as well, and
+21 heads on parts of the raters read the frozen one. Judged on pairs of prompts that no head has
+seen, by the hidden preference.
 
 Two ceilings stand beside: every kind with the careless left out, as nobody could know them; and the
 same head on the hidden preference itself between every two completions of the training prompts, as
@@ -45,7 +46,8 @@ from rlhf_pipeline.records import (
     now,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.kinds import scales
+from rlhf_pipeline.reward.heads import Combined, parts_of
+from rlhf_pipeline.reward.kinds import scales, voters_of
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
     Limits,
@@ -78,8 +80,9 @@ SHARES = {
 CARELESS = 0.20
 RATERS = 200
 TEST_SHARE = 0.3  # of the prompts
-ARMS = ("preferences", "and corrections", "every kind", "careless left out", "trunk too")
+ARMS = ("preferences", "and corrections", "every kind", "careless left out", "trunk too", "heads")
 FEWER, MORE, ALL = ARMS[0], ARMS[2], ARMS[4]  # the gain is that of the second over the first
+HEADS = 21  # of the last arm
 DESCENT = Descent(epochs=2, learning_rate=1e-4, batch_size=32, seed=0)
 GAIN, ACCURATE = 5.0, 0.90  # points at 2,000 events, accuracy at 10,000
 
@@ -91,7 +94,7 @@ class Pool:
     prompts: Sequence[Prompt]
     completions: Sequence[tuple[str, str]]
     tested: Sequence[Row]  # the side of each test pair that is secretly better, then the others
-    difference: Tensor  # (test pairs, F): features of the better sides, less those of the others
+    features: Tensor  # (2 x test pairs, F): the frozen trunk's, of these rows
     limits: Limits
 
 
@@ -123,14 +126,13 @@ def pool(base: Path) -> Pool:
     model, tokenizer = untrained(base)
     rows = encode_rows(tokenizer, [*better, *worse], limits)
     return Pool(
-        prompts[tested:], both[tested : len(prompts)], rows, difference(model, rows), limits
+        prompts[tested:], both[tested : len(prompts)], rows, features_of(model, rows), limits
     )
 
 
-def difference(model: RewardModel, tested: Sequence[Row]) -> Tensor:
-    """Return the features of the first half of the rows less those of the second."""
-    features = all_features(model, tested, ignore_progress).float()
-    return features[: len(tested) // 2] - features[len(tested) // 2 :]
+def features_of(model: RewardModel, rows: Sequence[Row]) -> Tensor:
+    """Return what the model's head reads of the rows, (N, F) float32."""
+    return all_features(model, rows, ignore_progress).float()
 
 
 def untrained(base: Path) -> tuple[RewardModel, Any]:
@@ -191,15 +193,18 @@ def accuracies(
             [one for one in data.reward_examples if one.voter not in careless],
         ),
         ARMS[4]: (data.preference_pairs, data.reward_examples),
+        ARMS[5]: (data.preference_pairs, data.reward_examples),
     }
     found = {}
     for arm, used in zip(ARMS[:2], (alone, pairs), strict=True):
         model, tokenizer = untrained(base)
         fit_pairs(model, tokenizer, used, pool.limits)
-        found[arm] = accuracy(model, pool)
+        found[arm] = accuracy(model, pool.features)
     for arm, (some, examples) in said.items():
         model, tokenizer = untrained(base)
         descent = DESCENT if arm == ALL else None
+        parts = parts_of(voters_of(some, examples, kinds), HEADS) if arm == ARMS[5] else None
+        model.combined = Combined("median")  # of one head, that head's
         fit_kinds(
             model,
             tokenizer,
@@ -208,22 +213,24 @@ def accuracies(
             kinds,
             pool.limits,
             descent=descent,
+            parts=parts,
             report=ignore_progress,
         )
         model.eval()
-        found[arm] = accuracy(model, pool, None if descent is None else pool.tested)
+        features = pool.features if descent is None else features_of(model, pool.tested)
+        found[arm] = accuracy(model, features)
     return found
 
 
-def accuracy(model: RewardModel, pool: Pool, tested: Sequence[Row] | None = None) -> float:
-    """Return the share of the test pairs whose better side scores higher.
+def accuracy(model: RewardModel, features: Tensor) -> float:
+    """Return the share of pairs whose first side scores higher, by the features of all of these.
 
-    `tested` are their rows, where the trunk reads otherwise than it did.
+    Shape (2N, F): the first sides of N pairs, then the second.
     """
-    features = pool.difference if tested is None else difference(model, tested)
     with torch.no_grad():
-        margins = features @ model.head.weight[0]
-    return float((margins > 0).double().mean())
+        scores = model.combined(model.head(features))
+    better, worse = scores.chunk(2)
+    return float((better > worse).double().mean())
 
 
 def ceiling(base: Path, pool: Pool) -> tuple[float, int]:
@@ -236,7 +243,7 @@ def ceiling(base: Path, pool: Pool) -> tuple[float, int]:
             pairs.append(PreferencePair("", prompt, better, worse, "truth", "bench", "train"))
     model, tokenizer = untrained(base)
     fit_pairs(model, tokenizer, pairs, pool.limits)
-    return accuracy(model, pool), len(pairs)
+    return accuracy(model, pool.features), len(pairs)
 
 
 def fit_pairs(
@@ -274,7 +281,7 @@ def main() -> None:
         completions = pool(base)
         told, count = ceiling(base, completions)
         print(
-            f"{len(completions.difference):,} test pairs; told the truth of {count:,}: {told:.3f}"
+            f"{len(completions.tested) // 2:,} test pairs; told the truth of {count:,}: {told:.3f}"
         )
         print(f"| events | seed | {' | '.join(ARMS)} | gain, points | seconds |")
         print("|---" * (len(ARMS) + 4) + "|")
