@@ -267,9 +267,8 @@ class RewardSettings(Section):
     min_pairs: Positive = Field(30, description="Training pairs each of the three needs.")
     reads_likelihood: bool = Field(
         False,
-        description="The head also reads how likely the baseline finds the completion, and how "
-        "much likelier than without its prompt: relevance for small bases that learn little of it "
-        "from votes. Scoring takes a second, shorter pass. Causal bases only.",
+        description="The head also reads how likely the baseline finds the completion: relevance "
+        "for small bases that learn little of it from votes. Causal bases only.",
     )
     weigh_raters: bool = Field(
         True,

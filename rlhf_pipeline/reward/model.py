@@ -7,9 +7,7 @@ tokenizer where only the head was trained, and reward_model.json says which base
 The head may also read how likely the trunk's own language model finds the completion: what was said
 to a question like this before is a strong sign of relevance, which a few thousand votes on a small
 trunk do not teach. The mean log-likelihood as a reward is SimPO's (arXiv:2405.14734 eq. 3); here it
-is an input beside the hidden state, and its weight is learnt like any other. So is how much the
-prompt adds to it, the pointwise mutual information of prompt and completion (arXiv:1510.03055
-eq. 8): a rare word is unlikely wherever it stands, but less so in an answer to who asked about it.
+is an input beside the hidden state, and its weight is learnt like any other.
 A model may have several heads (heads.py): then the weight has a row for each, and the settings say
 how their scores become one.
 The trunk is a causal model's, which the head reads at the last token, or an encoder's (BERT,
@@ -63,7 +61,7 @@ from rlhf_pipeline.policy.sampling import (
     state_width,
     trunk_of,
 )
-from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed, user_prompt
+from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
 from rlhf_pipeline.reward.ensemble import EnsembleScores
 from rlhf_pipeline.reward.functions import CheckedReward
 from rlhf_pipeline.reward.heads import Combined, disagreement
@@ -75,12 +73,9 @@ PACKED_BELOW = 0.9  # share of a batch that is real tokens; above, packing costs
 TRUNK, HEAD, SETTINGS = "trunk", "head.safetensors", "reward_model.json"
 CRITERIA = "criteria.safetensors"
 TRAINED_FROM = "trained_from"  # in the settings: the digest of what a trunk of its own began as
-# Mean, least and total log-probability of the completion's tokens; mean and total of what the
-# prompt adds. A model that was saved without saying how many reads the first PROMPTED of them.
-LIKELIHOODS, PROMPTED = 5, 3
+LIKELIHOODS = 3  # mean, least and total log-probability of the completion's tokens
 OWN = "reward"  # the name of its adapters where no other reward model shares the base
 ONE_HEAD = Combined()
-UNASKED = 16  # tokens of an empty prompt, at most; a template's last ones
 TOTAL_SCALE = 1 / 16  # brings the total to the size of the others
 
 
@@ -150,8 +145,7 @@ class RewardModel(nn.Module):
         *,
         encoder: bool,
         reads: Reads,
-        likelihoods: int,
-        unasked: Sequence[int] = (),
+        likelihood: bool,
         pad_id: int,
         base: str | None = None,
         adapters: str | None = None,
@@ -162,19 +156,13 @@ class RewardModel(nn.Module):
         self.head = head
         self.encoder = encoder
         self.reads = reads
-        self.likelihoods = likelihoods  # of LIKELIHOODS, how many the head reads
-        self.unasked = list(unasked)  # an empty prompt's tokens
+        self.likelihood = likelihood
         self.pad_id = pad_id
         self.base = base  # folder or hub id the trunk is shared with; None: a trunk of its own
         self.adapters = adapters  # the name of its adapters on that base; None: the bare base
         self.combined = combined
         self.source: str | None = None  # what an untrained trunk of its own was read from
         self.criteria: Criteria | None = None  # where people rated some, and the trunk is frozen
-
-    @property
-    def likelihood(self) -> bool:
-        """Whether the head reads likelihoods, and the trunk has its output layer."""
-        return self.likelihoods > 0
 
     def read(self) -> AbstractContextManager[None]:
         """Return the context in which the trunk computes with this model's adapters, if any."""
@@ -192,7 +180,13 @@ class RewardModel(nn.Module):
         gathers it at the first; "mean" is the mean over all tokens, which a head on a frozen trunk
         learns from best: nothing has taught that trunk to gather a judgement in one place.
         """
-        hidden, ids, mask = self._states(rows)
+        device = self.head.weight.device
+        pad = pad_right if self.encoder else pad_left
+        ids, mask = pad([row.ids for row in rows], self.pad_id)
+        ids, mask = ids.to(device), mask.to(device)
+        trunk: Any = trunk_of(self.trunk) if self.likelihood else self.trunk
+        with autocast(device):
+            hidden = _hidden(trunk, ids, mask, encoder=self.encoder)
         if self.reads == "mean":
             kept = hidden.float().masked_fill(~mask[..., None], 0.0)
             state = kept.sum(1) / mask.sum(1, keepdim=True)
@@ -200,45 +194,23 @@ class RewardModel(nn.Module):
             state = hidden[:, 0 if self.reads == "first" else -1].float()
         if not self.likelihood:
             return state
-        said = self._logprobs(hidden, ids, mask, rows)
-        return torch.cat([state, self._likelihoods(said, rows)], dim=1)
+        return torch.cat([state, self._likelihoods(hidden, ids, mask, rows)], dim=1)
 
-    def _states(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the last hidden states (B, S, H), the ids (B, S) and which are the rows' own."""
-        device = self.head.weight.device
-        pad = pad_right if self.encoder else pad_left
-        ids, mask = pad([row.ids for row in rows], self.pad_id)
-        ids, mask = ids.to(device), mask.to(device)
-        trunk: Any = trunk_of(self.trunk) if self.likelihood else self.trunk
-        with autocast(device):
-            return _hidden(trunk, ids, mask, encoder=self.encoder), ids, mask
-
-    def _likelihoods(self, logprobs: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return how likely the completions are, (B, likelihoods), from their tokens' (B, S).
-
-        What the prompt adds is what they are likelier than after an empty prompt.
-        """
-        device = logprobs.device
-        lengths = torch.tensor([max(1, len(row) - row.start) for row in rows], device=device)
-        total = logprobs.sum(1)
-        found = [total / lengths, logprobs.min(1).values, total * TOTAL_SCALE]
-        if self.likelihoods > PROMPTED:
-            start = len(self.unasked)
-            alone = [Row([*self.unasked, *row.ids[row.start :]], start) for row in rows]
-            added = total - self._logprobs(*self._states(alone), alone).sum(1)
-            found += [added / lengths, added * TOTAL_SCALE]
-        sampled = torch.tensor([[row.sampled] for row in rows], device=device)
-        return torch.stack(found, dim=1) * sampled
-
-    def _logprobs(self, hidden: Tensor, ids: Tensor, mask: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return the log-probabilities of the completions' tokens, (B, S - 1), 0 elsewhere."""
+    def _likelihoods(
+        self, hidden: Tensor, ids: Tensor, mask: Tensor, rows: Sequence[Row]
+    ) -> Tensor:
+        """Return mean, least and total log-probability of the completions' tokens, (B, 3)."""
         lengths = torch.tensor([len(row) - row.start for row in rows], device=ids.device)
         places = torch.arange(ids.shape[1], device=ids.device)
         said = mask & (places >= ids.shape[1] - lengths[:, None])  # rows are padded on the left
         model: Any = self.trunk
-        return hidden_logprobs(
+        logprobs = hidden_logprobs(
             model, hidden[:, :-1], ids[:, 1:], said[:, 1:], temperature=1.0
         ).float()
+        total = logprobs.sum(1)
+        mean = total / said[:, 1:].sum(1).clamp(min=1)
+        found = torch.stack([mean, logprobs.min(1).values, total * TOTAL_SCALE], dim=1)
+        return found * torch.tensor([[row.sampled] for row in rows], device=ids.device)
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Return raw scores (B,) of rows of token ids."""
@@ -339,8 +311,7 @@ def new_reward_model(
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
     width = state_width(trunk.config)
-    likelihoods = LIKELIHOODS * likelihood
-    head = nn.Linear(width + likelihoods, 1)
+    head = nn.Linear(width + LIKELIHOODS * likelihood, 1)
     with torch.no_grad():
         head.weight.zero_()
         head.weight[:, :width].normal_(
@@ -371,7 +342,7 @@ def new_reward_model(
         head,
         encoder,
         reads,
-        likelihoods,
+        likelihood,
         tokenizer,
         device,
         base=str(base) if on_base else None,
@@ -406,7 +377,6 @@ def save_reward_model(
             "encoder": model.encoder,
             "reads": model.reads,
             "likelihood": model.likelihood,
-            **({"likelihoods": model.likelihoods} if model.likelihood else {}),
             **({} if model.base is None else {"base": _base_facts(model.base, folder.parent)}),
             **({} if model.source is None else {TRAINED_FROM: base_digest(model.source)}),
             **({} if model.head.out_features == 1 else {"heads": asdict(model.combined)}),
@@ -458,8 +428,7 @@ def load_reward_model(
     tokenizer = load_tokenizer(root / TRUNK)
     try:
         weights = load_file(root / HEAD)
-        likelihoods = int(settings.get("likelihoods", PROMPTED)) if likelihood else 0
-        width = state_width(trunk.config) + likelihoods
+        width = state_width(trunk.config) + LIKELIHOODS * likelihood
         heads = len(weights["weight"])
         head = nn.Linear(width, heads)
         head.load_state_dict(weights)
@@ -490,7 +459,7 @@ def load_reward_model(
         head,
         encoder,
         reads,
-        likelihoods,
+        likelihood,
         tokenizer,
         device,
         base=None if facts is None else str(facts["path"]),
@@ -615,7 +584,7 @@ def _assemble(
     head: nn.Linear,
     encoder: bool,
     reads: Reads,
-    likelihoods: int,
+    likelihood: bool,
     tokenizer: PreTrainedTokenizerBase,
     device: str,
     *,
@@ -629,20 +598,13 @@ def _assemble(
         head,
         encoder=encoder,
         reads=reads,
-        likelihoods=likelihoods,
-        unasked=_unasked(tokenizer) if likelihoods else (),
+        likelihood=likelihood,
         pad_id=int(tokenizer.pad_token_id),
         base=base,
         adapters=adapters,
         combined=combined,
     )
     return model.to(choose_device(device)).eval()
-
-
-def _unasked(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return an empty prompt's tokens: one at least, or nothing would foretell the first."""
-    [ids] = encode_prompts(tokenizer, [user_prompt("")], max_tokens=UNASKED)
-    return ids or [int(tokenizer.eos_token_id)]
 
 
 def load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:

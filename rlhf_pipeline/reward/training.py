@@ -72,6 +72,7 @@ from rlhf_pipeline.reward.kinds import (
 )
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import (
+    LIKELIHOODS,
     Calibration,
     Limits,
     Reads,
@@ -232,7 +233,7 @@ def train_reward_model(
     pair_ids = [pair.pair_id for pair in train_pairs]
     curve = () if warm else head_curve(model, train, pair_ids, test, features, seen, report)
     if features is not None and weigh_raters:
-        told = features / scales(features, model.likelihoods)
+        told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
         weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters, gold)
         weights = vote_weights(weighed, voters, train.targets)
@@ -469,7 +470,7 @@ def head_curve(
         judged = all_features(model, [*test.chosen[:held], *test.rejected[:held]], report)
     else:
         judged = torch.cat([seen[:held], seen[len(test) : len(test) + held]])
-    scale = scales(features, model.likelihoods)
+    scale = scales(features, LIKELIHOODS * model.likelihood)
     told, unseen = features / scale, judged / scale
     return learning_curve(told[: len(chosen)] - told[len(chosen) :], unseen[:held] - unseen[held:])
 
@@ -551,7 +552,7 @@ def fit_parts(
     groups: Sequence[str],
 ) -> Fit:
     """Give the model a head per part of the raters, fitted on the frozen trunk's features."""
-    deviation = scales(features, model.likelihoods)
+    deviation = scales(features, LIKELIHOODS * model.likelihood)
     differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
     counts = torch.ones_like(targets) if weights is None else weights
@@ -627,7 +628,7 @@ def fit_kinds(
     found = encode_rows(tokenizer, [(t.record.prompt, t.completion) for t in texts], limits)
     rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
     features = all_features(model, rows, report)
-    likelihoods = model.likelihoods
+    likelihoods = LIKELIHOODS * model.likelihood
     groups = [prompt_digest(text.record) for text in texts]
     fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
     weight = score_weights(fitted)
