@@ -15,7 +15,13 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFa
 
 from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
-from rlhf_pipeline.records import PreferencePair, RewardInput, user_prompt
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    PreferencePair,
+    RewardExample,
+    RewardInput,
+    user_prompt,
+)
 
 SETTINGS: dict[str, Any] = {
     "epochs": 4,
@@ -127,3 +133,21 @@ def save_encoder(
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def scored_sides(pairs: Sequence[PreferencePair], voters: Sequence[str]) -> list[RewardExample]:
+    """Return a score of both sides of each pair, the better one's first; the voters take turns."""
+    return [
+        RewardExample(
+            f"{pair.pair_id}{side}",
+            pair.prompt,
+            text,
+            FeedbackKind.score,
+            number,
+            None,
+            voters[i % len(voters)],
+            "train",
+        )
+        for i, pair in enumerate(pairs)
+        for side, text, number in ((0, pair.chosen, 0.9), (1, pair.rejected, 0.2))
+    ]

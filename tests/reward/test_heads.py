@@ -31,7 +31,7 @@ from rlhf_pipeline.reward.kinds import Opinions, Text, fit, fit_parts_of_kinds, 
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.raters import TURN_ALPHA, rater_weights, turn_of, vote_weights
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
-from tests.reward.conftest import Planted
+from tests.reward.conftest import Planted, scored_sides
 
 RATERS = 12
 EXAMPLE = RewardExample("e", user_prompt("q?"), "good", FeedbackKind.score, 0.9, None, "v", "train")
@@ -213,19 +213,7 @@ def test_what_few_raters_plant_reaches_their_own_head_alone() -> None:
 
 
 def test_heads_learn_from_every_kind(planted: Planted, tmp_path: Path) -> None:
-    examples = [
-        replace(
-            EXAMPLE,
-            example_id=f"{i}{side}",
-            prompt=pair.prompt,
-            completion=text,
-            kind=FeedbackKind.score,
-            number=number,
-            voter=f"r{i % RATERS:02d}",
-        )
-        for i, pair in enumerate(planted.train)
-        for side, text, number in ((0, pair.chosen, 0.9), (1, pair.rejected, 0.2))
-    ]
+    examples = scored_sides(planted.train, [f"r{i:02d}" for i in range(RATERS)])
     kinds = {"preference": 1.0, "score": 1.0}
     pairs = signed(planted.train)[: 2 * RATERS]
     out = tmp_path / "rm"

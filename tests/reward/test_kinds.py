@@ -45,7 +45,7 @@ from rlhf_pipeline.reward.named import check_function, composite_of
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.reward.training import fit_kinds, train_reward_model
 from rlhf_pipeline.reward.tuning import Descent
-from tests.reward.conftest import Planted
+from tests.reward.conftest import Planted, scored_sides
 
 EVERY = {kind.value: 1.0 for kind in FeedbackKind if kind is not FeedbackKind.comment}
 PAIR = PreferencePair("p", user_prompt("q?"), "good", "bad", "v", "test", "train")
@@ -150,20 +150,9 @@ def test_who_does_not_look_is_found_and_who_is_kind_moves_no_score() -> None:
 
 
 def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path: Path) -> None:
-    examples = [
-        replace(
-            EXAMPLE,
-            example_id=f"{pair.pair_id}{side}",
-            prompt=pair.prompt,
-            completion=text,
-            kind=FeedbackKind.score,
-            number=number,
-            voter=f"v{i % 9}",
-        )
-        for i, pair in enumerate(planted.train)
-        for side, text, number in ((0, pair.chosen, 0.9), (1, pair.rejected, 0.2))
-        if i % 2 == side  # one completion of a prompt: nothing that could be compared
-    ]
+    both = scored_sides(planted.train, [f"v{i}" for i in range(9)])
+    # One completion of a prompt: nothing that could be compared.
+    examples = [both[2 * i + i % 2] for i in range(len(planted.train))]
     settings: dict[str, Any] = {
         "freeze_trunk": False,
         "centre_on": planted.centre,
