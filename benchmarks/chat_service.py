@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -108,12 +109,41 @@ def teach(policy: Policy, conversations: Iterable[SftExample]) -> None:
     policy.model.eval()
 
 
-class Client:
+class Client(asyncio.Protocol):
     """A client with one connection, on bare asyncio: its own work must not be what is measured."""
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.transport: asyncio.Transport | None = None
+        self.said = b""  # of this answer, as it came
+        self.first: float | None = None  # the time.perf_counter() moment of its first text
+        self.ended: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the way to write."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Note the first text, and the end: the last chunk, or the length that was told."""
+        self.said += data
+        if self.first is None and b'"content"' in self.said:
+            self.first = time.perf_counter()
+        if self.ended is None or self.ended.done():
+            return
+        if self.said.endswith(b"\r\n0\r\n\r\n") or self._whole():
+            self.ended.set_result(None)
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        """Wait no longer."""
+        if self.ended is not None and not self.ended.done():
+            self.ended.set_exception(problem or ConnectionError("closed before the answer ended"))
+
+    def _whole(self) -> bool:
+        """Say whether an answer of one piece, such as a refusal, is all there."""
+        head, _, body = self.said.partition(b"\r\n\r\n")
+        _, told, length = head.lower().partition(b"content-length:")
+        return bool(told) and len(body) >= int(length.split(b"\r\n")[0])
 
     async def ask(self, seen: Seen, seed: int) -> bool:
         """Ask once, reading along; say whether there was an answer."""
@@ -126,36 +156,32 @@ class Client:
                 "seed": seed,
             }
         ).encode()
-        began, first, usage = time.perf_counter(), None, None
-        reader, writer = self.streams or await asyncio.open_connection("127.0.0.1", self.port)
-        self.streams = reader, writer
+        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        if self.transport is None:
+            await loop.create_connection(lambda: self, "127.0.0.1", self.port)
+        assert self.transport is not None
+        self.said, self.first, self.ended = b"", None, loop.create_future()
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost"
         kind = f"content-type: application/json\r\ncontent-length: {len(body)}"
-        writer.write(f"{head}\r\n{kind}\r\n\r\n".encode() + body)
-        status = int((await reader.readline()).split()[1])
-        length = 0
-        while (line := await reader.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        if status in (429, 503):
-            await reader.readexactly(length)
-            seen.refused.append(time.perf_counter() - began)
+        self.transport.write(f"{head}\r\n{kind}\r\n\r\n".encode() + body)
+        await self.ended
+        took = time.perf_counter() - began
+        if self.said.split(b" ", 2)[1] in (b"429", b"503"):
+            seen.refused.append(took)
             return False
-        while (size := int(await reader.readline(), 16)) > 0:  # chunked transfer coding
-            chunk = (await reader.readexactly(size + 2)).decode()
-            if first is None and '"content"' in chunk:
-                first = time.perf_counter() - began
-            if '"total_tokens"' in chunk:
-                [line_of_usage] = [x for x in chunk.split("\n") if '"total_tokens"' in x]
-                usage = json.loads(line_of_usage.removeprefix("data: "))["usage"]
-        await reader.readline()
-        if usage is None or first is None:
+        usage = re.search(rb'"completion_tokens": ?(\d+)', self.said)
+        if usage is None or self.first is None:
             seen.odd += 1
             return False
-        seen.tokens += usage["completion_tokens"]
-        seen.first[seed] = first
-        seen.took.append(time.perf_counter() - began)
+        seen.tokens += int(usage[1])
+        seen.first[seed] = self.first - began
+        seen.took.append(took)
         return True
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self.transport is not None:
+            self.transport.close()
 
 
 async def crowd(port: int, clients: int, seconds: float) -> tuple[Seen, float]:
@@ -169,8 +195,7 @@ async def crowd(port: int, clients: int, seconds: float) -> tuple[Seen, float]:
             k += 1
             if not await client.ask(seen, n * 10_000 + k):
                 await asyncio.sleep(1.0)
-        if client.streams:
-            client.streams[1].close()
+        client.close()
 
     await asyncio.gather(*(ask(n) for n in range(clients)))
     return seen, time.monotonic() - began

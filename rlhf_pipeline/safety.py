@@ -21,27 +21,35 @@ UNSAFE = (
     r"\bsexual\b.{0,40}\b(child|minor|underage)",
 )
 
-PERSONAL: dict[str, re.Pattern[str]] = {
-    "an email address": re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
-    "a key": re.compile(
-        r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
-        r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
+    "an email address": ("@", re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")),
+    "a key": (
+        "[_-]|AKIA",
+        re.compile(
+            r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
+            r"|\bAKIA[A-Z0-9]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+            r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+        ),
     ),
-    "a card number": re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)"),
-    "an IP address": re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"),
-    "a phone number": re.compile(
-        r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
-        r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
+    "a card number": (r"\d", re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)")),
+    "an IP address": (r"\d", re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)")),
+    "a phone number": (
+        r"\d",
+        re.compile(
+            r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
+            r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
+        ),
     ),
 }
+"""What each kind looks like; before it, what all of that kind hold and is sooner looked for."""
 
 
 def leaked(text: str, prompt: Prompt) -> str | None:
     """Return what kind of personal detail the text holds that nobody in the prompt wrote."""
-    if not any(mark in text for mark in "@0123456789_-"):
-        return None
     said: str | None = None
-    for kind, pattern in PERSONAL.items():
+    for kind, (held, pattern) in PERSONAL.items():
+        if not re.search(held, text):
+            continue
         for match in pattern.finditer(text):
             if not _is_real(kind, match[0]):
                 continue

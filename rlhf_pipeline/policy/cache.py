@@ -30,21 +30,28 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the new states and return all of them."""
+        new = key_states.shape[-2]
+        self.make_room(key_states.shape[0], new, key_states, value_states)
+        self._look_at(self.get_seq_length() + new)
+        self.keys[:, :, -new:], self.values[:, :, -new:] = key_states, value_states
+        return self.keys, self.values
+
+    def make_room(self, rows: int, new: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the buffers with room for so many more tokens, of the widths and type of these.
+
+        Whoever writes there sets `keys` and `values` to what is to be seen then.
+        """
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.rows = key_states.shape[0]
+            self.lazy_initialization(keys, values)
+            self.rows = rows
         before = self.get_seq_length()
-        after = before + key_states.shape[-2]
-        if self.buffers is None or self.buffers[0].shape[-2] < after:
+        if self.buffers is None or self.buffers[0].shape[-2] < before + new:
             rows = self.rows if self.buffers is None else self.buffers[0].shape[0]
             self.buffers = (
-                _larger(self.keys, before, key_states, rows, after),
-                _larger(self.values, before, value_states, rows, after),
+                _larger(self.keys, before, keys, rows, before + new),
+                _larger(self.values, before, values, rows, before + new),
             )
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[: self.rows, :, before:after] = states
-        self._look_at(after)
-        return self.keys, self.values
+        return self.buffers
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows of the batch, and no room for others."""

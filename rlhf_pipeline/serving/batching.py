@@ -13,9 +13,9 @@ than anybody reads are handed on together. What a token costs the event loop is 
 than tokens are drawn, and the loop's work is what requests wait for that have no text yet; the more
 rows, the less often each.
 
-After a token for somebody without text the thread stands aside until the loop has dealt with it:
-beside a running step the loop gets the interpreter's lock every 5 ms at worst, each time that it
-let go of it, and reading, writing and waking each let go.
+Beside a running step the loop has the interpreter's lock for itself (policy/lean.py), but not
+around it. So after a token for somebody without text the thread stands aside until the loop has
+dealt with it, and what it does after a step comes before the loop is woken.
 """
 
 from __future__ import annotations
@@ -36,16 +36,9 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import can_merge, empty_cache, merge
 from rlhf_pipeline.policy.chat import encode_prompt
-from rlhf_pipeline.policy.lean import forward_of
+from rlhf_pipeline.policy.lean import drawn, forward_of, scripted
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.sampling import (
-    Completion,
-    draw,
-    logits_of,
-    pad_left,
-    position_ids,
-    trunk_of,
-)
+from rlhf_pipeline.policy.sampling import Completion, pad_left, trunk_of
 from rlhf_pipeline.policy.streaming import UNFINISHED
 from rlhf_pipeline.records import Prompt
 
@@ -100,13 +93,13 @@ class Decoder:
 
     def __init__(self, policy: Policy, *, rows: int) -> None:
         self.policy = policy
-        self._trunk = trunk_of(policy.model)
-        self._forward = forward_of(self._trunk)
+        self._forward, self._drawn = forward_of(policy.model), scripted(drawn)
+        self._config = trunk_of(policy.model).config
         # Asked for at every request and token: of transformers' configurations they cost as much
         # as a small product.
         self._eos_id, self._context_length = policy.eos_id, policy.context_length
         # Caches that forget (sliding windows) cannot be merged: there one request at a time.
-        self._most = rows if can_merge(empty_cache(self._trunk.config)) else 1
+        self._most = rows if can_merge(empty_cache(self._config)) else 1
         self._waiting: deque[_Row] = deque()
         self._changed = threading.Condition()
         self._retired = False
@@ -171,11 +164,12 @@ class Decoder:
                 tokens = await row.tokens.get()
                 if isinstance(tokens, Exception):
                     raise tokens
-                piece, ended = "", False
-                for token in tokens:
-                    n += 1
-                    finished = token == eos_id
-                    piece += "" if finished else text.add(token)
+                piece, finished, ended = "", False, False
+                # A stop text may end it at any token; without one all are decoded together.
+                for some in [[token] for token in tokens] if sampling.stop else [tokens]:
+                    n += len(some)
+                    finished = some[-1] == eos_id
+                    piece += text.add(some[:-1] if finished else some)
                     ended = finished or text.stopped or n == sampling.max_completion_tokens
                     if ended:
                         piece += text.rest()
@@ -236,11 +230,10 @@ class Decoder:
             longest = row.sampling.max_completion_tokens
             row.uniforms = torch.rand(1, longest, generator=generator)[0].tolist()
         ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
-        ids, mask = ids.to(self.policy.device), mask.to(self.policy.device)
-        cache = empty_cache(self._trunk.config)
-        hidden = self._forward(ids, mask.long(), position_ids(mask), cache)[:, -1]
-        new = _Batch(joining, cache, (~mask).sum(1), ids[:, :1])
-        added = self._draw(new, hidden)
+        ids, starts = ids.to(self.policy.device), (~mask).sum(1).to(self.policy.device)
+        cache = empty_cache(self._config)
+        logits = self._forward(ids, starts, cache)
+        added = self._draw(_Batch(joining, cache, starts, ids[:, :1]), logits)
         if batch is None or added is None:
             return added or batch
         left, others_left = merge(batch.cache, added.cache)
@@ -251,38 +244,30 @@ class Decoder:
 
     def _step(self, batch: _Batch) -> _Batch | None:
         """Write one more token in every row; return the rows that go on."""
-        length = batch.cache.get_seq_length()
-        columns = torch.arange(length + 1, device=batch.starts.device)
-        mask = (columns[None] >= batch.starts[:, None]).long()
-        positions = (length - batch.starts)[:, None]
-        hidden = self._forward(batch.inputs, mask, positions, batch.cache)[:, -1]
-        return self._draw(batch, hidden)
+        return self._draw(batch, self._forward(batch.inputs, batch.starts, batch.cache))
 
-    def _draw(self, batch: _Batch, hidden: Tensor) -> _Batch | None:
+    def _draw(self, batch: _Batch, logits: Tensor) -> _Batch | None:
         """Draw each row's token and hand it on; return the batch without those who ended."""
         rows = batch.rows
-        logits = logits_of(self.policy.model, hidden).float()
-        sound = logits.amax(-1).isfinite().tolist()  # NaN is the largest of all
-        if not all(sound):
-            logits = logits.nan_to_num()
         numbers = [row.uniforms[row.written] for row in rows]
         uniforms = torch.tensor(numbers, device=logits.device)
-        tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
         alike: dict[tuple[float, float], list[int]] = {}
         for i, row in enumerate(rows):
             alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(i)
-        for (temperature, top_p), members in alike.items():
-            if len(alike) == 1:
-                tokens, _ = draw(logits, uniforms, temperature, 0, top_p)
-                break
-            drawn, _ = draw(logits[members], uniforms[members], temperature, 0, top_p)
-            tokens[members] = drawn
+        if len(alike) == 1:
+            tokens, sound = self._drawn(logits, uniforms, *alike.popitem()[0])
+        else:
+            tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+            sound = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+            for settings, some in alike.items():
+                tokens[some], sound[some] = self._drawn(logits[some], uniforms[some], *settings)
         told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
         eos_id, moment = self._eos_id, time.monotonic()
         apart = max(TOGETHER_SECONDS, ROW_SECONDS * len(rows))
-        for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            if not sound[i]:
+        found = zip(rows, tokens.tolist(), sound.tolist(), strict=True)
+        for i, (row, token, is_sound) in enumerate(found):
+            if not is_sound:
                 told.append((row, ModelError("the model's logits are no numbers; retrain it")))
                 continue
             row.written += 1
@@ -293,6 +278,8 @@ class Decoder:
                 row.held, row.handed = [], moment
             if not ended and not row.gone:
                 keep.append(i)
+        batch.inputs = tokens[:, None]
+        left = _kept(batch, keep)  # before the loop is woken, which would want the lock meanwhile
         told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
         # Who has not come back for their last tokens is not waited for a second time.
         awaited = [row for row, _ in told if not row.shown and row.back.is_set()]
@@ -300,9 +287,7 @@ class Decoder:
             row.back.clear()
         _deliver(told)
         _stand_aside(awaited)
-        keep = [i for i in keep if not rows[i].gone]
-        batch.inputs = tokens[:, None]
-        return _kept(batch, keep)
+        return left
 
 
 def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:
@@ -369,9 +354,9 @@ class Text:
     _before: int = 0  # where the context of the newest tokens begins
     _read: int = 0  # where they begin
 
-    def add(self, token: int) -> str:
+    def add(self, tokens: Sequence[int]) -> str:
         """Return the text that is new and certain."""
-        self._ids.append(token)
+        self._ids += tokens
         old = self._decoded(self._ids[self._before : self._read])
         new = self._decoded(self._ids[self._before :])
         if len(new) <= len(old) or new.endswith(UNFINISHED):

@@ -402,6 +402,7 @@ class _Answer:
         begun, last = False, b""
         options = self.asked.stream_options
         usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        before, after = self._chunk({"content": ""}, None, usage).split(b'""')
         try:
             async with aclosing(self.pieces) as pieces:
                 async for piece in pieces:
@@ -410,7 +411,7 @@ class _Answer:
                         begun = True
                         yield self._chunk({"role": "assistant", "content": text}, None, usage)
                     elif text:
-                        yield self._chunk({"content": text}, None, usage)
+                        yield before + _json(text) + after
                     if isinstance(piece, Reply):
                         self.on_answer(piece.interaction)
                         last = self._chunk({}, piece.ending, usage)
@@ -544,7 +545,11 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n".encode()
+    return b"data: " + _json(value) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _said(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -281,10 +281,10 @@ def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) 
     policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
     ids = policy.tokenizer("one two three", add_special_tokens=False)["input_ids"]
     text = Text(policy, ("o three",))
-    pieces = [text.add(token) for token in ids]
+    pieces = [text.add([token]) for token in ids]
     assert ("".join(pieces), text.stopped, text.rest()) == ("one tw", True, "")
     text = Text(policy, ("three!",))
-    pieces = [text.add(token) for token in ids]
+    pieces = [text.add([token]) for token in ids]
     assert not "".join(pieces).endswith("three")
     assert "".join(pieces) + text.rest() == text.shown == "one two three"
 

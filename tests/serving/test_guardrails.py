@@ -98,10 +98,10 @@ def test_no_detail_is_whole_in_what_a_stream_lets_out(
         if output_block(sure, user_prompt("hi"), RULES, whole=False):
             break
         shown = max(shown, sure, key=len)
-    assert not any(pattern.search(shown) for pattern in PERSONAL.values())
+    assert not any(pattern.search(shown) for _, pattern in PERSONAL.values())
 
 
 def test_the_check_digit_is_luhns() -> None:
     assert passes_luhn("79927398713")  # the worked example of ISO/IEC 7812-1
     assert [d for d in range(10) if passes_luhn(f"7992739871{d}")] == [3]
-    assert not re.search(PERSONAL["an email address"], "ann at example")
+    assert not re.search(PERSONAL["an email address"][1], "ann at example")
