@@ -83,7 +83,7 @@ TEST_SHARE = 0.3  # of the prompts
 ARMS = ("preferences", "and corrections", "every kind", "careless left out", "trunk too", "heads")
 FEWER, MORE, ALL = ARMS[0], ARMS[2], ARMS[4]  # the gain is that of the second over the first
 HEADS = 21  # of the last arm
-DESCENT = Descent(epochs=2, learning_rate=1e-4, batch_size=32, seed=0)
+DESCENT = Descent(epochs=4, learning_rate=1e-4, batch_size=32, seed=0)
 GAIN, ACCURATE = 5.0, 0.90  # points at 2,000 events, accuracy at 10,000
 
 
