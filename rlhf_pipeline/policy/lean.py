@@ -125,18 +125,18 @@ class LeanLlama:
             None if head.bias is None else head.bias.detach(),
             *(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps),
         )
-        self.states = embedding.new_empty(1, config.num_key_value_heads, 1, width)
+        self.kept = embedding.new_empty(1, config.num_key_value_heads, 1, width)  # by a cache
         self.run = scripted(_run)
 
     def __call__(self, ids: Tensor, starts: Tensor, cache: DynamicCache) -> Tensor:
         """Return the next token's logits, as `Forward` says."""
         rows, new = ids.shape
-        rooms = [kept.make_room(rows, new, self.states, self.states) for kept in cache.layers]
+        rooms = [layer.make_room(rows, new, self.kept, self.kept) for layer in cache.layers]
         keys, values = [keys for keys, _ in rooms], [values for _, values in rooms]
         past = cache.get_seq_length()
         logits, keys, values = self.run(ids, starts, past, keys, values, *self.weights)
-        for kept, *seen in zip(cache.layers, keys, values, strict=True):
-            kept.keys, kept.values = seen
+        for layer, *seen in zip(cache.layers, keys, values, strict=True):
+            layer.keys, layer.values = seen
         return logits
 
 

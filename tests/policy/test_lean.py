@@ -48,13 +48,13 @@ def test_lean_logits_are_those_of_transformers(changes: dict[str, Any], script: 
     for begin, end in [(0, 7), *((7 + t, 8 + t) for t in range(steps))]:
         theirs = plain_forward(model, ids[:, begin:end], starts, caches[0])
         found = ours(ids[:, begin:end], starts, caches[1])
-        torch.testing.assert_close(found, theirs, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
     mask = torch.arange(7 + steps) >= starts[:, None]
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         for theirs, found in ((one.keys, other.keys), (one.values, other.values)):
             assert found.isfinite().all()
             real = found.transpose(1, 2)[mask], theirs.transpose(1, 2)[mask]
-            torch.testing.assert_close(*real, atol=1e-3, rtol=1e-4)
+            torch.testing.assert_close(*real, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.5), (0.0, 1.0)])
