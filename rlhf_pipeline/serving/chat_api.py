@@ -402,7 +402,7 @@ class _Answer:
         begun, last = False, b""
         options = self.asked.stream_options
         usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
-        before, after = self._chunk({"content": ""}, None, usage).split(b'""')
+        before, _, after = self._chunk({"content": ""}, None, usage).rpartition(b'""')
         try:
             async with aclosing(self.pieces) as pieces:
                 async for piece in pieces:
