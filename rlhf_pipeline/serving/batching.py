@@ -206,7 +206,8 @@ class Decoder:
                 room = self._most - (len(batch.rows) if batch else 0)
                 joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
             joining = [row for row in joining if not row.gone]
-            self.decoding = len(joining) + (len(batch.rows) if batch else 0)
+            there = [*(batch.rows if batch else ()), *joining]
+            self.decoding = len(there)
             try:
                 with torch.inference_mode():
                     if joining:
@@ -218,8 +219,7 @@ class Decoder:
             except Exception as error:  # one batch's trouble must not end the service
                 log.exception("decoding failed", rows=self.decoding)
                 failure = ModelError(f"the model failed while it wrote: {error}; see the log")
-                lost = {id(row): row for row in [*(batch.rows if batch else ()), *joining]}
-                _deliver([(row, failure) for row in lost.values()])
+                _deliver([(row, failure) for row in there])
                 batch = None
             self.decoding = len(batch.rows) if batch else 0
 

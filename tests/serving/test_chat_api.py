@@ -249,6 +249,38 @@ def test_no_token_is_drawn_while_a_first_text_is_dealt_with_for_a_moment_at_most
     decoder.retire()
 
 
+def test_who_ends_in_a_step_that_fails_is_told_too(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = batching._kept
+
+    def failing(batch: Any, keep: list[int]) -> Any:
+        ended = len(batch.rows) - len(keep)
+        left = kept(batch, keep)
+        if left is not None and ended:
+            raise RuntimeError("no memory")
+        return left
+
+    monkeypatch.setattr(batching, "_kept", failing)
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=2)
+    prompt = user_prompt("how much is the kettle?")
+
+    async def ask(longest: int) -> None:
+        sampling = Sampling(
+            max_completion_tokens=longest, max_prompt_tokens=64, temperature=1.0, seed=longest
+        )
+        ids = decoder.prompt_ids(prompt, sampling)
+        with pytest.raises(ModelError, match="failed while it wrote"):
+            async for _ in decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE):
+                pass
+
+    async def both() -> None:
+        await asyncio.gather(ask(4), ask(40))
+
+    asyncio.run(both())
+    decoder.retire()
+
+
 def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> None:
     policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
     decoder = Decoder(policy, rows=2)
