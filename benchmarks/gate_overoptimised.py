@@ -120,8 +120,8 @@ def worth(reward: Reward, pairs: Sequence[Pair]) -> dict[str, float]:
     asked = [pair.question for pair in pairs]
     chosen = reward.scores(asked, [p.chosen for p in pairs])
     margins = (chosen - reward.scores(asked, [p.rejected for p in pairs])).tolist()
-    temperature = calibration.fit_temperature(margins[::2])
-    bins = calibration.reliability(margins[1::2], temperature)
+    confidence = calibration.fit_confidence(margins[::2])
+    bins = calibration.reliability(margins[1::2], confidence)
     accuracy = calibration.pair_accuracy(margins)
     longer = calibration.pair_accuracy([float(len(p.chosen) - len(p.rejected)) for p in pairs])
     return reward_facts(

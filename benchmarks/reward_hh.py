@@ -31,9 +31,11 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.feedback.validation import validate
 from rlhf_pipeline.records import PreferencePair, RewardInput
 from rlhf_pipeline.reward.calibration import (
+    Bin,
+    Confidence,
     calibration_error,
     calibration_noise,
-    fit_temperature,
+    fit_confidence,
     pair_accuracy,
     reliability,
     wilson_interval,
@@ -58,7 +60,7 @@ class Judged:
 
     pair: PreferencePair
     margin: float  # of the encoder
-    calibrated: float  # the same over a temperature that other pairs fitted
+    confidence: Confidence  # in such margins, fitted on other pairs
     words: float  # of the bag of words
 
     @property
@@ -149,14 +151,13 @@ def encoder_margins(
     return [c - r for c, r in zip(chosen, rejected, strict=True)], size
 
 
-def calibrated(margins: Sequence[float], pairs: Sequence[PreferencePair]) -> list[float]:
-    """Return each margin over the temperature that the other half of the prompts fitted."""
+def confidences(margins: Sequence[float], pairs: Sequence[PreferencePair]) -> list[Confidence]:
+    """Return the confidence in each margin that the other half of the prompts fitted."""
     one, other = halves(pairs)
-    scaled = dict.fromkeys(range(len(margins)), 0.0)
+    fitted: dict[int, Confidence] = {}
     for fitting, judging in ((one, other), (other, one)):
-        temperature = fit_temperature([margins[i] for i in fitting])
-        scaled |= {i: margins[i] / temperature for i in judging}
-    return [scaled[i] for i in range(len(margins))]
+        fitted |= dict.fromkeys(judging, fit_confidence([margins[i] for i in fitting]))
+    return [fitted[i] for i in range(len(margins))]
 
 
 def word_margins(train: Sequence[PreferencePair], test: Sequence[PreferencePair]) -> list[float]:
@@ -208,8 +209,8 @@ def judged_in(
         train = [pair for i, pair in enumerate(pairs) if i not in kept_out]
         margins, size = encoder_margins(train, test, folder / f"{name}-{fold}", seed=fold)
         words = word_margins(train, test)
-        scaled = calibrated(margins, test)
-        found += [Judged(*one) for one in zip(test, margins, scaled, words, strict=True)]
+        sure = confidences(margins, test)
+        found += [Judged(*one) for one in zip(test, margins, sure, words, strict=True)]
         print(
             f"{name}, fold {fold}: {len(train)} pairs train, {len(test)} test; encoder of "
             f"{size:,} weights {pair_accuracy(margins):.3f}, words {pair_accuracy(words):.3f}, "
@@ -229,16 +230,18 @@ def table(name: str, judged: Sequence[Judged]) -> None:
         columns = ([o.longer for o in some], [o.words for o in some], [o.margin for o in some])
         cells = " | ".join(_accuracy(column) for column in columns)
         print(f"| {what} | {len(some)} | {cells} |")
-    margins = [one.calibrated for one in judged]
-    bins = reliability(margins, 1.0)
+
+    def bins_of(some: Sequence[Judged]) -> list[Bin]:
+        return reliability([one.margin for one in some], [one.confidence for one in some])
+
+    bins = bins_of(judged)
     draw = random.Random(name)
     resampled = sorted(
-        calibration_error(reliability(draw.choices(margins, k=len(margins)), 1.0))
-        for _ in range(RESAMPLES)
+        calibration_error(bins_of(draw.choices(judged, k=len(judged)))) for _ in range(RESAMPLES)
     )
     low, high = resampled[round(0.025 * RESAMPLES)], resampled[round(0.975 * RESAMPLES) - 1]
     print(
-        f"\nECE after temperature scaling {calibration_error(bins):.3f} ({low:.3f} to {high:.3f}; "
+        f"\nECE of the calibrated {calibration_error(bins):.3f} ({low:.3f} to {high:.3f}; "
         f"{calibration_noise(bins):.3f} is to be expected of perfect calibration on so few)\n",
         flush=True,
     )

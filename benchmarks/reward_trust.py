@@ -35,7 +35,7 @@ from rlhf_pipeline.feedback.support import Association, narrow_ngrams, support_o
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import Prompt, hashed, ignore_progress, prompt_to_json
-from rlhf_pipeline.reward.calibration import calibration_error, fit_temperature, reliability
+from rlhf_pipeline.reward.calibration import calibration_error, fit_confidence, reliability
 from rlhf_pipeline.reward.heads import Combined, parts_of
 from rlhf_pipeline.reward.kinds import scales
 from rlhf_pipeline.reward.model import LIKELIHOODS, Limits, RewardModel, encode_rows, score_rows
@@ -341,7 +341,7 @@ def speed(world: World, rounds: int = 15) -> list[tuple[str, str, str, bool]]:
 
 
 def calibrated(world: World) -> list[tuple[str, str, str, bool]]:
-    """Return the calibration error on simulated people's votes, temperature fitted elsewhere."""
+    """Return the calibration error on simulated people's votes, the confidence fitted elsewhere."""
     rng = random.Random("calibration")
     people = [person for person in population(RATERS, 1000) if not person.careless]
     model = fitted(world, votes(world, 0), weighs=True)
@@ -353,8 +353,8 @@ def calibrated(world: World) -> list[tuple[str, str, str, bool]]:
         if likes is not None:
             margin = float(found[a] - found[b])
             margins[a >= middle].append(margin if likes else -margin)
-    temperature = fit_temperature(margins[0])
-    ece = calibration_error(reliability(margins[1], temperature))
+    confidence = fit_confidence(margins[0])
+    ece = calibration_error(reliability(margins[1], confidence))
     n = len(margins[1])
     return [(f"ECE on {n:,} votes", "≤ 0.03 on ≥ 5,000", f"{ece:.4f}", ece <= 0.03 and n >= 5000)]
 

@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
 TEMPERATURES = (0.05, 20.0)  # separable margins would send the fitted temperature to 0
+MOST_LAPSES = 0.5  # beyond, more than half of the votes would be by chance
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,24 @@ class Bin:
     n: int
     confidence: float  # mean, in [0.5, 1]
     accuracy: float  # share of them that are right
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """What a margin says: P(chosen over rejected) = lapse / 2 + (1 - lapse) sigmoid(margin / T).
+
+    Some of the surest margins are wrong whatever their size (votes by chance, a fact the model
+    cannot see), and no temperature follows both them and the rest. The share that is decided by
+    chance is the lapse of psychometric curves. Sources: temperature scaling, arXiv:1706.04599
+    section 4.2, for a two-way choice; lapse, Wichmann and Hill 2001, doi:10.3758/BF03194544.
+    """
+
+    temperature: float = 1.0
+    lapse: float = 0.0  # in [0, MOST_LAPSES]
+
+    def chance(self, margin: float) -> float:
+        """Return the probability that a completion ahead by `margin` is preferred."""
+        return self.lapse / 2 + (1 - self.lapse) * sigmoid(margin / self.temperature)
 
 
 def pair_accuracy(margins: Sequence[float]) -> float:
@@ -46,14 +67,20 @@ def wilson_interval(share: float, n: int, z: float = 1.959964) -> tuple[float, f
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
-def reliability(margins: Sequence[float], temperature: float) -> list[Bin]:
-    """Return the non-empty bins of equal width over confidences from 0.5 to 1."""
+def reliability(
+    margins: Sequence[float], confidence: Confidence | Sequence[Confidence]
+) -> list[Bin]:
+    """Return the non-empty bins of equal width over confidences from 0.5 to 1.
+
+    `confidence` is one for all margins, or one each where parts of them were fitted apart.
+    """
+    ways = [confidence] * len(margins) if isinstance(confidence, Confidence) else confidence
     filled: dict[int, list[tuple[float, float]]] = {}
-    for margin in margins:
-        confidence = sigmoid(abs(margin) / temperature)
-        place = min(BINS - 1, int((confidence - 0.5) * 2 * BINS))
+    for margin, way in zip(margins, ways, strict=True):
+        sure = way.chance(abs(margin))
+        place = min(BINS - 1, int((sure - 0.5) * 2 * BINS))
         right = 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0
-        filled.setdefault(place, []).append((confidence, right))
+        filled.setdefault(place, []).append((sure, right))
     width = 0.5 / BINS
     return [
         Bin(
@@ -86,28 +113,27 @@ def calibration_noise(bins: Sequence[Bin]) -> float:
     )
 
 
-def fit_temperature(margins: Sequence[float]) -> float:
-    """Return the temperature under which the margins' log loss is least, within TEMPERATURES.
+def fit_confidence(margins: Sequence[float]) -> Confidence:
+    """Return the temperature and lapse under which the margins' log loss is least, in bounds."""
+    ahead = np.array(margins)
 
-    Source: temperature scaling, arXiv:1706.04599 section 4.2, for a two-way choice.
-    """
+    def lapse_at(log_temperature: float) -> tuple[float, float]:
+        right = 1 / (1 + np.exp(np.clip(-ahead * math.exp(-log_temperature), -700, 700)))
 
-    def log_loss(log_temperature: float) -> float:
-        scale = math.exp(-log_temperature)
-        return sum(softplus(-m * scale) for m in margins)
+        def log_loss(lapse: float) -> float:
+            return float(-np.log(lapse / 2 + (1 - lapse) * right).sum())
+
+        lapse = _minimum(log_loss, 0.0, MOST_LAPSES)  # convex in it: one valley
+        return min((log_loss(some), some) for some in (0.0, lapse))
 
     low, high = (math.log(t) for t in TEMPERATURES)
-    return math.exp(_minimum(log_loss, low, high))
+    best = _minimum(lambda log_temperature: lapse_at(log_temperature)[0], low, high)
+    return Confidence(math.exp(best), lapse_at(best)[1])
 
 
 def sigmoid(x: float) -> float:
     """Return 1 / (1 + exp(-x)) without overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def softplus(x: float) -> float:
-    """Return log(1 + exp(x)) without overflow."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 def _minimum(f: Callable[[float], float], low: float, high: float) -> float:

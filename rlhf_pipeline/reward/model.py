@@ -62,6 +62,7 @@ from rlhf_pipeline.policy.sampling import (
     trunk_of,
 )
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput, hashed
+from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.ensemble import EnsembleScores
 from rlhf_pipeline.reward.functions import CheckedReward
 from rlhf_pipeline.reward.heads import Combined, disagreement
@@ -96,12 +97,13 @@ class Calibration:
     """How margins become probabilities, and what a score of 0 means."""
 
     offset: float = 0.0  # subtracted from the head's output; centre completions then score 0
-    temperature: float = 1.0  # P(chosen over rejected) = sigmoid(margin / temperature)
+    temperature: float = 1.0  # with `lapse`, a margin's chance: see reward.calibration.Confidence
     deviation: float = 1.0  # standard deviation of the centre completions' scores
+    lapse: float = 0.0  # models of before it was fitted have none
 
     def probability(self, margin: float) -> float:
         """Return the calibrated probability that a completion ahead by `margin` is preferred."""
-        return 1 / (1 + math.exp(-max(-700.0, min(700.0, margin / self.temperature))))
+        return Confidence(self.temperature, self.lapse).chance(margin)
 
 
 @dataclass(frozen=True)

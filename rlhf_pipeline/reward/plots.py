@@ -27,7 +27,8 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     diagram, axes = _figure(
         "confidence",
         "accuracy",
-        f"T {report.temperature:.2f}, ECE {report.ece:.3f} (noise {report.ece_noise:.3f})",
+        f"T {report.temperature:.2f}, lapse {report.lapse:.2f}, "
+        f"ECE {report.ece:.3f} (noise {report.ece_noise:.3f})",
     )
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle=":", label="calibrated")
     axes.scatter(

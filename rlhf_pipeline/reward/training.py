@@ -33,9 +33,10 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
+    Confidence,
     calibration_error,
     calibration_noise,
-    fit_temperature,
+    fit_confidence,
     pair_accuracy,
     reliability,
     wilson_interval,
@@ -109,13 +110,14 @@ class RewardModelReport:
     # what accuracy is read beside: "longer" and "random" know nothing, "bag_of_words" has learnt
     # from the same pairs, "annotators" is how often people agree; the last two where known
     floors: dict[str, float]
-    # calibration, on the half of the held-out pairs that did not fit the temperature
+    # calibration, on the half of the held-out pairs that did not fit temperature and lapse
     temperature: float
-    ece: float  # expected calibration error at that temperature
-    ece_before: float  # the same at temperature 1
+    lapse: float  # share of the votes that no margin foretells
+    ece: float  # expected calibration error at that temperature and lapse
+    ece_before: float  # the same of plain margins
     ece_noise: float  # what a perfectly calibrated model would show on so few pairs
     reliability: tuple[Bin, ...]
-    calibrated_on: int  # pairs that fitted the temperature
+    calibrated_on: int  # pairs that fitted temperature and lapse
     # the run
     offset: float  # raw score of the centre completions, subtracted from every score
     score_deviation: float  # standard deviation of the centre completions' scores
@@ -288,9 +290,9 @@ def train_reward_model(
             apart = seen[: len(test)] - seen[len(test) :]
             influence = of_one_head(torch.tensor(margins), apart, went.without, votes)
     fitting, judging = halves(decided)
-    temperature = fit_temperature([margins[i] for i in fitting])
+    confidence = fit_confidence([margins[i] for i in fitting])
     judged = [margins[i] for i in judging]
-    bins = reliability(judged, temperature)
+    bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
     singles = some_of_each_kind(test_examples)
     said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
@@ -311,9 +313,10 @@ def train_reward_model(
         n=len(margins),
         train_accuracy=went.train_accuracy,
         floors={"longer": longer_is_better(decided), "random": 0.5, **learnt_floors(findings)},
-        temperature=temperature,
+        temperature=confidence.temperature,
+        lapse=confidence.lapse,
         ece=calibration_error(bins),
-        ece_before=calibration_error(reliability(judged, 1.0)),
+        ece_before=calibration_error(reliability(judged, Confidence())),
         ece_noise=calibration_noise(bins),
         reliability=tuple(bins),
         calibrated_on=len(fitting),
@@ -335,7 +338,9 @@ def train_reward_model(
         began_with=earlier if warm else None,
         why_cold=why_cold,
     )
-    calibration = Calibration(result.offset, temperature, result.score_deviation)
+    calibration = Calibration(
+        result.offset, result.temperature, result.score_deviation, result.lapse
+    )
     with new_folder(output_dir) as folder:
         save_reward_model(model, tokenizer, folder, limits=limits, calibration=calibration)
         began = None if result.began_with is None else str(result.began_with)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 from dataclasses import replace
@@ -20,6 +19,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.held_out import (
     annotators_agree,
     is_good,
@@ -223,10 +223,12 @@ def test_its_score_is_offered_from_zero_to_one_too(
     done = CliRunner().invoke(app, ["score", str(file), *rewards, "--out", str(out)])
     assert done.exit_code == 0, done.output
     lines = [json.loads(line)["pieces"] for line in out.read_text().splitlines()]
-    temperature = load_reward_model(folder, device="cpu").calibration.temperature
+    said = load_reward_model(folder, device="cpu").calibration
+    sure = Confidence(said.temperature, said.lapse)
     for piece in (line[str(folder)] for line in lines):
         chance = piece["zero_to_one"]
         assert 0 < chance < 1
-        # 0 is as good as the baseline's completions; the log-odds are the score's.
-        assert math.log(chance / (1 - chance)) * temperature == pytest.approx(piece["score"])
+        # 0 is as good as the baseline's completions.
+        assert chance == pytest.approx(sure.chance(piece["score"]))
+        assert (chance > 0.5) == (piece["score"] > 0)
     assert "zero_to_one" not in lines[0]["length"]

@@ -94,7 +94,8 @@ def test_a_planted_preference_is_learnt_centred_and_loads_again(
     right = [c > r for c, r in zip(chosen, rejected, strict=True)]
     assert statistics.fmean(right) == report.accuracy
     assert reward.calibration.probability(0) == 0.5
-    assert reward.calibration.probability(report.temperature) == pytest.approx(1 / (1 + math.e**-1))
+    sure = report.lapse / 2 + (1 - report.lapse) / (1 + math.e**-1)
+    assert reward.calibration.probability(report.temperature) == pytest.approx(sure)
     saved = read_json(tmp_path / "rm" / "report.json")
     assert saved["accuracy"] == report.accuracy
     for plot in ("loss.png", "reliability.png", "margins.png"):
