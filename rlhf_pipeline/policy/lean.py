@@ -4,20 +4,18 @@ A model of a million weights spends three quarters of a decoding step in the Pyt
 products: modules, hooks, a mask made anew. While it does it holds the interpreter's lock, for which
 the service's event loop waits; and each time that it lets go, as it does for every product, it may
 wait for the loop. Here the same arithmetic takes a tenth of the calls, and TorchScript makes all of
-them in one, during which the lock is free: the loop reads and writes beside a running step.
+them in one, for as many tokens as nobody has to hear of one by one. The lock is free meanwhile: the
+loop reads and writes beside it.
 Only decoding in service uses it; training and evaluation stay with transformers' own forward.
 
 PyTorch has deprecated TorchScript for `torch.compile`, which needs a C++ compiler where people
 serve. With a PyTorch that has it no more the same lines run in Python.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,25 +33,46 @@ from rlhf_pipeline.policy.sampling import (
 
 SMALL = 2**25  # weights: beyond, arithmetic takes the time, and copies of weights the memory
 
-Forward = Callable[[Tensor, Tensor, DynamicCache], Tensor]
+
+class Drawing(NamedTuple):
+    """How the next tokens of B rows are drawn, and how many."""
+
+    uniforms: Tensor  # (B, most), a random number from 0 to 1 for each token
+    settings: list[tuple[float, float]]  # temperature and top_p, each once
+    alike: list[Tensor]  # the rows of each setting; read where there are several
+    eos_id: int
+    enough: Tensor  # (1,) anything but 0, from whatever thread: this token is the last for now
+
+
+Writer = Callable[[Tensor, Tensor, DynamicCache, Drawing], tuple[Tensor, Tensor]]
 """From ids (B, T), whose rows' first `starts` (B,) places with the cache's are padding, to the next
-token's logits (B, V) float32; the cache then holds these ids too."""
+tokens (B, n) and whether the logits of each were numbers, (B, n). At least one; no more after
+one that ends a row, one that is not sound, or `enough`. The cache then holds all but the last."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def forward_of(model: PreTrainedModel) -> Forward:
-    """Return the model's forward pass: `LeanLlama` where that can be, else its own.
+def writer_of(model: PreTrainedModel) -> Writer:
+    """Return what writes with the model: `LeanLlama` where that can be, else its own forward pass.
 
     It is for inference alone: weights that change later are not seen.
     """
-    return LeanLlama(model) if can_lean(model) else partial(plain_forward, model)
+    return LeanLlama(model).write if can_lean(model) else partial(plain_write, model)
+
+
+def plain_write(
+    model: PreTrainedModel, ids: Tensor, starts: Tensor, cache: DynamicCache, drawing: Drawing
+) -> tuple[Tensor, Tensor]:
+    """Write one token in every row, as transformers computes it."""
+    logits = plain_forward(model, ids, starts, cache)
+    tokens, sound = drawn(logits, drawing.uniforms[:, 0], drawing)
+    return tokens[:, None], sound[:, None]
 
 
 def plain_forward(
     model: PreTrainedModel, ids: Tensor, starts: Tensor, cache: DynamicCache
 ) -> Tensor:
-    """Return what a `Forward` does, as transformers computes it."""
+    """Return the next token's logits (B, V) float32; the cache then holds these ids too."""
     T = ids.shape[1]
     places = torch.arange(cache.get_seq_length() + T, device=ids.device)
     mask = places >= starts[:, None]
@@ -77,20 +96,32 @@ def can_lean(model: PreTrainedModel) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """The weights, a list entry a layer; those that read the same states stand together."""
+class _Layer(NamedTuple):
+    """A layer's weights, those that read the same states together."""
 
-    before: list[Tensor] = field(default_factory=list)  # (H,) of the norm before attention
-    heads: list[Tensor] = field(default_factory=list)  # (H, (q + 2 kv) heads * D)
-    heads_bias: list[Tensor | None] = field(default_factory=list)
-    out: list[Tensor] = field(default_factory=list)  # (q heads * D, H)
-    out_bias: list[Tensor | None] = field(default_factory=list)
-    between: list[Tensor] = field(default_factory=list)  # (H,) of the norm before the MLP
-    gate_up: list[Tensor] = field(default_factory=list)  # (H, 2 * inner)
-    gate_up_bias: list[Tensor | None] = field(default_factory=list)
-    down: list[Tensor] = field(default_factory=list)  # (inner, H)
-    down_bias: list[Tensor | None] = field(default_factory=list)
+    before: Tensor  # (H,) of the norm before attention
+    heads: Tensor  # (H, (q + 2 kv) heads * D)
+    heads_bias: Tensor | None
+    out: Tensor  # (q heads * D, H)
+    out_bias: Tensor | None
+    between: Tensor  # (H,) of the norm before the MLP
+    gate_up: Tensor  # (H, 2 * inner)
+    gate_up_bias: Tensor | None
+    down: Tensor  # (inner, H)
+    down_bias: Tensor | None
+
+
+class _Weights(NamedTuple):
+    embedding: Tensor  # (V, H)
+    cosines: Tensor  # (context, D)
+    sines: Tensor  # (context, D), the first half's sign changed
+    layers: list[_Layer]
+    norm: Tensor  # (H,)
+    head: Tensor  # (H, V)
+    head_bias: Tensor | None
+    queries: int  # heads
+    pairs: int  # heads of keys and values
+    eps: float  # of the norms
 
 
 class LeanLlama:
@@ -108,36 +139,61 @@ class LeanLlama:
         half = width // 2
         # A half turned is its neighbour, the first with its sign changed: the sign is kept here.
         sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-        layers = _Layers()
-        for layer in trunk.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            reading = attention.q_proj, attention.k_proj, attention.v_proj
-            layers.before.append(layer.input_layernorm.weight.detach())
-            _join(reading, layers.heads, layers.heads_bias)
-            _join((attention.o_proj,), layers.out, layers.out_bias)
-            layers.between.append(layer.post_attention_layernorm.weight.detach())
-            _join((mlp.gate_proj, mlp.up_proj), layers.gate_up, layers.gate_up_bias)
-            _join((mlp.down_proj,), layers.down, layers.down_bias)
-        self.weights = (
-            *(embedding, cos[0], sin),  # (V, H), (context, D), (context, D)
-            *(getattr(layers, each.name) for each in fields(layers)),
-            *(trunk.norm.weight.detach(), head.weight.detach().T.contiguous()),  # (H,), (H, V)
+        self.weights = _Weights(
+            embedding,
+            cos[0],
+            sin,
+            [_layer(layer) for layer in trunk.layers],
+            trunk.norm.weight.detach(),
+            head.weight.detach().T.contiguous(),
             None if head.bias is None else head.bias.detach(),
-            *(config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps),
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.rms_norm_eps,
         )
         self.kept = embedding.new_empty(1, config.num_key_value_heads, 1, width)  # by a cache
-        self.run = scripted(_run)
+        self.written = scripted(_written)
 
-    def __call__(self, ids: Tensor, starts: Tensor, cache: DynamicCache) -> Tensor:
-        """Return the next token's logits, as `Forward` says."""
+    def write(
+        self, ids: Tensor, starts: Tensor, cache: DynamicCache, drawing: Drawing
+    ) -> tuple[Tensor, Tensor]:
+        """Write tokens, as `Writer` says."""
         rows, new = ids.shape
+        new += drawing.uniforms.shape[1] - 1  # the last one is not read yet
         rooms = [layer.make_room(rows, new, self.kept, self.kept) for layer in cache.layers]
         keys, values = [keys for keys, _ in rooms], [values for _, values in rooms]
         past = cache.get_seq_length()
-        logits, keys, values = self.run(ids, starts, past, keys, values, *self.weights)
+        tokens, sound, keys, values = self.written(
+            ids, starts, past, keys, values, self.weights, drawing
+        )
         for layer, *seen in zip(cache.layers, keys, values, strict=True):
             layer.keys, layer.values = seen
-        return logits
+        return tokens, sound
+
+
+def _written(
+    ids: Tensor,
+    starts: Tensor,
+    past: int,
+    keys: list[Tensor],
+    values: list[Tensor],
+    weights: _Weights,
+    drawing: Drawing,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Return what `Writer` does, and keys and values as `_run`."""
+    tokens: list[Tensor] = []
+    sound: list[Tensor] = []
+    seen_keys, seen_values = keys, values
+    for n in range(drawing.uniforms.shape[1]):
+        logits, seen_keys, seen_values = _run(ids, starts, past, keys, values, weights)
+        token, is_sound = drawn(logits, drawing.uniforms[:, n], drawing)
+        tokens.append(token)
+        sound.append(is_sound)
+        if bool(drawing.enough[0]) or bool(((token == drawing.eos_id) | ~is_sound).any()):
+            break
+        past += ids.shape[1]
+        ids = token[:, None]
+    return torch.stack(tokens, 1), torch.stack(sound, 1), seen_keys, seen_values
 
 
 def _run(
@@ -146,61 +202,43 @@ def _run(
     past: int,
     keys: list[Tensor],
     values: list[Tensor],
-    embedding: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    before: list[Tensor],
-    heads: list[Tensor],
-    heads_bias: list[Tensor | None],
-    out: list[Tensor],
-    out_bias: list[Tensor | None],
-    between: list[Tensor],
-    gate_up: list[Tensor],
-    gate_up_bias: list[Tensor | None],
-    down: list[Tensor],
-    down_bias: list[Tensor | None],
-    norm: Tensor,
-    head: Tensor,
-    head_bias: Tensor | None,
-    queries: int,
-    pairs: int,
-    eps: float,
+    w: _Weights,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the last places' logits (B, V), and keys and values (B, kv heads, past + T, D) each.
 
     Those are views of the cache's buffers; the last T places are written here.
     """
-    states = F.embedding(ids, embedding)
+    states = F.embedding(ids, w.embedding)
     B, T = ids.shape
-    turned, D, length = queries + pairs, cosines.shape[-1], past + T
+    turned, D, length = w.queries + w.pairs, w.cosines.shape[-1], past + T
     places = torch.arange(length, device=ids.device)
     mask = places >= starts[:, None]
     positions = (places[past:] - starts[:, None]).clamp(min=0)
-    cos, sin = cosines[positions][:, :, None], sines[positions][:, :, None]
+    cos, sin = w.cosines[positions][:, :, None], w.sines[positions][:, :, None]
     seen = _seen(mask, T)
     all_keys, all_values = [k[:B, :, :length] for k in keys], [v[:B, :, :length] for v in values]
-    for n in range(len(before)):
-        normed = _normed(states, before[n], eps)
-        split = _linear(normed, heads[n], heads_bias[n]).view(B, T, turned + pairs, D)
+    for n, layer in enumerate(w.layers):
+        normed = _normed(states, layer.before, w.eps)
+        split = _linear(normed, layer.heads, layer.heads_bias).view(B, T, turned + w.pairs, D)
         turning = split[:, :, :turned]
         turning = turning * cos + turning.roll(D // 2, -1) * sin
-        all_keys[n][:, :, past:] = turning[:, :, queries:].transpose(1, 2)
+        all_keys[n][:, :, past:] = turning[:, :, w.queries :].transpose(1, 2)
         all_values[n][:, :, past:] = split[:, :, turned:].transpose(1, 2)
-        asking = turning[:, :, :queries].transpose(1, 2)
-        if T == 1 and queries == pairs:  # of one token each plain products are the faster
+        asking = turning[:, :, : w.queries].transpose(1, 2)
+        if T == 1 and w.queries == w.pairs:  # of one token each plain products are the faster
             fits = torch.matmul(asking * D**-0.5, all_keys[n].transpose(2, 3))
             if seen is not None:
                 fits = fits.masked_fill(~seen, -torch.inf)
             told = torch.matmul(fits.softmax(-1), all_values[n])
         else:
             told = F.scaled_dot_product_attention(
-                asking, all_keys[n], all_values[n], seen, enable_gqa=queries != pairs
+                asking, all_keys[n], all_values[n], seen, enable_gqa=w.queries != w.pairs
             )
-        states = states + _linear(told.transpose(1, 2).reshape(B, T, -1), out[n], out_bias[n])
-        normed = _normed(states, between[n], eps)
-        gate, up = _linear(normed, gate_up[n], gate_up_bias[n]).chunk(2, dim=-1)
-        states = states + _linear(F.silu(gate) * up, down[n], down_bias[n])
-    return _linear(_normed(states[:, -1], norm, eps), head, head_bias), all_keys, all_values
+        states = states + _linear(told.transpose(1, 2).reshape(B, T, -1), layer.out, layer.out_bias)
+        normed = _normed(states, layer.between, w.eps)
+        gate, up = _linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        states = states + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    return _linear(_normed(states[:, -1], w.norm, w.eps), w.head, w.head_bias), all_keys, all_values
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -227,17 +265,20 @@ def _seen(mask: Tensor, T: int) -> Tensor | None:
     return ((places <= own) & mask[:, None, None]) | (places == own)
 
 
-def drawn(
-    logits: Tensor, uniforms: Tensor, temperature: float, top_p: float
-) -> tuple[Tensor, Tensor]:
-    """Return a token for each row of logits (N, V), and whether these are numbers, both (N,).
+def drawn(logits: Tensor, uniforms: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
+    """Return a token for each row of logits (B, V), and whether these are numbers, both (B,).
 
     The token is that of `sampling.draw`; of a row that is not sound it is any.
     """
     sound = logits.amax(-1).isfinite()  # NaN is the largest of all
     if not bool(sound.all()):
         logits = logits.where(sound[:, None], torch.zeros_like(logits))
-    tokens, _ = draw(logits, uniforms, temperature, 0, top_p)
+    if len(drawing.settings) == 1:
+        temperature, top_p = drawing.settings[0]
+        return draw(logits, uniforms, temperature, 0, top_p)[0], sound
+    tokens = torch.zeros_like(sound, dtype=torch.long)
+    for (temperature, top_p), some in zip(drawing.settings, drawing.alike):  # noqa: B905
+        tokens[some] = draw(logits[some], uniforms[some], temperature, 0, top_p)[0]
     return tokens, sound
 
 
@@ -252,8 +293,20 @@ def scripted(function: Function) -> Function:
     return found
 
 
-def _join(linears: Sequence[nn.Linear], weights: list[Tensor], biases: list[Tensor | None]) -> None:
-    """Add the weight, and the bias if there is one, of layers that read the same states."""
-    those = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    weights.append(torch.cat([linear.weight.detach() for linear in linears]).T.contiguous())
-    biases.append(torch.cat(those) if those else None)
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        layer.input_layernorm.weight.detach(),
+        *_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        *_joined(attention.o_proj),
+        layer.post_attention_layernorm.weight.detach(),
+        *_joined(mlp.gate_proj, mlp.up_proj),
+        *_joined(mlp.down_proj),
+    )
+
+
+def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, and the bias if there is one, of layers that read the same states."""
+    weights = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return weights.T.contiguous(), torch.cat(biases) if biases else None

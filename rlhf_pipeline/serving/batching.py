@@ -13,9 +13,10 @@ than anybody reads are handed on together. What a token costs the event loop is 
 than tokens are drawn, and the loop's work is what requests wait for that have no text yet; the more
 rows, the less often each.
 
-Beside a running step the loop has the interpreter's lock for itself (policy/lean.py), but not
-around it. So after a token for somebody without text the thread stands aside until the loop has
-dealt with it, and what it does after a step comes before the loop is woken.
+While tokens are written the loop has the interpreter's lock for itself (policy/lean.py), but not
+in between. So several are written in one go: until some are due to be handed on, a row has ended,
+or somebody has come or gone. And after a token for somebody without text the thread stands aside
+until the loop has dealt with it, and what it does after writing comes before the loop is woken.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import can_merge, empty_cache, merge
 from rlhf_pipeline.policy.chat import encode_prompt
-from rlhf_pipeline.policy.lean import drawn, forward_of, scripted
+from rlhf_pipeline.policy.lean import Drawing, writer_of
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import Completion, pad_left, trunk_of
 from rlhf_pipeline.policy.streaming import UNFINISHED
@@ -93,7 +95,10 @@ class Decoder:
 
     def __init__(self, policy: Policy, *, rows: int) -> None:
         self.policy = policy
-        self._forward, self._drawn = forward_of(policy.model), scripted(drawn)
+        self._write = writer_of(policy.model)
+        # Set by the loop, seen by a writer that holds no lock of the interpreter.
+        self._enough = np.zeros(1, np.uint8)
+        self._seconds = 0.0  # a token took, the last time
         self._config = trunk_of(policy.model).config
         # Asked for at every request and token: of transformers' configurations they cost as much
         # as a small product.
@@ -155,8 +160,10 @@ class Decoder:
             if self._retired:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
             self._waiting.append(row)
+            self._enough[0] = 1
             self._changed.notify()
         text, eos_id, n = Text(self.policy, sampling.stop), self._eos_id, 0
+        ended = False
         late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
             while True:
@@ -164,7 +171,7 @@ class Decoder:
                 tokens = await row.tokens.get()
                 if isinstance(tokens, Exception):
                     raise tokens
-                piece, finished, ended = "", False, False
+                piece, finished = "", False
                 # A stop text may end it at any token; without one all are decoded together.
                 for some in [[token] for token in tokens] if sampling.stop else [tokens]:
                     n += len(some)
@@ -182,6 +189,8 @@ class Decoder:
                     return
         finally:
             row.gone = True
+            if not ended or text.stopped:
+                self._enough[0] = 1
             row.back.set()
             late.cancel()
 
@@ -205,6 +214,7 @@ class Decoder:
                     return  # retired, and nobody is left
                 room = self._most - (len(batch.rows) if batch else 0)
                 joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+                self._enough[0] = 0
             joining = [row for row in joining if not row.gone]
             there = [*(batch.rows if batch else ()), *joining]
             self.decoding = len(there)
@@ -215,7 +225,7 @@ class Decoder:
                         if self._waiting and batch is not None and len(batch.rows) < self._most:
                             continue  # who came meanwhile reads first: a first text is waited for
                     if batch is not None:
-                        batch = self._step(batch)
+                        batch = self._go_on(batch, batch.inputs, self._most_tokens(batch.rows))
             except Exception as error:  # one batch's trouble must not end the service
                 log.exception("decoding failed", rows=self.decoding)
                 failure = ModelError(f"the model failed while it wrote: {error}; see the log")
@@ -232,8 +242,7 @@ class Decoder:
         ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
         ids, starts = ids.to(self.policy.device), (~mask).sum(1).to(self.policy.device)
         cache = empty_cache(self._config)
-        logits = self._forward(ids, starts, cache)
-        added = self._draw(_Batch(joining, cache, starts, ids[:, :1]), logits)
+        added = self._go_on(_Batch(joining, cache, starts, ids[:, :1]), ids, 1)
         if batch is None or added is None:
             return added or batch
         left, others_left = merge(batch.cache, added.cache)
@@ -242,43 +251,52 @@ class Decoder:
         batch.inputs = torch.cat([batch.inputs, added.inputs])
         return batch
 
-    def _step(self, batch: _Batch) -> _Batch | None:
-        """Write one more token in every row; return the rows that go on."""
-        return self._draw(batch, self._forward(batch.inputs, batch.starts, batch.cache))
+    def _most_tokens(self, rows: Sequence[_Row]) -> int:
+        """Return how many tokens may be written before anybody is to hear of them."""
+        if not all(row.shown for row in rows):
+            return 1
+        left = min(len(row.uniforms) - row.written for row in rows)
+        due = min(row.handed for row in rows) + _apart(rows) - time.monotonic()
+        return max(1, min(left, int(due / self._seconds)))
 
-    def _draw(self, batch: _Batch, logits: Tensor) -> _Batch | None:
-        """Draw each row's token and hand it on; return the batch without those who ended."""
-        rows = batch.rows
-        numbers = [row.uniforms[row.written] for row in rows]
-        uniforms = torch.tensor(numbers, device=logits.device)
+    def _go_on(self, batch: _Batch, ids: Tensor, most: int) -> _Batch | None:
+        """Read ids (B, T), write `most` tokens or fewer, return the batch without who ended."""
+        rows, device = batch.rows, ids.device
         alike: dict[tuple[float, float], list[int]] = {}
         for i, row in enumerate(rows):
             alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(i)
-        if len(alike) == 1:
-            tokens, sound = self._drawn(logits, uniforms, *alike.popitem()[0])
-        else:
-            tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-            sound = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
-            for settings, some in alike.items():
-                tokens[some], sound[some] = self._drawn(logits[some], uniforms[some], *settings)
+        drawing = Drawing(
+            torch.tensor([r.uniforms[r.written : r.written + most] for r in rows], device=device),
+            list(alike),
+            [torch.tensor(some, device=device) for some in alike.values()]
+            if len(alike) > 1
+            else [],
+            self._eos_id,
+            torch.from_numpy(self._enough),
+        )
+        began = time.monotonic()
+        tokens, sound = self._write(ids, batch.starts, batch.cache, drawing)
+        moment = time.monotonic()
+        self._seconds = (moment - began) / tokens.shape[1]
         told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
-        eos_id, moment = self._eos_id, time.monotonic()
-        apart = max(TOGETHER_SECONDS, ROW_SECONDS * len(rows))
+        apart = _apart(rows)
+        if any(row.shown and moment - row.handed >= apart for row in rows):
+            apart /= 2  # who is nearly due hears now too, so that more is written at once after
         found = zip(rows, tokens.tolist(), sound.tolist(), strict=True)
-        for i, (row, token, is_sound) in enumerate(found):
-            if not is_sound:
+        for i, (row, new, are_sound) in enumerate(found):
+            if not are_sound[-1]:
                 told.append((row, ModelError("the model's logits are no numbers; retrain it")))
                 continue
-            row.written += 1
-            row.held.append(token)
-            ended = token == eos_id or row.written == len(row.uniforms)
+            row.written += len(new)
+            row.held += new
+            ended = new[-1] == self._eos_id or row.written == len(row.uniforms)
             if ended or not row.shown or moment - row.handed >= apart:
                 told.append((row, row.held))
                 row.held, row.handed = [], moment
             if not ended and not row.gone:
                 keep.append(i)
-        batch.inputs = tokens[:, None]
+        batch.inputs = tokens[:, -1:]
         left = _kept(batch, keep)  # before the loop is woken, which would want the lock meanwhile
         told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
         # Who has not come back for their last tokens is not waited for a second time.
@@ -288,6 +306,11 @@ class Decoder:
         _deliver(told)
         _stand_aside(awaited)
         return left
+
+
+def _apart(rows: Sequence[_Row]) -> float:
+    """Return the seconds between two times that a row's tokens are handed on."""
+    return max(TOGETHER_SECONDS, ROW_SECONDS * len(rows))
 
 
 def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhf_pipeline.policy import lean
 from rlhf_pipeline.policy.adapters import add_adapters
 from rlhf_pipeline.policy.cache import empty_cache
-from rlhf_pipeline.policy.lean import LeanLlama, can_lean, drawn, plain_forward, scripted
+from rlhf_pipeline.policy.lean import (
+    Drawing,
+    LeanLlama,
+    can_lean,
+    drawn,
+    plain_forward,
+    plain_write,
+    scripted,
+)
 from rlhf_pipeline.policy.sampling import draw
 
 
@@ -28,6 +37,16 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     return model
 
 
+def drawing(uniforms: Tensor, *settings: tuple[float, float], eos_id: int = -1) -> Drawing:
+    """Return how to draw, every so many rows with each of the settings."""
+    n = len(settings)
+    alike = [torch.arange(i, len(uniforms), n) for i in range(n)]
+    return Drawing(uniforms, list(settings), alike, eos_id, torch.zeros(1, dtype=torch.uint8))
+
+
+GREEDY, USUAL, NARROW = (0.0, 1.0), (1.0, 1.0), (0.7, 0.5)
+
+
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize(
     "changes",
@@ -39,15 +58,20 @@ def test_lean_logits_are_those_of_transformers(changes: dict[str, Any], script: 
     model = llama(**changes)
     assert can_lean(model)
     ours, steps = LeanLlama(model), 70  # more than a cache has room for at first
-    assert isinstance(ours.run, torch.jit.ScriptFunction)
-    if not script:
-        ours.run = lean._run
+    assert isinstance(ours.written, torch.jit.ScriptFunction)
+    run = scripted(lean._run) if script else lean._run
     starts = torch.tensor([0, 3, 6])
     ids = torch.randint(50, (3, 7 + steps))
     caches = [empty_cache(model.config) for _ in range(2)]
     for begin, end in [(0, 7), *((7 + t, 8 + t) for t in range(steps))]:
         theirs = plain_forward(model, ids[:, begin:end], starts, caches[0])
-        found = ours(ids[:, begin:end], starts, caches[1])
+        rooms = [
+            layer.make_room(3, end - begin, ours.kept, ours.kept) for layer in caches[1].layers
+        ]
+        keys, values = map(list, zip(*rooms, strict=True))
+        found, *seen = run(ids[:, begin:end], starts, begin, keys, values, ours.weights)
+        for layer, *both in zip(caches[1].layers, *seen, strict=True):
+            layer.keys, layer.values = both
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
     mask = torch.arange(7 + steps) >= starts[:, None]
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
@@ -57,16 +81,74 @@ def test_lean_logits_are_those_of_transformers(changes: dict[str, Any], script: 
             torch.testing.assert_close(*real, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.5), (0.0, 1.0)])
+@pytest.mark.parametrize("script", [True, False])
+@pytest.mark.parametrize("settings", [[GREEDY], [NARROW], [USUAL, NARROW, GREEDY]])
+@torch.inference_mode()
+def test_many_tokens_at_once_are_those_of_one_by_one(
+    settings: list[tuple[float, float]], script: bool
+) -> None:
+    """In one go, in goes of a few, and as transformers computes it: the same tokens and cache."""
+    model = llama()
+    ours, steps = LeanLlama(model), 70
+    if not script:
+        ours.written = lean._written
+    starts, prompt = torch.tensor([0, 3, 6, 1]), torch.randint(50, (4, 7))
+    uniforms = torch.rand(4, steps)
+    found = []
+    for go in (steps, 9, 1, 0):
+        cache, ids, tokens = empty_cache(model.config), prompt, [prompt[:, :0]]
+        while sum(some.shape[1] for some in tokens) < steps:
+            done = sum(some.shape[1] for some in tokens)
+            how = drawing(uniforms[:, done : done + max(1, go)], *settings)
+            one = ours.write(ids, starts, cache, how) if go else None
+            some, sound = one or plain_write(model, ids, starts, cache, how)
+            assert sound.all()
+            assert some.shape == sound.shape == how.uniforms.shape
+            assert cache.get_seq_length() == 7 + done + some.shape[1] - 1
+            ids = some[:, -1:]
+            tokens.append(some)
+        found.append(torch.cat(tokens, 1))
+    assert all(tokens.equal(found[0]) for tokens in found[1:])
+
+
+@torch.inference_mode()
+def test_no_more_is_written_once_a_row_has_ended_or_is_broken_or_it_is_enough() -> None:
+    model = llama()
+    ours, prompt = LeanLlama(model), torch.randint(50, (3, 5))
+    starts, uniforms = torch.zeros(3, dtype=torch.long), torch.rand(3, 12)
+
+    def write(how: Drawing) -> tuple[Tensor, Tensor]:
+        return ours.write(prompt, starts, empty_cache(model.config), how)
+
+    tokens, _ = write(drawing(uniforms, USUAL))
+    assert tokens.shape == (3, 12)
+    last = tokens[1, 6]  # a token may have come earlier too
+    first = int((tokens == last).any(0).nonzero()[0])
+    ended, sound = write(drawing(uniforms, USUAL, eos_id=int(last)))
+    assert ended.equal(tokens[:, : first + 1])
+    assert sound.all()
+    now = drawing(uniforms, USUAL)
+    now.enough[0] = 1
+    assert write(now)[0].equal(tokens[:, :1])
+    model.model.embed_tokens.weight.data[tokens[2, 0]] = float("nan")
+    broken, sound = LeanLlama(model).write(
+        prompt, starts, empty_cache(model.config), drawing(uniforms, USUAL)
+    )
+    assert not sound[:, -1].all()
+    assert sound[:, :-1].all()
+    assert broken.shape[1] <= 12
+
+
+@pytest.mark.parametrize("settings", [USUAL, NARROW, GREEDY])
 @torch.inference_mode()
 def test_tokens_are_drawn_as_everywhere_and_broken_rows_are_told(
-    temperature: float, top_p: float
+    settings: tuple[float, float],
 ) -> None:
     logits, uniforms = torch.randn(40, 30), torch.rand(40)
-    expected, _ = draw(logits, uniforms, temperature, 0, top_p)
+    expected, _ = draw(logits, uniforms, settings[0], 0, settings[1])
     logits[3, 2], logits[5, 0] = float("nan"), float("inf")
     for function in (drawn, scripted(drawn)):
-        tokens, sound = function(logits, uniforms, temperature, top_p)
+        tokens, sound = function(logits, uniforms, drawing(uniforms[:, None], settings))
         assert (~sound).nonzero().flatten().tolist() == [3, 5]
         assert tokens[sound].equal(expected[sound])
 

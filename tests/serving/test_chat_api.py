@@ -297,7 +297,8 @@ def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> No
             await asyncio.sleep(0.005)
         assert decoder.decoding == 0
         with pytest.raises(TimeoutError):
-            await anext(decoder.pieces(ids, sampling, deadline=time.monotonic()))
+            async for _ in decoder.pieces(ids, sampling, deadline=time.monotonic()):
+                pass  # a first piece may be faster
         pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
         await anext(pieces)
         decoder.retire()  # what is in flight is finished, what comes later is not begun
@@ -307,6 +308,55 @@ def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> No
             await anext(decoder.pieces(ids, sampling, deadline=time.monotonic() + 30))
 
     asyncio.run(look())
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_comes_or_goes_is_not_kept_waiting_by_tokens_written_in_one_go(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setattr(batching, "TOGETHER_SECONDS", 60.0)
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=2)
+    write, begun, happened = decoder._write, threading.Event(), threading.Event()
+    goes: list[tuple[int, int]] = []
+
+    def held(ids: Any, starts: Any, cache: Any, drawing: Any) -> Any:
+        asked = drawing.uniforms.shape[1]
+        if asked > 1:
+            begun.set()
+            assert happened.wait(PATIENCE)
+        found = write(ids, starts, cache, drawing)
+        goes.append((asked, found[0].shape[1]))
+        return found
+
+    monkeypatch.setattr(decoder, "_write", held)
+
+    async def ask() -> None:
+        sampling = Sampling(60, 60, 1.0, seed=1)
+        ids = decoder.prompt_ids(user_prompt("hi"), sampling)
+        first, second = (
+            decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE) for _ in range(2)
+        )
+        await anext(first)
+        other = asyncio.ensure_future(anext(first))  # it has come back for more
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        if comes:
+            also = asyncio.ensure_future(anext(second))
+            await asyncio.sleep(0)
+        else:
+            other.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await other
+        happened.set()
+        if comes:
+            await also
+            await other
+            await first.aclose()
+        await second.aclose()
+
+    asyncio.run(ask())
+    decoder.retire()
+    decoder._thread.join(PATIENCE)
+    assert next(written for asked, written in goes if asked > 1) == 1
 
 
 def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) -> None:
@@ -595,15 +645,15 @@ def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: W
 def test_a_rollback_reaches_everybody_within_five_seconds_and_streams_finish(
     world: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book, over, step = ExperimentBook(world.database), threading.Event(), Decoder._step
+    book, over = ExperimentBook(world.database), threading.Event()
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
     users = [n for n in map(str, range(40)) if is_challenged(begun, n)]
 
-    def slowly(decoder: Decoder, batch: Any) -> Any:
+    def slowly(decoder: Decoder, rows: Any) -> int:
         over.wait(0.2)  # each token, until the rollback is over
-        return step(decoder, batch)
+        return 1
 
-    monkeypatch.setattr(Decoder, "_step", slowly)
+    monkeypatch.setattr(Decoder, "_most_tokens", slowly)
     with serving(world.settings, world) as running:
 
         def met(user: str) -> Any:
