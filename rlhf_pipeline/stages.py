@@ -273,7 +273,7 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
     All three or none: a proxy judged by models of another time would be judged by other raters.
     """
     from rlhf_pipeline.reward.model import load_reward_model
-    from rlhf_pipeline.reward.reuse import accuracy_on, has_fallen, is_whole, use_again
+    from rlhf_pipeline.reward.reuse import accuracy_on, has_fallen, is_whole, trained_in, use_again
 
     reward, previous = turn.settings.reward, turn.previous
     before: set[str] = set()
@@ -281,8 +281,12 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
         source = Path(reward.given)
     elif reward.retrain_drop is not None and previous is not None:
         source = previous / "reward"
-        known = turn.data.parent / previous.name[:16] / PAIRS  # the snapshot of that turn
-        if not (known.exists() and all(is_whole(source / job) for job in JOBS)):
+        if not all(is_whole(source / job) for job in JOBS):
+            return None
+        # Votes since it was trained, not since the turn before: few a turn become enough to tell.
+        then = trained_in(source / JOBS[0]).parent.parent
+        known = turn.data.parent / then.name[:16] / PAIRS  # the snapshot of that turn
+        if not known.exists():
             return None
         before = {pair.pair_id for pair in datasets.read_jsonl(known, PreferencePair)}
     else:
@@ -653,6 +657,8 @@ def reward_splits(
     Where other kinds are learnt from, their `examples` count as pairs do, and pairs of two bad
     completions are kept. Raises NotEnoughData naming the model that has too few.
     """
+    from rlhf_pipeline.reward.kinds import voters_of
+
     by_job = settings.reward.shares
     shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
     train: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
@@ -661,12 +667,16 @@ def reward_splits(
             train[job_of(pair.voter, shares)].append(pair)
     test = [pair for pair in pairs if pair.split == "evaluation" and not pair.tie]
     others = _examples_by_job(examples, settings)
+    kinds = {str(kind): weight for kind, weight in settings.reward.kinds.items()}
+    what = "preference pairs"
+    if settings.reward.reads_every_kind:
+        what = f"votes of the kinds {', '.join(kinds)}"
     for job in JOBS:
-        found = len(train[job]) + len(others[job])
+        found = len(voters_of(train[job], others[job], kinds))
         missing = settings.reward.min_pairs - found
         if missing > 0:
             raise NotEnoughData(
-                f"the {job} reward model needs {settings.reward.min_pairs} preference pairs, found "
+                f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
                 f"{found}; collect about {round(missing / shares[job])} more, or lower "
                 "reward.min_pairs"
             )

@@ -68,6 +68,12 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
         # Of the turn before nothing is new; of given models nobody knows what they have seen.
         new = reports["proxy"]["on_new_votes"]
         assert new is None if "retrain_drop" in changes else new["n"] > 20
+        later = replace(again, work=again.work.with_name("later"), previous=again.work)
+        shutil.rmtree(later.work, ignore_errors=True)
+        reports = stages.train_reward_models(later, ignore_progress, lambda: None)
+        # However often it is used again, votes are new since it was trained.
+        assert reports["proxy"]["reused_from"] == str(before / "proxy")
+        assert reports["proxy"]["on_new_votes"] == new
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.reward.composite import Breakdown, CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.named import composite_of, named_reward
-from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings
+from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings
 
 if TYPE_CHECKING:
     from rlhf_pipeline.ppo.breakdown import CriticBreakdown, TrainedCritic
@@ -102,7 +102,9 @@ def composite_for(
     if preset is None:
         return CompositeReward(weighted_terms(names))
     functions = dict(reward_functions(preset, Path.cwd()))
-    if (LEARNED in functions) != (learned is not None):
+    targets = [one.function or name for name, one in functions.items()]
+    asks = any(target == LEARNED or target.startswith(CRITERION) for target in targets)
+    if asks != (learned is not None):
         raise ConfigError(
             f"{LEARNED} and --learned come together: the preset {preset} names "
             f"{', '.join(functions)}, found --learned {learned}; give or leave out both"

@@ -165,7 +165,8 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
 def _saved_head(directory: Path, facts: Any) -> nn.Linear:
     saved = load_file(directory / "head.safetensors")
     head = nn.Linear(saved["weight"].shape[1], 1)
-    head.load_state_dict(saved)
+    # Of several heads, each by a part of the raters, a value begins at the mean.
+    head.load_state_dict({name: rows.mean(0, keepdim=True) for name, rows in saved.items()})
     with torch.no_grad():
         head.bias.sub_(float(facts["calibration"]["offset"]))
     return head

@@ -14,6 +14,7 @@ import numpy as np
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
 TEMPERATURES = (0.05, 20.0)  # separable margins would send the fitted temperature to 0
+SHOWN = 1.92  # nats that chance alone saves in one of twenty fits: half of chi squared's 3.84
 MOST_LAPSES = 0.5  # beyond, more than half of the votes would be by chance
 
 
@@ -114,21 +115,26 @@ def calibration_noise(bins: Sequence[Bin]) -> float:
 
 
 def fit_confidence(margins: Sequence[float]) -> Confidence:
-    """Return the temperature and lapse under which the margins' log loss is least, in bounds."""
+    """Return the temperature and lapse under which the margins' log loss is least, in bounds.
+
+    A lapse where the margins show one (likelihood-ratio test): of a few hundred it is mostly noise.
+    """
     ahead = np.array(margins)
 
-    def lapse_at(log_temperature: float) -> tuple[float, float]:
+    def log_loss(log_temperature: float, lapse: float) -> float:
         right = 1 / (1 + np.exp(np.clip(-ahead * math.exp(-log_temperature), -700, 700)))
+        return float(-np.log(lapse / 2 + (1 - lapse) * right).sum())
 
-        def log_loss(lapse: float) -> float:
-            return float(-np.log(lapse / 2 + (1 - lapse) * right).sum())
-
-        lapse = _minimum(log_loss, 0.0, MOST_LAPSES)  # convex in it: one valley
-        return min((log_loss(some), some) for some in (0.0, lapse))
+    def lapse_at(log_temperature: float) -> float:  # the loss is convex in it: one valley
+        return _minimum(lambda lapse: log_loss(log_temperature, lapse), 0.0, MOST_LAPSES)
 
     low, high = (math.log(t) for t in TEMPERATURES)
-    best = _minimum(lambda log_temperature: lapse_at(log_temperature)[0], low, high)
-    return Confidence(math.exp(best), lapse_at(best)[1])
+    alone = _minimum(lambda t: log_loss(t, 0.0), low, high)
+    best = _minimum(lambda t: log_loss(t, lapse_at(t)), low, high)
+    lapse = lapse_at(best)
+    if log_loss(alone, 0.0) - log_loss(best, lapse) <= SHOWN:
+        return Confidence(math.exp(alone))
+    return Confidence(math.exp(best), lapse)
 
 
 def sigmoid(x: float) -> float:

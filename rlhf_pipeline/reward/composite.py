@@ -31,7 +31,9 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.reward.settings import Linear, Stepped, Weight, weight_at
 
-BELOW_FLOOR = -5.0  # the most a completion under a floor can get, in units of the composite
+# In units of the composite: the most a completion under a floor can get, and where there are floors
+# the least that any other can. However bad, it never comes after one that is refused.
+BELOW_FLOOR = -5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """A composite's score with what it is made of; without a broken floor, the pieces' sum."""
+    """A composite's score with what it is made of; where there are no floors, the pieces' sum."""
 
     score: float
     pieces: Mapping[str, Piece]
@@ -230,6 +232,8 @@ class CompositeReward:
         total = math.fsum(piece.added for piece in pieces.values())
         if any(piece.below_floor for piece in pieces.values()):
             total = min(total, self.below_floor)
+        elif any(term.floor is not None for term in self.terms.values()):
+            total = max(total, self.below_floor)
         return Breakdown(total, pieces)
 
 

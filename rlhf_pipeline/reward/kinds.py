@@ -78,6 +78,17 @@ class Opinions:
         others = (*self.singles.values(), *self.criteria.values())
         return len(self.preferences) + len(self.corrections) + sum(len(some) for some in others)
 
+    @property
+    def tells_apart(self) -> bool:
+        """Say whether anything is said to be better than anything else."""
+        singles = (*self.singles.values(), *self.criteria.values())
+        decided = any(outcome == 0 for _, _, outcome, _ in self.preferences)
+        return (
+            decided
+            or bool(self.corrections)
+            or any(len({value for _, value, _ in some}) > 1 for some in singles)
+        )
+
     def said_by(self) -> dict[int, int]:
         """Return whose opinion each text is there for; texts of nobody's are left out."""
         found = {text: who for *both, _, who in self.preferences for text in both}

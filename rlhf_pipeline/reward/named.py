@@ -163,6 +163,15 @@ def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunctio
         )
     if options:
         return _made(found, name, options)
+    try:
+        inspect.signature(found).bind([])
+    except TypeError as error:
+        raise ModelError(
+            f"the reward {name} needs a function of one argument, the items, found "
+            f"{inspect.signature(found)} ({error}); give it options, or correct the function"
+        ) from error
+    except ValueError:  # one that is not written in Python and does not say what it takes
+        pass
     return CheckedReward(found, name)
 
 

@@ -48,6 +48,11 @@ def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Meas
     return measured([better - worse for better, worse in zip(chosen, rejected, strict=True)])
 
 
+def trained_in(folder: Path) -> Path:
+    """Return the folder that a model was trained in, used again since or not."""
+    return Path(read_json(folder / REPORT).get("reused_from") or folder)
+
+
 def has_fallen(folder: Path, on_new: Measured | None, most: float) -> bool:
     """Say whether accuracy is more than `most` below what the model was found to have.
 
@@ -58,7 +63,7 @@ def has_fallen(folder: Path, on_new: Measured | None, most: float) -> bool:
 
 
 def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[str, Any]:
-    """Copy the model whole into output_dir; return its report with where it came from.
+    """Copy the model whole into output_dir; return its report with where it was trained.
 
     Raises ModelError where it is not whole, or the base it reads with is gone.
     """
@@ -71,7 +76,7 @@ def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[s
     report = {
         **read_json(folder / REPORT),
         "path": str(output_dir),
-        "reused_from": str(folder),
+        "reused_from": str(trained_in(folder)),
         "on_new_votes": None if on_new is None else asdict(on_new),
     }
     with new_folder(output_dir) as copy:

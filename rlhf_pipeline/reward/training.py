@@ -200,7 +200,7 @@ def train_reward_model(
             f"{heads} heads need a frozen trunk, found one that trains; set reward.freeze_trunk, "
             "or set reward.heads to 1"
         )
-    check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples)
+    check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples, kinds=kinds)
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
     descent = Descent(epochs, learning_rate, batch_size, seed)
@@ -367,18 +367,28 @@ def check_pairs(
     min_pairs: int,
     *,
     examples: Sequence[RewardExample] = (),
+    kinds: Mapping[str, float] | None = None,
 ) -> None:
-    """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these."""
-    found = len(train_pairs) + len(examples)
+    """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these.
+
+    With `kinds` what has no weight in them teaches nothing, and counts for nothing.
+    """
+    found = len(train_pairs) if kinds is None else len(voters_of(train_pairs, examples, kinds))
+    what = "preference pairs" if kinds is None else f"votes of the kinds {', '.join(kinds)}"
     if found < min_pairs:
         raise NotEnoughData(
-            f"reward training needs {min_pairs} preference pairs, found {found}; "
+            f"reward training needs {min_pairs} {what}, found {found}; "
             f"collect {min_pairs - found} more or lower reward.min_pairs"
         )
-    if not examples and not any(not is_tie(pair) for pair in train_pairs):
+    if kinds is None and all(is_tie(pair) for pair in train_pairs):
         raise NotEnoughData(
             f"reward training needs pairs that people decided, found {len(train_pairs)} ties only; "
             "collect at least 1 preference"
+        )
+    if kinds is not None and found and not gather(train_pairs, examples, kinds).tells_apart:
+        raise NotEnoughData(
+            f"reward training needs {what} that tell completions apart, found {found} that all say "
+            "the same; collect at least 1 that says otherwise"
         )
     decided = sum(not is_tie(pair) for pair in test_pairs)
     if decided < 2:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_pipeline.errors import ConfigError, ModelError
@@ -219,6 +220,17 @@ def test_a_critic_that_starts_from_the_reward_model_values_as_it_scores(
         with torch.no_grad():  # the value before the last token judges all but that token
             score = float(reward.model([Row(row[:-1], one.prompt_ids.shape[1])])) - 0.75
             assert float(learner.values(one)[0, -1]) == pytest.approx(score, abs=1e-5)
+
+
+def test_of_several_heads_a_critic_begins_with_the_mean(base: Path, tmp_path: Path) -> None:
+    directory = save_reward(base, tmp_path / "reward", offset=0.5)
+    saved = load_file(directory / "head.safetensors")
+    three = {name: torch.cat([rows * n for n in (1, 2, 6)]) for name, rows in saved.items()}
+    save_file(three, directory / "head.safetensors")
+    learner = learner_at(base, changed(critic="separate"), value_init=directory)
+    assert learner.critic is not None
+    assert learner.critic.head.weight.detach().allclose(saved["weight"] * 3)
+    assert learner.critic.head.bias.detach().allclose(saved["bias"] * 3 - 0.5)
 
 
 def test_a_reward_model_that_cannot_be_a_critic_is_passed_over_with_a_warning(

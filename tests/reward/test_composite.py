@@ -78,6 +78,21 @@ def test_no_weight_buys_off_a_floor() -> None:
     assert parrot.pieces["distinct"].below_floor
 
 
+def test_however_bad_a_completion_is_one_under_a_floor_is_no_better() -> None:
+    """Where what is learnt from votes says -301 of a safe reply and 6 of one that is not."""
+    terms = {
+        "letters": Term(letters, weight=-100),
+        "distinct": Term(RULES["distinct-1"], floor=0.6),
+    }
+    sound, parrot = CompositeReward(terms).judge(
+        [RewardInput(PROMPT, text) for text in ("a b c", "a a a a a a")]
+    )
+    assert sound.pieces["letters"].added < parrot.pieces["letters"].added + 1000
+    assert parrot.score <= sound.score == -5
+    without = {"letters": terms["letters"]}
+    assert CompositeReward(without)([RewardInput(PROMPT, "a b c")])[0] < -100
+
+
 def test_a_version_changes_with_what_changes_scores() -> None:
     def version(**change: Any) -> str:
         return CompositeReward({"letters": Term(letters, **change)}).version
@@ -225,6 +240,7 @@ def test_a_function_of_ones_own_is_a_reward_by_its_place() -> None:
         ("no_such_module:f", "in the module 'no_such_module', found none"),
         (f"{__name__}:no_such", "'no_such' in the module"),
         (f"{__name__}:NOT_A_FUNCTION", "found a int"),
+        ("operator:add", r"a function of one argument, the items, found \(a, b, /\)"),
     ],
 )
 def test_a_name_nobody_knows_is_refused_at_once(name: str, message: str) -> None:

@@ -173,7 +173,9 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
     centred = load_reward_model(out, device="cpu")(planted.centre)
     assert sum(centred) / len(centred) == pytest.approx(0, abs=1e-3)
     assert set(read_json(out / "raters.json")["careful"]) == {f"v{i}" for i in range(9)}
-    with pytest.raises(NotEnoughData, match="needs feedback of the kinds rating, found none"):
+    with pytest.raises(
+        NotEnoughData, match="needs 2 votes of the kinds rating, found 0; collect 2"
+    ):
         train_reward_model(
             planted.base,
             [],

@@ -106,11 +106,14 @@ def test_a_preset_scores_as_a_recipe_would(completions: Path, tmp_path: Path) ->
         ([], "found neither"),
         (["--reward", "length", "--preset", "balanced"], "found both"),
         (["--preset", "balanced"], "learned and --learned come together"),
+        (["--preset", "safe.yaml"], "learned and --learned come together"),
         (["--preset", "nobodys"], "reward.preset knows empathy"),
     ],
 )
 def test_score_needs_rewards_or_a_preset(
     completions: Path, tmp_path: Path, words: list[str], message: str
 ) -> None:
+    (tmp_path / "safe.yaml").write_text("{'learned:safety': 1}")
+    words = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
     told = rlhf_score(completions, *words, "--out", tmp_path / "out.jsonl", code=1)
     assert message in " ".join(told.split())

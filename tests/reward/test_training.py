@@ -14,7 +14,7 @@ import torch
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.files import folder_sha256, read_json
-from rlhf_pipeline.records import PreferencePair, RewardInput
+from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample, RewardInput
 from rlhf_pipeline.reward import training, tuning
 from rlhf_pipeline.reward.calibration import highest_floor
 from rlhf_pipeline.reward.functions import as_reward
@@ -203,6 +203,14 @@ def test_what_cannot_teach_or_judge_is_refused(planted: Planted, tmp_path: Path)
     )
     refused(NotEnoughData, "found 30 ties only", train=[replace(p, tie=True) for p in pairs])
     refused(NotEnoughData, "found 0; collect 2", test=[replace(p, both_bad=True) for p in test])
+    rated = [
+        RewardExample(str(i), p.prompt, p.chosen, FeedbackKind.thumbs, 1.0, None, p.voter, "train")
+        for i, p in enumerate(pairs)
+    ]
+    thumbs = {"train": pairs, "kinds": {"thumbs": 1.0}, "min_pairs": 20}
+    refused(NotEnoughData, "20 votes of the kinds thumbs, found 0; collect 20", **thumbs)
+    thumbs["examples"] = rated
+    refused(NotEnoughData, "that tell completions apart, found 30 that all say the same", **thumbs)
     one_prompt: Sequence[PreferencePair] = [replace(p, prompt=pairs[0].prompt) for p in pairs]
     refused(NotEnoughData, "found one prompt only", train=one_prompt)
     refused(TrainingError, "found 1 of 81 on training prompts", test=[*test, planted.train[0]])
