@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlhf_pipeline.cli import app
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput
 from rlhf_pipeline.reward.composite import CompositeReward, Term
@@ -223,3 +225,21 @@ def test_another_judge_is_another_reward() -> None:
 
     assert len({version(), version(model="n"), version(rubric="x"), version(highest=9)}) == 4
     assert version() == version(cache="somewhere", on_failure="skip")
+
+
+def test_a_file_is_annotated_by_a_judge_and_goes_on_with_the_verdicts_it_has(
+    judges: Judges, tmp_path: Path
+) -> None:
+    functions = tmp_path / "judge.yaml"
+    options = {"url": judges.url, "model": "m", "rubric": RUBRIC, "cache": str(tmp_path / "kept")}
+    functions.write_text(json.dumps({"judge": {"options": options}}))  # YAML too
+    completions, out = tmp_path / "completions.jsonl", tmp_path / "scores.jsonl"
+    rows = [{"prompt": "a joke?", "completion": "ha" * n} for n in range(1, 4)]
+    completions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["score", str(completions), "--preset", str(functions), "--out"]
+    for file in (out, tmp_path / "again.jsonl"):
+        done = CliRunner().invoke(app, [*words, str(file)])
+        assert done.exit_code == 0, done.output
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["pieces"]["judge"]["score"] for line in lines] == [0.25, 0.75, 1.0]
+    assert len(judges.heard) == 3
