@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -236,3 +237,18 @@ def test_a_correction_goes_without_likelihoods(planted: Planted) -> None:
     encoded = encode_pairs(tokenizer, [pair, planted.train[1]], Limits(32, 40))
     assert [row.sampled for row in encoded.chosen] == [False, True]
     assert [row.sampled for row in encoded.rejected] == [False, True]
+
+
+def test_minibatches_hold_every_pair_once_and_those_of_like_length_together() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randrange(1, 400) for _ in range(500)]
+    batches = tuning.like_length(lengths, 8, rng)
+    assert sorted(i for batch in batches for i in batch) == list(range(500))
+    assert all(len(batch) <= 8 for batch in batches)
+
+    def padded(batches: list[list[int]]) -> int:
+        return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+
+    random_ones = [list(range(i, min(i + 8, 500))) for i in range(0, 500, 8)]
+    assert sum(lengths) <= padded(batches) < 1.15 * sum(lengths) < padded(random_ones)
+    assert batches != tuning.like_length(lengths, 8, rng)  # another epoch, another order
