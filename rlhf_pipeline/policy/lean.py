@@ -12,6 +12,7 @@ PyTorch has deprecated TorchScript for `torch.compile`, which needs a C++ compil
 serve. With a PyTorch that has it no more the same lines run in Python.
 """
 
+# No annotations from __future__ here: TorchScript reads the types of a NamedTuple's fields.
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -277,7 +278,8 @@ def drawn(logits: Tensor, uniforms: Tensor, drawing: Drawing) -> tuple[Tensor, T
         temperature, top_p = drawing.settings[0]
         return draw(logits, uniforms, temperature, 0, top_p)[0], sound
     tokens = torch.zeros_like(sound, dtype=torch.long)
-    for (temperature, top_p), some in zip(drawing.settings, drawing.alike):  # noqa: B905
+    for n, (temperature, top_p) in enumerate(drawing.settings):
+        some = drawing.alike[n]
         tokens[some] = draw(logits[some], uniforms[some], temperature, 0, top_p)[0]
     return tokens, sound
 
