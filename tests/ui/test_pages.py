@@ -168,7 +168,8 @@ def test_two_answers_are_compared(page: Any, service: tuple[str, Path], votes: V
             "SELECT i.completion FROM feedback f JOIN interactions i USING (interaction_id) "
             "ORDER BY f.seq DESC LIMIT 1"
         )
-        assert connection.exec_driver_sql(about).scalar_one() == right
+        # A text area shows the line ends that an untaught model says in its own way.
+        assert connection.exec_driver_sql(about).scalar_one().split() == right.split()
     database.close()
 
 
