@@ -295,8 +295,9 @@ class RewardSettings(Section):
     )
     retrain_drop: Share | None = Field(
         None,
-        description="Use the turn before's reward models again while their accuracy on votes that "
-        "came since is at most so much below what it was found to be; None trains every turn.",
+        description="Use the turn before's reward models again until their accuracy on the votes "
+        "since they were trained is so much below what it was found to be, and surely below; None "
+        "trains every turn.",
     )
     given: str | None = Field(
         None,

@@ -145,6 +145,10 @@ def test_a_model_is_used_again_until_people_vote_otherwise(
     assert not has_fallen(folder, as_before, 0.02)
     turned = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in planted.test]
     assert has_fallen(folder, accuracy_on(reward, turned[:12]), 0.02)
+    by_chance = replace(as_before, share=as_before.share - 0.1, high=as_before.share + 0.01)
+    assert not has_fallen(folder, by_chance, 0.02)
+    assert has_fallen(folder, replace(by_chance, high=as_before.share - 0.01), 0.02)
+    assert not has_fallen(folder, replace(by_chance, high=as_before.share - 0.01), 0.2)
     few = accuracy_on(reward, [*turned[:9], replace(turned[9], tie=True)])
     assert few is None
     assert not has_fallen(folder, few, 0.02)
