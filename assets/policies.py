@@ -93,7 +93,7 @@ def reward_model(
             for job in JOBS:
                 for step, loss in reports[job]["loss_curve"]:
                     run.log_metrics({f"reward/{job}/loss": loss}, step=step)
-                numbers = ("accuracy", "n", "ece", "temperature", "lapse", "pairs")
+                numbers = ("accuracy", "n", "ece", "temperature", "pairs")
                 run.log_metrics({f"reward/{job}/{n}": float(reports[job][n]) for n in numbers})
                 run.log_metrics({f"reward/{job}/{n}": v for n, v in beside(reports[job]).items()})
                 run.log_json(f"reward/{job}/report.json", reports[job])
