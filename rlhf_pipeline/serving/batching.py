@@ -154,6 +154,8 @@ class Decoder:
         takes the row out of the batch. Raises TimeoutError at the deadline, ModelError where the
         model writes no numbers or the decoder has retired.
         """
+        if time.monotonic() >= deadline:  # a first token might be faster than a timer of no time
+            raise TimeoutError
         loop = asyncio.get_running_loop()
         row = _Row(ids, sampling, loop, asyncio.Queue())
         with self._changed:

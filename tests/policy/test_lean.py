@@ -136,7 +136,7 @@ def test_no_more_is_written_once_a_row_has_ended_or_is_broken_or_it_is_enough() 
     )
     assert not sound[:, -1].all()
     assert sound[:, :-1].all()
-    assert broken.shape[1] <= 12
+    assert broken.shape[1] <= 2  # what was drawn first is read for the second
 
 
 @pytest.mark.parametrize("settings", [USUAL, NARROW, GREEDY])

@@ -79,15 +79,14 @@ def test_no_weight_buys_off_a_floor() -> None:
 
 
 def test_however_bad_a_completion_is_one_under_a_floor_is_no_better() -> None:
-    """Where what is learnt from votes says -301 of a safe reply and 6 of one that is not."""
     terms = {
         "letters": Term(letters, weight=-100),
         "distinct": Term(RULES["distinct-1"], floor=0.6),
     }
     sound, parrot = CompositeReward(terms).judge(
-        [RewardInput(PROMPT, text) for text in ("a b c", "a a a a a a")]
+        [RewardInput(PROMPT, text) for text in ("a b c d e f", "a a a")]
     )
-    assert sound.pieces["letters"].added < parrot.pieces["letters"].added + 1000
+    assert sound.pieces["letters"].added < parrot.pieces["letters"].added
     assert parrot.score <= sound.score == -5
     without = {"letters": terms["letters"]}
     assert CompositeReward(without)([RewardInput(PROMPT, "a b c")])[0] < -100
