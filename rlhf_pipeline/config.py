@@ -333,6 +333,11 @@ class RewardSettings(Section):
     )
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Return `kinds` as the engine takes them: the weight of each by its name."""
+        return {str(kind): weight for kind, weight in self.kinds.items()}
+
+    @property
     def reads_every_kind(self) -> bool:
         """Say whether more than plain pairs is learnt from."""
         return dict(self.kinds) != PAIRS_ALONE

@@ -243,7 +243,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             test_examples=[example for example in found if example.split == "evaluation"],
             topics=topics,
             earlier=None if warm is None else warm / "reward" / job,
-            kinds={str(k): w for k, w in settings.reward.kinds.items()} if every else None,
+            kinds=settings.reward.weights if every else None,
             epochs=settings.reward.epochs,
             learning_rate=settings.reward.learning_rate,
             batch_size=settings.reward.batch_size,
@@ -667,7 +667,7 @@ def reward_splits(
             train[job_of(pair.voter, shares)].append(pair)
     test = [pair for pair in pairs if pair.split == "evaluation" and not pair.tie]
     others = _examples_by_job(examples, settings)
-    kinds = {str(kind): weight for kind, weight in settings.reward.kinds.items()}
+    kinds = settings.reward.weights
     what = "preference pairs"
     if settings.reward.reads_every_kind:
         what = f"votes of the kinds {', '.join(kinds)}"
