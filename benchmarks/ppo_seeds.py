@@ -152,7 +152,7 @@ def train(turn: Turn, seed: int, folder: Path) -> Seed:
     result = train_ppo(
         policy_dir=turn.baseline or "",
         reference_dir=turn.baseline or "",
-        reward=proxy,
+        reward=stages.maximised(turn, proxy),
         stopping=overheard,
         prompts=prompts[watched:],
         watch_prompts=prompts[:watched],
