@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.config import UpstreamSettings
 
 CONNECT_SECONDS = 5.0
+LONGEST_LINE = 1 << 20  # bytes
+COUNTED = ("prompt_tokens", "completion_tokens")
 
 
 async def upstream_pieces(
@@ -58,13 +60,13 @@ async def upstream_pieces(
                     f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; "
                     "look at its log"
                 )
-            async for line in answer.aiter_lines():
+            async for line in _lines(answer):
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                if not line.startswith("data:"):
+                if not line.startswith(b"data:"):
                     continue
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
                     yield last
                     return
                 if piece := _read(data, last):
@@ -79,18 +81,34 @@ async def upstream_pieces(
     raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
 
 
-def _read(data: str, last: dict[str, Any]) -> str:
+async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Yield the answer's whole lines; texts may hold what is a line's end elsewhere (U+2028)."""
+    rest = b""
+    async for some in answer.aiter_bytes():
+        *lines, rest = (rest + some).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > LONGEST_LINE:
+            raise ModelError(f"the upstream must send lines of at most {LONGEST_LINE} bytes")
+    yield rest
+
+
+def _read(data: bytes, last: dict[str, Any]) -> str:
     """Return one event's text and take its ending into `last`."""
     try:
         event = json.loads(data)
         if "error" in event:
             raise ModelError("the upstream failed while it wrote; look at its log")
-        last["usage"] = event.get("usage") or last["usage"]
+        if usage := event.get("usage"):
+            last["usage"] = {name: int(usage.get(name) or 0) for name in COUNTED}
         text = ""
         for choice in event.get("choices") or ():
             text += choice["delta"].get("content") or ""
             last["finish_reason"] = choice.get("finish_reason") or last["finish_reason"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if "\x00" in text:
+            raise ValueError("no database keeps NUL")
+        text.encode()  # nor half a surrogate pair
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
             "the upstream must send chat completion chunks, found something else; check that its "
             "address ends with /v1"

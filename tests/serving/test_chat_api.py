@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -559,6 +560,52 @@ def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
         kept = world.store.interaction(running.post(max_tokens=4).json()["id"])
         assert kept is not None
         assert (kept.model_version, kept.arm) == (0, "baseline")
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ([b'{"choices": [{"delta": {"content": "a\xe2\x80\xa8b"}}], "usage": {}}'], "a\u2028b"),
+        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": null}}'], "a"),
+        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": [1]}'], None),
+        ([b'{"choices": [{"delta": {"content": "\\ud83d"}}]}'], None),
+        ([b'{"choices": [{"delta": {"content": "a\\u0000b"}}]}'], None),
+        ([b"[" * 100_000], None),
+        ([b'{"choices": "' + b"x" * (1 << 20)] * 2, None),
+    ],
+)
+def test_what_an_upstream_must_not_send_is_the_baselines_turn(
+    world: Workspace, sent: list[bytes], said: str | None
+) -> None:
+    events = b"".join(b"data: " + one + b"\n\n" for one in [*sent, b"[DONE]"])
+
+    class Upstream(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            with suppress(OSError):  # who asked has heard enough
+                self.wfile.write(events)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Upstream)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        there = UpstreamSettings(url=f"http://127.0.0.1:{server.server_port}/v1", model="any")
+        with serving(told(world.settings, upstreams={"shop": there}), world) as running:
+            for stream_it in (False, True):
+                answer = running.post(max_tokens=4, stream=stream_it)
+                assert answer.status_code == 200
+                first = answer.text.partition("\n")[0].removeprefix("data: ")
+                kept = world.store.interaction(json.loads(first)["id"])
+                assert kept is not None
+                assert kept.arm == ("baseline" if said is None else "champion")
+                assert said in (None, kept.completion)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.slow
