@@ -76,6 +76,12 @@ class ChatMessage(Closed):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)]
     name: Text | None = None
+    # What clients send back of an answer that they were given, where it says nothing.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def message(self) -> Message:
         """Return the turn as the engine knows it."""
@@ -297,7 +303,7 @@ def add_chat_routes(
         response_model=ChatCompletion,
         responses={
             200: {"description": "The completion, whole or as events.", "content": streamed},
-            **refusals(400, 404, 413, 415, 429, 503, model=ChatRefusal),
+            **refusals(400, 404, 408, 413, 415, 429, 503, model=ChatRefusal),
             **refusals(422),
         },
         openapi_extra={"requestBody": {"required": True, "content": body}},
