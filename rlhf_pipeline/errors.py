@@ -111,6 +111,10 @@ class ModelError(PipelineError):
     """A model cannot be loaded, saved or run."""
 
 
+class PromptRefused(ModelError):
+    """A model cannot read a prompt: the order or the roles of its messages."""
+
+
 class EvaluationError(PipelineError):
     """A comparison cannot be made."""
 

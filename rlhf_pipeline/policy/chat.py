@@ -19,7 +19,7 @@ from functools import lru_cache
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.errors import PromptRefused
 from rlhf_pipeline.records import Message, Prompt, as_messages
 
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -29,11 +29,13 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Return the prompt as the text the model reads; it ends where the assistant is to begin.
 
     A system message that a template has no place for stands at the head of the first user message.
-    Raises ModelError if the prompt does not end with a user message or the template refuses it.
+    Raises PromptRefused if the prompt does not end with a user message or the template refuses it.
     """
     if not prompt or prompt[-1].role != "user":
         found = f"one that ends with {prompt[-1].role!r}" if prompt else "an empty one"
-        raise ModelError(f"a prompt must end with a user message, found {found}; add the question")
+        raise PromptRefused(
+            f"a prompt must end with a user message, found {found}; add the question"
+        )
     prompt = tuple(Message(m.role, _disarm(tokenizer, m.content)) for m in prompt)
     if not tokenizer.chat_template:
         turns = [f"{PLAIN_ROLES[m.role]}: {m.content}" for m in prompt]
@@ -47,7 +49,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
                 return _apply_template(tokenizer, (head, *prompt[2:]))
             except TemplateError:
                 pass  # the template's first complaint is the one to show
-        raise ModelError(
+        raise PromptRefused(
             f"a prompt that fits the model's chat template is needed; the template says: {error}; "
             "change the order or the roles of the messages"
         ) from error

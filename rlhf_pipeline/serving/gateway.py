@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
-from rlhf_pipeline.errors import ChatAway, ChatRefused, PipelineError
+from rlhf_pipeline.errors import ChatAway, ChatRefused, PipelineError, PromptRefused
 from rlhf_pipeline.records import Interaction, Prompt, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
@@ -136,8 +136,8 @@ class Gateway:
         `others` more completions are drawn beside it, in the same batch (an upstream gives as many
         of them as it can); `note` gets the text and them once it is shown, and returns what is to
         be stored with the sampling settings.
-        Raises ChatRefused for a prompt that is empty or too long; ChatAway, or what failed first,
-        where neither the arm nor the baseline can answer.
+        Raises ChatRefused for a prompt that is empty, too long or not readable; ChatAway, or what
+        failed first, where neither the arm nor the baseline can answer.
         """
         interaction_id = interaction_id or uuid7()
         began = time.monotonic()
@@ -182,6 +182,10 @@ class Gateway:
                     done = draft
                     break
             except (PipelineError, TimeoutError) as error:
+                if isinstance(error, PromptRefused) and first is None:
+                    # The request's fault and no arm's: none is given up, nothing counts against it.
+                    await tell(whose, Rail.prompt_unreadable, str(error))
+                    raise ChatRefused(Rail.prompt_unreadable, str(error)) from error
                 late = isinstance(error, TimeoutError)
                 detail = f"nothing within {self.settings.serving.timeout_seconds} s"
                 await tell(

@@ -25,6 +25,7 @@ class Rail(StrEnum):
     unsafe_request = "unsafe_request"
     prompt_empty = "prompt_empty"
     prompt_too_long = "prompt_too_long"
+    prompt_unreadable = "prompt_unreadable"
     personal_details = "personal_details"
     repetition = "repetition"
     completion_empty = "completion_empty"

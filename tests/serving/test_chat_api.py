@@ -455,6 +455,9 @@ def test_every_answer_is_a_trace_where_that_is_asked_for(
         ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "  "}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "be kind"}]}, "messages"),
+        ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "It"}]}, "messages"),
+        ({"messages": [{**ASKED["messages"][0], "tool_calls": [{}]}]}, "messages.0.tool_calls"),
         ({"stop": ["a"] * 5}, "stop"),
     ],
 )
@@ -680,6 +683,12 @@ def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: W
             assert found is not None
             return found
 
+        # What no model could read says nothing of the challenger.
+        half = [*ASKED["messages"], {"role": "assistant", "content": "It costs"}]
+        for _ in range(9):
+            refused = running.post(user=people["challenger"], messages=half)
+            assert refused.status_code == 400
+        assert book.history("shop")[0].state == "running"
         calm = asked(people["champion"])
         assert (calm.experiment, calm.arm) == (begun.experiment_id, "champion")
         assert calm.model_version == champion.version
