@@ -5,7 +5,7 @@ baseline. A completion's `id` is the interaction's, which is stored before the l
 votes name it. Of OpenAI's fields those that change the answer are obeyed or refused by name, never
 passed over; those that change nothing here (HARMLESS) are ignored. `max_tokens` above the agent's
 own limit is cut down to it. Beyond `serving.admission_limit` requests at once the next is 429
-before its body is read.
+before its body is read; a body that takes BODY_SECONDS is 408, as it holds a place meanwhile.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LONGEST_BODY = 1 << 20  # bytes
+BODY_SECONDS = 10.0
+SORRY = "Sorry, the assistant cannot answer right now; please try again."
 ARMS: tuple[Arm, ...] = ("champion", "baseline")
 HARMLESS = frozenset(
     "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
@@ -258,7 +260,11 @@ def add_chat_routes(
         gateway.under_way += 1
         taken = True
         try:
-            asked = await _read(request)
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    asked = await _read(request)
+            except TimeoutError:
+                raise _Refused(408, f"needed a whole body within {BODY_SECONDS:.0f} s") from None
             agent_id, arm = await _find(gateway, asked.model)
             answer = _Answer(gateway, asked, agent_id, arm, on_answer)
             if not asked.stream:
@@ -291,6 +297,8 @@ def add_chat_routes(
             return _error(404, f"no agent answers to {agent_id!r}", code="model_not_found")
         database = gateway.store.database
         rows = chat_events.newest(database, agent_id, limit)
+        if right_in(request.scope).role != "admin":
+            rows = [row if row["rule"] in set(Rail) else {**row, "detail": ""} for row in rows]
         return {"counts": chat_events.counts(database, agent_id), "events": rows}
 
     body = {"application/json": {"schema": _request_schema()}}

@@ -24,6 +24,7 @@ WORDS: Mapping[int, str] = {
     401: "No right was sent, or one that does not hold.",
     403: "The right does not reach this.",
     404: "There is no such thing.",
+    408: "The body did not come in time.",
     409: "It contradicts what is there: a key used before for another body, or a run at work.",
     413: "The body is too long.",
     415: "The body is not application/json.",

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import hash_rater, user_prompt
-from rlhf_pipeline.serving import batching
+from rlhf_pipeline.serving import batching, chat_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
@@ -471,6 +472,25 @@ def test_what_is_not_done_here_is_refused_by_name(
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_a_body_that_does_not_come_gives_its_place_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_api, "BODY_SECONDS", 0.3)
+    port = int(service.address.rpartition(":")[2])
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE))
+            for _ in range(service.settings.serving.admission_limit)
+        ]
+        for one in slow:
+            one.sendall(head)
+        for one in slow:
+            assert one.recv(1000).startswith(b"HTTP/1.1 408")
+        assert service.post(max_tokens=1).status_code == 200
 
 
 def test_beyond_the_admission_limit_the_answer_is_come_again(service: Service) -> None:
