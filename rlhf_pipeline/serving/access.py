@@ -28,6 +28,7 @@ from urllib.parse import parse_qs
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in"})
 """What needs no right. Everything else does."""
 PAGES = ("/ui", "/your-data")
-ASK_THEMSELVES = ("/", "/v1/feedback/tokens", *PAGES)
+ASK_THEMSELVES = ("/", "/v1/feedback/tokens", "/v1/models", *PAGES)
 """What says itself which agent a key for one reaches there, and so whatever lies below PAGES."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "rlhf_session"
@@ -137,7 +138,7 @@ class Access:
             await _refusal(scope, refusal)(scope, receive, _with_headers(send))
             return
         scope["rlhf.right"] = right
-        await self.app(scope, receive, _with_headers(send))
+        await self.app(scope, _bounded(receive), _with_headers(send))
 
     async def _admit(self, scope: Scope, receive: Receive) -> tuple[Right | None, Receive]:
         headers = Headers(scope=scope)
@@ -192,6 +193,9 @@ class Access:
         told = unsign(self.secret, "feedback", token)
         if told is None or "rater" not in told:
             raise _Refused(401, "needed a feedback token that holds, found another")
+        maker = self.keys.all().get(str(told["key"]))
+        if told["key"] and not (maker and maker.holds):  # "" is of a service that is open
+            raise _Refused(401, "needed a feedback token whose key holds, found a revoked one's")
         self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
         values, _ = await _read_json(receive)
         if values.get("interaction_id") != told["interaction"]:
@@ -269,6 +273,21 @@ async def _read_json(receive: Receive) -> tuple[dict[str, Any], Receive]:
     if not isinstance(values.get("events", []), list):
         raise _Refused(422, "events: needed a list of rows; mend it and send again")
     return values, _giving(bytes(body), receive)
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Return a receive that ends with 413 where a body of untold length has become too long."""
+    left = LONGEST_BODY
+
+    async def bounded() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(TOO_LARGE, f"needed a body of at most {LONGEST_BODY} bytes")
+        return message
+
+    return bounded
 
 
 def _giving(body: bytes, receive: Receive) -> Receive:
