@@ -41,6 +41,13 @@ BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-c
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
+Endpoint = Annotated[
+    str,
+    Field(
+        pattern=r"^https?://[^\s@]+$",  # messages and events show it
+        description="Ends with /v1, as clients take it; its key is in `key_variable`.",
+    ),
+]
 
 
 def _absolute(path: Path) -> Path:
@@ -403,7 +410,7 @@ class TrainingSettings(Section):
 class PairJudgeSettings(Section):
     """A language model that says which of two completions is better, asked in both orders."""
 
-    url: str = Field(pattern=r"^https?://[^\s]+$", description="Ends with /v1, as clients take it.")
+    url: Endpoint
     model: str = Field(min_length=1, description="The model's name there.")
     question: str = Field(
         "Which answer helps the person more, and is right, harmless and to the point?",
@@ -615,7 +622,7 @@ class GuardrailSettings(Section):
 class UpstreamSettings(Section):
     """An OpenAI-compatible server that answers for an agent instead of a model in this process."""
 
-    url: str = Field(pattern=r"^https?://[^\s]+$", description="Ends with /v1, as clients take it.")
+    url: Endpoint
     model: str = Field(description="The model's name there.")
     version: Annotated[int, Field(ge=0)] | None = Field(
         None, description="The ledger's version it serves; None: none of the ledger's."

@@ -30,10 +30,12 @@ from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
+from rlhf_pipeline.serving.access import right_in
 from rlhf_pipeline.serving.champions import Arm
 from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
 from rlhf_pipeline.serving.feedback_api import is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.guardrails import Rail
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -279,9 +281,10 @@ def add_chat_routes(
             if taken:
                 gateway.under_way -= 1
 
-    def models() -> dict[str, Any]:
+    def models(request: Request) -> dict[str, Any]:
         """List every agent that can answer, its champion and its baseline."""
-        names = [n for agent in gateway.agents() for n in (agent, *_arms(gateway, agent))]
+        agents = filter(right_in(request.scope).reaches, gateway.agents())
+        names = [n for agent in agents for n in (agent, *_arms(gateway, agent))]
         return {"object": "list", "data": [_model(name) for name in names]}
 
     def model(name: str) -> Any:
@@ -291,8 +294,13 @@ def add_chat_routes(
                 return _model(name)
         return _error(404, f"no agent answers to {name!r}", param="model", code="model_not_found")
 
-    def events(agent_id: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Any:
-        """Show what was blocked and what failed for an agent, newest first, and how often."""
+    def events(
+        request: Request, agent_id: str, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    ) -> Any:
+        """Show what was blocked and what failed for an agent, newest first, and how often.
+
+        What a failure said, addresses and paths in it, is for admins: others find it empty.
+        """
         if not gateway.knows(agent_id):
             return _error(404, f"no agent answers to {agent_id!r}", code="model_not_found")
         database = gateway.store.database
@@ -379,14 +387,14 @@ class _Answer:
         self.on_answer = on_answer
         self.interaction_id = uuid7()
         self.created = int(time.time())
-        user = None if asked.user is None else hash_rater(agent_id, asked.user)
+        user = hash_rater(agent_id, asked.user) if asked.user else None  # "" names nobody
         self.pieces = gateway.reply(
             agent_id,
             asked.prompt,
             asked.wishes,
             arm=arm,
             interaction_id=self.interaction_id,
-            session_id=asked.session_id,
+            session_id=asked.session_id or None,
             user_id=user,
         )
 
@@ -535,9 +543,7 @@ def _told(error: Exception) -> _Refused:
         return _Refused(400, f"messages: {error}", param="messages", code=error.rule)
     if isinstance(error, sa.exc.DatabaseError):
         log.error("reply not stored", why=type(error).__name__)
-    return _Refused(
-        503, "Sorry, the assistant cannot answer right now; please try again.", code="unavailable"
-    )
+    return _Refused(503, SORRY, code="unavailable")
 
 
 def _arms(gateway: Gateway, agent_id: str) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +22,13 @@ from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
-from rlhf_pipeline.serving.access import COOKIE, OPEN, sign, unsign
+from rlhf_pipeline.serving.access import COOKIE, OPEN, add_access, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
+from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
 from tests.serving.doors import World
 
+EMPTY = "needed a message with words in it, found none"
 ROOT = Path(__file__).parents[2]
 VOTE = {"agent_id": "tea", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "hello"}
 ABOUT = {"agent_id": "tea", "kind": "thumbs", "value": "up", "interaction_id": "i-1"}
@@ -71,11 +75,11 @@ def test_why_an_answer_scored_so_is_shown_and_told_to_admins_alone(doors: Any) -
 def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) -> None:
     offers = {who: chat["offers"] for who, chat in doors["chat"].items()}
     assert offers == {"admin": ["milk", "tea"], "client": ["milk", "tea"], "tea": ["tea"]}
-    away = "the upstream at"  # it was asked, and nobody is there
-    for who in ("admin", "client"):
-        assert all(said.startswith(away) for said in doors["chat"][who]["says"])
+    # They were asked, and nobody is there; where that was is for admins.
+    assert all(said.startswith("the upstream at") for said in doors["chat"]["admin"]["says"])
+    assert all(said == SORRY for said in doors["chat"]["client"]["says"])
     own, other, shared = doors["chat"]["tea"]["says"]
-    assert own.startswith(away)
+    assert own == SORRY
     assert other == "Value: milk is not in the list of choices: ['tea']"
     assert shared == "this key is for agent 'tea' alone"
     assert not doors["chat"]["tea"]["names_milk"]
@@ -110,7 +114,7 @@ def test_every_route_is_refused_without_a_right_except_the_list(doors: Any) -> N
         ("GET", "/uirest", (404, 403, 403)),
         ("GET", "/metrics", (200, 403, 403)),
         ("GET", "/openapi.json", (200, 200, 403)),
-        ("GET", "/v1/models", (200, 200, 403)),
+        ("GET", "/v1/models", (200, 200, 200)),
         ("GET", "/api/policies/tea", (200, 200, 200)),
         ("GET", "/api/policies/milk", (200, 200, 403)),
         ("GET", "/v1/chat/events/milk", (404, 404, 403)),
@@ -202,8 +206,14 @@ def test_a_feedback_token_takes_votes_on_its_interaction_and_nothing_else(world:
     for unfit, code in (({"interaction_id": "i-9"}, 404), ({"interaction_id": 3}, 422), ({}, 422)):
         answer = world.ask("POST", "/v1/feedback/tokens", world.client, unfit)
         assert answer.status_code == code, unfit
-    milk = world.keys.create("client", agent_id="milk")[1]
+    other, milk = world.keys.create("client", agent_id="milk")
     assert world.ask("POST", "/v1/feedback/tokens", milk, asked).status_code == 404
+    made, tea = world.keys.create("client", agent_id="tea")
+    token = world.ask("POST", "/v1/feedback/tokens", tea, asked).json()["token"]
+    for key, code in ((other, 200), (made, 401)):
+        world.keys.revoke(key.key_id)  # a token is worth what the key is that it was made with
+        answer = world.ask("POST", "/v1/feedback", None, ABOUT, x_feedback_token=token)
+        assert answer.status_code == code
 
 
 def test_a_feedback_token_votes_as_who_was_answered_and_nobody_else(world: World) -> None:
@@ -310,6 +320,59 @@ def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.Monke
     for length in ("-1", "9" * 5000):
         answer = world.ask("GET", "/v1/models", world.admin, content_length=length)
         assert answer.status_code == 413
+
+
+def test_what_failed_inside_is_told_to_admins_alone(tmp_path: Path) -> None:
+    away = {"tea": {"url": "http://127.0.0.1:9/v1", "model": "none"}}
+    settings = load_settings("tiny", {"state_dir": tmp_path, "serving": {"upstreams": away}})
+    keys = Keys(tmp_path)
+    admin, client = (keys.create(role)[1] for role in ("admin", "client"))
+    world = World(create_app(settings, pages=False), keys, admin, client, "")
+    asked = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
+    answer = world.ask("POST", "/v1/chat/completions", client, asked)
+    assert answer.json()["error"]["message"] == SORRY
+    asked["messages"] = [{"role": "user", "content": " "}]
+    assert world.ask("POST", "/v1/chat/completions", client, asked).status_code == 400
+    told = {
+        who: {
+            event["rule"]: event["detail"]
+            for event in world.ask("GET", "/v1/chat/events/tea", key).json()["events"]
+        }
+        for who, key in (("admin", admin), ("client", client))
+    }
+    assert "127.0.0.1:9" in told["admin"]["ModelError"]
+    assert told["client"] == {**dict.fromkeys(told["admin"], ""), "prompt_empty": EMPTY}
+    secret = {"tea": {"url": "http://me:secret@127.0.0.1:9/v1", "model": "none"}}
+    with pytest.raises(ConfigError, match="url"):
+        load_settings("tiny", {"serving": {"upstreams": secret}})
+
+
+@pytest.mark.parametrize(("mebibytes", "code"), [(4, 200), (5, 413)])
+def test_a_body_of_untold_length_is_no_longer_than_others(
+    tmp_path: Path, mebibytes: int, code: int
+) -> None:
+    """Whichever route reads it, a mounted page's too."""
+    page, app = FastAPI(), FastAPI()
+
+    @page.post("/take")
+    async def take(request: Request) -> int:
+        return len(await request.body())
+
+    app.mount("/ui", page)
+    database = open_database(f"sqlite:///{tmp_path / 'feedback.db'}")
+    add_access(app, FeedbackStore(database), Keys(tmp_path))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(16 * mebibytes):
+            yield b"x" * (1 << 16)
+
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as user:
+            return await user.post("/ui/take", content=pieces())
+
+    assert asyncio.run(asked()).status_code == code
+    database.close()
 
 
 def test_the_service_is_open_until_a_key_is_made_but_only_on_loopback(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from rlhf_pipeline.errors import PipelineError, TooManyVotes
+from rlhf_pipeline.errors import ChatRefused, PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
 from rlhf_pipeline.records import FeedbackKind, uuid7
 from rlhf_pipeline.serving.access import Right, right_in
+from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
 from rlhf_pipeline.serving.pages.visitors import Visitors
@@ -248,9 +249,11 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             if agent is None:  # somebody types faster than the page is told which there are
                 agent = next(iter(_reached(desk, right)), None)
             if agent is None:
-                raise PipelineError("no assistant has a model yet; its first turn trains one")
+                raise ChatRefused(
+                    "no_model", "no assistant has a model yet; its first turn trains one"
+                )
             if not right.reaches(agent):
-                raise PipelineError(right.alone)
+                raise ChatRefused("not_reached", right.alone)
             before = _messages(history)
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]
@@ -267,7 +270,9 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                     waiting[-1] = _said("assistant", text)
                     yield (waiting, *[same] * 13)
         except PipelineError as error:
-            yield (same, question, str(error)[:300], *[same] * 11)
+            # What failed inside, addresses and paths in it, is for admins.
+            tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"
+            yield (same, question, str(error)[:300] if tells else SORRY, *[same] * 11)
 
     say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
