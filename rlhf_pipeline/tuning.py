@@ -1,9 +1,9 @@
 """A small search over PPO's most telling settings, judged by the stopping reward.
 
 Each trial trains a policy from one turn's champion, with that turn's reward models and prompts, in
-a folder named by its settings. What is known is kept in a journal beside them, so a search that was
-killed goes on: finished trials count, the one that ran resumes from its checkpoint. The gate model
-is never asked: whoever chooses settings by it could not be judged by it any more.
+a folder named by search and settings. What is known is kept in a journal beside them, so a search
+that was killed goes on: finished trials count, the one that ran resumes from its checkpoint. The
+gate model is never asked: whoever chooses settings by it could not be judged by it any more.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SEARCHED = ("learning_rate", "kl_coef", "clip_range", "epochs")
 FACTOR = 10.0  # how far rates and weights may lie from the recipe's, either way
 CLIP_RANGE = (0.05, 0.4)
 EPOCHS = (1, 6)
+KL_COEF = (0.0, 0.5)  # where the recipe has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def search(
         asked = study.ask(_space(settings))
         chosen = replace(settings, **asked.params)
         try:
-            told = _train(turn, folder, chosen, _naming(done + 1, report))
+            place = folder / study.study_name  # another turn's trial goes on nowhere here
+            told = _train(turn, place, chosen, _naming(done + 1, report))
         except TrainingError as error:
             asked.set_user_attr("failure", str(error))
             study.tell(asked, state=optuna.trial.TrialState.FAIL)
@@ -152,11 +154,13 @@ def _space(settings: PpoSettings) -> dict[str, Any]:
     def around(middle: float) -> FloatDistribution:
         return FloatDistribution(middle / FACTOR, middle * FACTOR, log=True)
 
+    clips, epochs = (*CLIP_RANGE, settings.clip_range), (*EPOCHS, settings.epochs)
     return {
         "learning_rate": around(settings.learning_rate),
-        "kl_coef": around(settings.kl_coef or 0.05),
-        "clip_range": FloatDistribution(*CLIP_RANGE, log=True),
-        "epochs": IntDistribution(*EPOCHS),
+        # From 0 there is no factor to go by.
+        "kl_coef": around(settings.kl_coef) if settings.kl_coef else FloatDistribution(*KL_COEF),
+        "clip_range": FloatDistribution(min(clips), max(clips), log=True),
+        "epochs": IntDistribution(min(epochs), max(epochs)),
     }
 
 
@@ -193,7 +197,7 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
         axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best")
         if scored[0].number == 0:
             axis.plot(scored[0].settings[name], scored[0].score, "s", color="k", label="recipe")
-        if name != "epochs":
+        if name != "epochs" and all(t.settings[name] > 0 for t in scored):
             axis.set_xscale("log")
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)

@@ -46,7 +46,7 @@ def test_real_trials_are_real_trainings(turn: Turn, tmp_path: Path) -> None:
     assert [trial.number for trial in found.trials] == [0, 1]
     recipe = {key: getattr(turn.settings.ppo, key) for key in SEARCHED}
     assert found.trials[0].settings == pytest.approx(recipe)
-    looks = [json.loads(path.read_text()) for path in tmp_path.glob("*/result.json")]
+    looks = [json.loads(path.read_text()) for path in tmp_path.glob("*/*/result.json")]
     kept = [
         next(e["stopping_mean"] for e in r["evaluations"] if e["update"] == r["chosen_update"])
         for r in looks
@@ -54,6 +54,9 @@ def test_real_trials_are_real_trainings(turn: Turn, tmp_path: Path) -> None:
     assert len(kept) == 2
     assert sorted(t.score or 0.0 for t in found.trials) == pytest.approx(sorted(kept))
     assert (tmp_path / "tuning.png").stat().st_size > 5000
+    # Another turn's trials begin with the same settings, and are trainings of their own.
+    later = search(replace(turn, fingerprint="1" * 64), tmp_path, trials=1, updates=2)
+    assert later.trials[0].failure is None
 
 
 def test_it_finds_better_settings_and_says_them_as_a_recipe(
@@ -70,6 +73,33 @@ def test_it_finds_better_settings_and_says_them_as_a_recipe(
     assert fragment["ppo"]["kl_coef"] == pytest.approx(found.best.settings["kl_coef"], rel=0.01)
     table = json.loads((tmp_path / "trials.json").read_text())
     assert table[0] == asdict(found.trials[0])
+
+
+def test_searches_of_two_turns_share_no_folder(
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+
+    def train(_turn: Turn, folder: Path, settings: PpoSettings, _report: Any) -> dict[str, Any]:
+        folders.append(folder)
+        return {"score": settings.kl_coef, "kl": 1.0, "chosen_update": 1}
+
+    monkeypatch.setattr(tuning, "_train", train)
+    for fingerprint in ("0" * 64, "1" * 64, "0" * 64):
+        search(replace(turn, fingerprint=fingerprint), tmp_path, trials=2)
+    assert len(folders) == 4  # the first turn's were there already
+    assert len(set(folders)) == 2
+
+
+def test_a_recipe_at_the_edge_is_searched_around(
+    turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]]
+) -> None:
+    edges: dict[str, Any] = {"kl_coef": 0.0, "clip_range": 0.45, "epochs": 8}
+    edge = replace(turn.settings.ppo, **edges)
+    settings = turn.settings.model_copy(update={"ppo": edge})
+    found = search(replace(turn, settings=settings), tmp_path, trials=4)
+    assert {key: found.trials[0].settings[key] for key in edges} == edges
+    assert (tmp_path / "tuning.png").stat().st_size > 5000
 
 
 def test_a_killed_search_goes_on_where_it_was(
