@@ -86,9 +86,32 @@ def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32
 
 def keep_adapters(wrapper: Any, digest: str, folder: Path) -> None:
     """Write the policy's own set beside its merged weights, with the digest of its base."""
-    wrapper.save_pretrained(folder / KEPT, save_embedding_layers=False)
+    wrapper.save_pretrained(folder / KEPT, save_embedding_layers=False, selected_adapters=[POLICY])
     (folder / KEPT / "README.md").unlink(missing_ok=True)  # PEFT's card of placeholders
     write_json(folder / KEPT / BASE, {"digest": digest})
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a causal LM's weights with its policy's set merged in, float32 on the CPU.
+
+    Float32 whatever the base's type: a sum in bfloat16 rounds away most of what a few updates have
+    taught. Layer by layer, so that no second copy of the base stands beside it on its device.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    adapted: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+    weights: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}  # weights that are tied stay one
+    for name, weight in model.state_dict().items():
+        layer, inside, kind = name.rpartition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        whole = copies.setdefault(weight.data_ptr(), weight.detach().cpu().float())
+        if inside and kind == "weight" and POLICY in adapted[layer].lora_A:
+            with torch.no_grad():
+                whole = whole + adapted[layer].get_delta_weight(POLICY).cpu().float()
+        weights[f"{layer}.{kind}" if inside else name] = whole
+    return weights
 
 
 def linear_names(trunk: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ files may change between the check and the load if someone else can write to the
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
-from rlhf_pipeline.files import folder_sha256, new_folder, read_json
+from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
 from rlhf_pipeline.policy.packed import fuse_activations
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
@@ -106,14 +105,20 @@ def load_policy(
 def save_policy(policy: Policy, directory: str | Path, *, base_digest: str | None = None) -> None:
     """Write a plain transformers folder (safetensors) that replaces `directory` in one rename.
 
-    Adapters, if the model carries any, are merged into the copy that is written; with the digest of
-    their base they are kept beside it too, so that a later run can train them on.
+    Adapters, if the model carries any, are merged into what is written (`merged_weights`); with the
+    digest of their base they are kept beside it too, so that a later run can train them on.
     """
     model: Any = policy.model
-    if hasattr(model, "merge_and_unload"):  # a PeftModel, without the 5 s that importing peft takes
-        model = copy.deepcopy(model).merge_and_unload()
     with new_folder(directory) as folder, no_progress_bars():
-        model.save_pretrained(folder)
+        if hasattr(model, "merge_and_unload"):  # a PeftModel, told without the import's 5 s
+            from rlhf_pipeline.policy.adapters import merged_weights
+
+            plain = model.get_base_model()
+            plain.save_pretrained(folder, state_dict=merged_weights(plain))
+            config = folder / "config.json"
+            write_json(config, {**read_json(config), "dtype": "float32"})
+        else:
+            model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         if base_digest is not None:
             from rlhf_pipeline.policy.adapters import keep_adapters

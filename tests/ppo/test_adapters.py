@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.adapters import load_adapters, load_base, only, unique_bytes
-from rlhf_pipeline.policy.loading import load_policy, save_policy
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.critic import AdapterCritic
@@ -207,6 +208,34 @@ def test_a_frozen_base_may_be_bfloat16_while_adapters_are_float32(wide: Path) ->
     facts = accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
     assert facts["ratio"] == pytest.approx(1, abs=0.02)
     assert clipped_step(learner) > 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_was_trained_is_what_is_saved(wide: Path, tmp_path: Path, precision: str) -> None:
+    """A change that is too small for bfloat16's grid too."""
+    settings = changed(
+        lora_rank=2, critic="separate", precision=precision, ratio_tolerance=0.05, seed=3
+    )
+    learner = build_learner(wide, wide, None, settings)
+    with torch.no_grad():
+        for weight in learner.trainable().values():
+            weight.add_(torch.randn(weight.shape) * 1e-4)  # the critic's set is not to be merged
+    save_policy(
+        Policy(learner.saved_model, learner.policy.tokenizer), tmp_path / "p", base_digest="d"
+    )
+    before, saved = (load_policy(folder, device="cpu").model for folder in (wide, tmp_path / "p"))
+    if precision == "bfloat16":
+        before = before.bfloat16().float()
+    layer = learner.policy.model.model.layers[1].mlp.down_proj
+    change = layer.get_delta_weight("default").detach().float()
+    found = saved.model.layers[1].mlp.down_proj.weight - before.model.layers[1].mlp.down_proj.weight
+    assert change.abs().max() > 0
+    torch.testing.assert_close(found, change, atol=1e-7, rtol=1e-3)
+    names = saved.state_dict()
+    assert names.keys() == before.state_dict().keys()
+    assert torch.equal(names["model.norm.weight"], before.state_dict()["model.norm.weight"])
+    assert read_json(tmp_path / "p" / "config.json")["dtype"] == "float32"
+    assert not any(path.is_dir() for path in (tmp_path / "p" / "adapter").iterdir())
 
 
 def test_adapters_of_another_base_are_refused(base: Path, wide: Path, proxy: Path) -> None:

@@ -72,6 +72,8 @@ def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str
     assert result.history[-1]["memory/process_peak"] > 50
     assert (tmp_path / "plots" / "training.png").exists()
     load_policy(tmp_path / "policy")
+    kept = tmp_path / "policy" / "adapter"
+    assert not kept.exists() or not any(path.is_dir() for path in kept.iterdir())  # ours alone
 
 
 def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) -> None:
