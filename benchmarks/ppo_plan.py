@@ -64,6 +64,15 @@ SHAPES = {
     "GPT-2 vocabulary, LoRA": shape(
         4, 768, 50257, 64, 64, rollouts_per_update=16, epochs=1, minibatches=1, lora_rank=16
     ),
+    "few tokens, LoRA": shape(
+        *(4, 768, 50257, 16, 16),
+        rollouts_per_update=8,
+        epochs=1,
+        minibatches=1,
+        critic="shared",
+        lora_rank=8,
+        tokens_per_microbatch=64,
+    ),
 }
 
 

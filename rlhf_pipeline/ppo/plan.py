@@ -135,7 +135,8 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     adapters; where a launcher asked for FSDP, this process's share of it. Nothing is loaded. Raises
     ConfigError for a precision that this machine cannot train in.
     """
-    new_scaler(choose_device(settings.device), settings)
+    device = choose_device(settings.device)
+    new_scaler(device, settings)
     adapts = settings.lora_rank > 0
     frozen = 2 if adapts and settings.precision == "bfloat16" else FULL
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
@@ -145,6 +146,9 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         own = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
         trunk = sum(p.numel() for n, p in trunk_of(model).named_parameters() if "lora_" not in n)
         moved = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        linears = [m for m in trunk_of(model).modules() if isinstance(m, (nn.Linear, Conv1D))]
+        # Saved in float32 on the CPU; what is that already, and has no adapters, is not copied.
+        merged = own if frozen < FULL else sum(m.weight.numel() for m in linears)
         here = own - _left_to_others(trunk_of(model)) if adapts else own
         training = _peak_of_training(model, settings)
         rows = _rows_at_once(settings, settings.rollouts_per_update)
@@ -158,6 +162,9 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     critic = (moved if adapts else trunk) * separate + head
     copies = 0 if adapts else 1
     rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens
+    narrows = settings.top_k > 0 or settings.top_p < 1
+    reach = narrows * settings.max_completion_tokens * -(-_vocabulary(model) // 8)  # a bit a token
+    rollout += reach
     rollouts = settings.rollouts_per_update * settings.max_turns
     parts = {
         "policy": frozen * here + (FULL * moved if adapts else 0),
@@ -171,17 +178,21 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         "keys and values": _cache_bytes(model.config, settings),
         "logits of sampling": sampling,
         "scoring": scoring,
+        "merged weights": FULL * merged * (adapts and device.type == "cpu"),
     }
     resident = sum(parts[name] for name in RESIDENT)
     phases = {
-        "sample": resident + sampling + parts["keys and values"],
+        # What was in reach stands twice while the parts of a batch are put together.
+        "sample": resident + sampling + parts["keys and values"] + rollouts * reach,
         "measure": resident + max(measuring, scoring),
         "train": resident + training,
     }
+    if parts["merged weights"]:
+        phases["save"] = resident + parts["merged weights"]
     tokens = rollouts * longest
     return Plan(
         settings,
-        choose_device(settings.device).type,
+        device.type,
         own,
         moved + critic,
         parts,
@@ -301,6 +312,8 @@ def rehearse(config: Any, plan: Plan) -> Plan:
     parts = dict(plan.parts) | {"libraries": max(0, _settled_memory() - before - tensors)}
     resident = sum(parts[name] for name in (*RESIDENT, "libraries"))
     held["measure"] = max(held["measure"], parts["scoring"])
+    if "save" in plan.phases:
+        held["save"] = plan.parts["merged weights"]
     return replace(plan, parts=parts, phases={n: resident + size for n, size in held.items()})
 
 
@@ -518,6 +531,9 @@ def _decode(model: Any, settings: PpoSettings, tokens: int, *, most: int | None 
             temperature=settings.temperature,
             eos_id=-1,  # nothing ends
             pad_id=0,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            keeps_support=True,
         )
 
 
@@ -549,7 +565,7 @@ def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
     """Return the bytes of running the prompts, or of a draw, beyond full keys and values."""
     B = min(settings.rollouts_per_update, settings.completions_at_once)
     P = settings.max_prompt_tokens
-    V = int(output_head(model).weight.shape[0])
+    V = _vocabulary(model)
     trunk = trunk_of(model)
     with torch.no_grad(), _Held(model) as prompts, autocast(torch.device("cpu"), settings):
         mask = torch.ones(B, 1, P, P, dtype=torch.bool)
@@ -561,9 +577,19 @@ def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
         )
         del mask, cache
     with torch.no_grad(), _Held(model) as drawing:
-        draw(torch.zeros(B, V), torch.zeros(B), settings.temperature)
+        draw(
+            torch.zeros(B, V),
+            torch.zeros(B),
+            settings.temperature,
+            settings.top_k,
+            settings.top_p,
+        )
     peak: int = max(prompts.peak - _cache_bytes(model.config, settings), drawing.peak, 0)
     return peak
+
+
+def _vocabulary(model: Any) -> int:
+    return int(output_head(model).weight.shape[0])
 
 
 def _cache_bytes(config: Any, settings: PpoSettings) -> int:

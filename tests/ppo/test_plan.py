@@ -30,6 +30,24 @@ def test_a_plan_counts_what_the_learner_holds(base: Path) -> None:
     assert plan.parts["optimiser"] == 8 * trained
 
 
+def test_a_plan_counts_what_a_narrowed_draw_had_in_reach() -> None:
+    wide, narrowed = (make_plan(LLAMA, changed(top_p=p, device="cpu")) for p in (1.0, 0.9))
+    settings = narrowed.settings
+    bits = settings.rollouts_per_update * settings.max_completion_tokens * -(-290 // 8)
+    more = narrowed.parts["rollouts"] - wide.parts["rollouts"]
+    assert more == bits * (1 + settings.replay_updates)
+    assert narrowed.phases["sample"] - wide.phases["sample"] >= 2 * bits
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_weights_that_adapters_are_merged_into(base: Path) -> None:
+    """Where few tokens are trained on, that is the peak."""
+    plan = make_plan(read_config(base), changed(lora_rank=4, device="cpu"))
+    assert 0 < plan.parts["merged weights"] < 4 * plan.parameters  # embeddings are not copied
+    planned, measured = compare("few tokens, LoRA")
+    assert abs(planned / measured - 1) <= BAR
+
+
 @pytest.mark.slow
 def test_a_plan_counts_the_adapters_that_are_trained(base: Path) -> None:
     settings = changed(lora_rank=4)
