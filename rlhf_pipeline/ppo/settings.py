@@ -187,6 +187,8 @@ class PpoSettings:
         for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
             _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         _need(self, "clip_range", self.clip_range < 1, "below 1")
+        finite = self.missing_eos_score is None or math.isfinite(self.missing_eos_score)
+        _need(self, "missing_eos_score", finite, "a finite number, or null")
         _need(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         for name in ("top_k", "lora_rank", "replay_updates", "samples_shown"):
             _need(self, name, getattr(self, name) >= 0, "0 or more")

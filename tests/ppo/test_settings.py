@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pydantic
@@ -20,6 +21,7 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
         ({"kl_coef": -0.1}, "ppo.kl_coef must be 0 or more"),
         ({"gamma": 1.1}, "ppo.gamma must be between 0 and 1"),
         ({"clip_range": 1.0}, "ppo.clip_range must be below 1"),
+        ({"missing_eos_score": math.nan}, "ppo.missing_eos_score must be a finite number, or null"),
         ({"top_k": -1}, "ppo.top_k must be 0 or more: found -1"),
         ({"top_p": 0.0}, "ppo.top_p must be above 0 and at most 1"),
         ({"lora_rank": -1}, "ppo.lora_rank must be 0 or more"),
