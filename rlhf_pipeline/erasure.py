@@ -281,7 +281,8 @@ def _clean_training(folder: Path, questions: Collection[str]) -> int:
             write_json(path, cleaned)
             changed += 1
     for path in sorted(folder.rglob("samples.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with path.open(encoding="utf-8") as file:  # str.splitlines also cuts at U+2028, in a text
+            lines = list(file)
         kept = [line for line in lines if json.loads(line)["prompt"] not in questions]
         if kept != lines:
             write_text(path, "".join(kept))

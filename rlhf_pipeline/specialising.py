@@ -247,7 +247,8 @@ def _from_file(path: Path) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:  # str.splitlines also cuts at U+2028, in a text
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a specialist's prompts are needed at {path}, JSON lines, found none ({error}); "

@@ -20,6 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
+from rlhf_pipeline.commands.batch import _answered, read_prompts
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.config import recipe_names
@@ -27,6 +28,7 @@ from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.records import as_messages, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
 
 HEAVY = (
@@ -555,6 +557,19 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(
     other = write(tmp_path / "other.jsonl", '{"prompt": "another"}\n')
     assert "same prompts" in rlhf("chat", "--batch", str(other), "--out", str(whole), code=1).stderr
     assert "a new file" in rlhf(*words, str(prompts), code=1).stderr
+
+
+def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three\x0cfour"  # what Unicode calls the end of a line, JSON does not
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    asked = read_prompts(write(tmp_path / "prompts.jsonl", f"{line}\n\n{line}\n"))
+    assert asked == [user_prompt(text)] * 2
+    assert read_prompts(write(tmp_path / "prompts.txt", f"{text}\n")) == asked[:1]
+    told = {"prompt": as_messages(asked[0]), "completion": text, "seed": 0}
+    whole = json.dumps(told, ensure_ascii=False) + "\n"
+    out = write(tmp_path / "out.jsonl", whole + whole[:20])  # killed in its second line
+    assert _answered(out, asked, {"seed": 0}) == 1
+    assert out.read_text() == whole
 
 
 def test_a_batch_says_what_it_needs(shop: Path, rlhf: Run, tmp_path: Path) -> None:

@@ -409,6 +409,17 @@ def test_data_sets_keep_what_others_said(copied: World) -> None:
     assert row.sha256 == file_sha256(folder / snapshot.FILE)
 
 
+def test_samples_with_any_sign_in_them_are_cleaned(copied: World) -> None:
+    [path] = copied.agent.rglob("ppo/samples.jsonl")
+    signs = [chr(n) for n in (0x0B, 0x0C, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)]  # ends of lines
+    texts = [f"pear{sign}two?" for sign in signs]
+    samples = [{"prompt": text, "completion": text} for text in (*texts, f"{SECRET} one?")]
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+    path.write_text("".join(lines), encoding="utf-8")
+    copied.erase()
+    assert path.read_text(encoding="utf-8") == "".join(lines[:-1])
+
+
 def _mark(world: World) -> str:
     with world.database.read() as connection:
         return str(connection.execute(sa.select(db.snapshots.c.fingerprint)).scalar_one())

@@ -56,6 +56,9 @@ def test_prompts_of_ones_own_come_with_references(tmp_path: Path) -> None:
     path.write_text(json.dumps(lines[0]))
     with pytest.raises(NotEnoughData, match="mine needs 8 prompts, found 1"):
         prompts_of("mine", one, settings)
+    signs = [json.dumps({"prompt": f"{i}\u2028\x85?"}, ensure_ascii=False) for i in range(8)]
+    path.write_text("\n".join(signs), encoding="utf-8")
+    assert user_prompt("0\u2028\x85?") in prompts_of("mine", one, settings).held_out  # one line
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"asked.jsonl:1 needs"):
         prompts_of("mine", one, settings)

@@ -28,7 +28,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 is within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a UTF-8 file of prompts is needed at {path}, found none ({error}); check the path"
@@ -118,7 +118,7 @@ def _answered(out: Path, prompts: Sequence[Prompt], expected: dict[str, Any]) ->
         return 0
     content = out.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.decode("utf-8", "replace").splitlines()
+    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
     for i, line in enumerate(lines):
         try:
             told = json.loads(line)
