@@ -32,8 +32,9 @@ from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sampl
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.gold import GoldAnswer, write_answers
-from rlhf_pipeline.feedback.raters import Person, erased_rows, is_signed_by
-from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.raters import MOST_MARKS, Person, erased_rows, is_signed_by, marks_of
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
 from rlhf_pipeline.feedback.withdrawn import VALIDATED
 from rlhf_pipeline.files import file_sha256, read_json, write_json
@@ -573,10 +574,65 @@ def test_unsigned_interactions_go_only_where_asked(copied: World) -> None:
         ('{"rater": "anna"}', False),
         ('{"comment": "ann"}', False),
         ('{"rater": "\\q"}', False),
+        ('["tea", "thumbs", "9", "ann"]', True),  # a table's row without its columns' names
+        (f'["", "{ANN}"]', True),
+        ('["a \\"b\\", c", "ann", "broken', True),
+        ('["anna", "by ann", "]', False),
     ],
 )
 def test_a_line_is_theirs_by_its_rater(line: str, theirs: bool) -> None:
     assert is_signed_by(line, Person("tea", ANN)) is theirs
+
+
+def test_a_rating_in_a_table_is_nobodys_name() -> None:
+    assert not is_signed_by('["tea", "rating", "5", "fine"]', Person("tea", hash_rater("tea", "5")))
+
+
+def quarantined_of(copied: World, rater: str) -> list[str]:
+    shown = held_about(copied.settings, copied.registry, rater)["agents"]
+    return [str(one["raw"]) for agent in shown for one in agent["quarantined"]]
+
+
+def test_a_row_of_a_table_that_was_set_aside_is_shown_and_goes(
+    copied: World, tmp_path: Path
+) -> None:
+    path = tmp_path / "votes.csv"
+    path.write_text(
+        "kind,value,prompt,completion,rater,comment,\n"
+        f'rating,9,hi,hello,cat,"{SECRET}, they ""said""",\n'
+        f"rating,9,hi,hello,'-dog,{SECRET},beside,{SECRET}\n"
+    )
+    assert ingest(copied.store, path, "tea").quarantined == {"value_out_of_range": 2}
+    [raw] = quarantined_of(copied, "cat")
+    assert json.loads(raw) == {
+        **{"kind": "rating", "value": "9", "prompt": "hi", "completion": "hello", "rater": "cat"},
+        "comment": f'{SECRET}, they "said"',
+    }
+    [raw] = quarantined_of(copied, "-dog")  # as the sender's other rows have it
+    assert raw.endswith(f'"comment": "{SECRET}", "": "beside", "": "{SECRET}"}}')
+    for rater in ("cat", "-dog", "ann"):
+        copied.erase(rater)
+    assert SECRET not in copied.everything()["quarantine"]
+
+
+def test_a_line_that_was_shortened_is_shown_and_goes(copied: World, tmp_path: Path) -> None:
+    long, path = "x" * LONGEST_RAW, tmp_path / "votes.jsonl"
+    about = {"interaction_id": "a-1", "completion": f"{long}{SECRET}"}
+    rows = [
+        {"kind": "rating", "prompt": long, **who, "value": 9, **about}
+        for who in ({"rater": "cat"}, {"annotator": 4711}, {"rater": 'd"o\\g'})
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sum(ingest(copied.store, path, "tea").quarantined.values()) == 3
+    for rater in ("cat", "4711", 'd"o\\g'):
+        [raw] = quarantined_of(copied, rater)
+        assert len(raw) < LONGEST_RAW + 200
+    copied.erase("cat")
+    assert quarantined_of(copied, "4711")
+    copied.erase("ann")  # whom the others' lines are about
+    assert SECRET not in copied.everything()["quarantine"]
+    names = ", ".join(f'"rater": "{n}", "interaction_id": "{n:>40}"' for n in range(200))
+    assert marks_of("tea", names).count("rater_id") == MOST_MARKS  # and no id that none has
 
 
 # -- afterwards ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import IO, Any
@@ -81,10 +81,8 @@ def csv_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[st
             if not any(cells):
                 continue
             position.line = reader.line_num
-            named = dict(zip(header, cells, strict=False))
-            kind = named.get("kind")
-            values = {n: value_of(n, c, kind) for n, c in named.items() if c != "" and n}
-            yield reader.line_num, json.dumps(cells, ensure_ascii=False), values
+            raw, values = _read(header, cells)
+            yield reader.line_num, raw, values
     position.bytes_read = position.bytes_total
 
 
@@ -119,17 +117,38 @@ def sheet_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[
         rows = book.worksheets[0].iter_rows(values_only=True)
         header = [_cell_text(name).strip() for name in next(rows, ())]
         for number, cells in enumerate(rows, 2):
-            texts = [_cell_text(cell) for cell in cells]
-            named = {n: c for n, c in zip(header, texts, strict=False) if n and c != ""}
-            if not named:
+            raw, values = _read(header, [_cell_text(cell) for cell in cells])
+            if not values:
                 continue
             position.line = number
-            kind = named.get("kind")
-            values = {name: value_of(name, text, kind) for name, text in named.items()}
-            yield number, json.dumps(named, ensure_ascii=False), values
+            yield number, raw, values
     finally:
         book.close()
     position.bytes_read = position.bytes_total
+
+
+def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the row as one line, and its values by name; empty cells are left out of both.
+
+    The line is a JSON object's, so that an erasure finds who signed it. Nothing is left out of it:
+    a name may stand twice in there, and a cell that no name stands over has an empty one.
+    """
+    kind = dict(zip(header, cells, strict=False)).get("kind")
+    said: list[str] = []
+    values: dict[str, Any] = {}
+    for name, cell in zip(header, cells, strict=False):
+        if cell != "":
+            value = value_of(name, cell, kind)
+            # Text without what makes it inert: the name as the sender's other rows have it.
+            said.append(_member(name, value if isinstance(value, str) else cell))
+            if name:
+                values[name] = value
+    said += [_member("", cell) for cell in cells[len(header) :] if cell != ""]
+    return "{" + ", ".join(said) + "}", values
+
+
+def _member(name: str, text: str) -> str:
+    return f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(text, ensure_ascii=False)}"
 
 
 def _cell_text(cell: Any) -> str:

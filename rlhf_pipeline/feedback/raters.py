@@ -4,7 +4,8 @@ Theirs are the votes they signed, the interactions they had (their `user`, or un
 same session), what the chat noted about those, and lines in quarantine that carry their name. What
 others said about their interactions keeps its number and loses its words: a tombstone that still
 counts, and that nothing is trained on. What this cannot find: a text of theirs that somebody else
-sent in as a row of their own.
+sent in as a row of their own, and the beginning of a line in quarantine that was too long to hold,
+where their name came after it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
 HASH = re.compile(r"[0-9a-f]{32}")
 SIGNATURE = re.compile(r'"(rater|annotator|evaluator|rater_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
 MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
+CELL = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+LONGEST_ID = 36  # characters of an interaction's id
+MOST_MARKS = 100
 WORDS = ("prompt", "completion", "text", "other_completion", "other_prompt", "comment", "topic")
 SOME = 400  # ids per IN (...): SQLite takes 999 variables in its oldest builds
 
@@ -134,16 +138,48 @@ def held(connection: sa.Connection, person: Person) -> Held:
 
 
 def is_signed_by(text: str, person: Person) -> bool:
-    """Say whether a line, whole or broken, carries the person's name as its rater."""
+    """Say whether a line, whole or broken, carries the person's name as its rater.
+
+    Of a table's row that was set aside without its columns' names any cell may be the name, but
+    one of a single sign: that is a rating, of whomever.
+    """
+    if text.startswith('["'):
+        cells = (_loaded(cell) for cell in CELL.findall(text) if len(cell) > len('"5"'))
+        return any(person.rater_id in (c, hash_rater(person.agent_id, c)) for c in cells if c)
     for name, value in SIGNATURE.findall(text):
-        try:
-            told = str(json.loads(value))
-        except ValueError:  # an escape that JSON does not have
-            continue
-        ready = name == "rater_id"
-        if (told if ready else hash_rater(person.agent_id, told)) == person.rater_id:
+        if _rater_of(person.agent_id, name, value) == person.rater_id:
             return True
     return False
+
+
+def marks_of(agent_id: str, text: str) -> str:
+    """Return what a line is found by when someone is erased, short, whatever is cut out of it.
+
+    Its raters, hashed, and the interactions it is about; of more than MOST_MARKS the first.
+    """
+    marks: dict[str, None] = {}
+    for name, value in SIGNATURE.findall(text):
+        if rater_id := _rater_of(agent_id, name, value):
+            marks[f'"rater_id": "{rater_id}"'] = None
+    for found in MENTION.findall(text):
+        if len(found) <= LONGEST_ID:
+            marks[f'"interaction_id": "{found}"'] = None
+    return ", ".join(list(marks)[:MOST_MARKS])
+
+
+def _rater_of(agent_id: str, name: str, value: str) -> str | None:
+    """Return the hash of whom a field's value, as JSON, names; None where it names nobody."""
+    told = _loaded(value)
+    if name != "rater_id":
+        return None if told is None else hash_rater(agent_id, told)
+    return told if told is not None and HASH.fullmatch(told) else None
+
+
+def _loaded(value: str) -> str | None:
+    try:
+        return str(json.loads(value))
+    except ValueError:  # an escape that JSON does not have
+        return None
 
 
 def mentions(text: str, interactions: Collection[str]) -> bool:

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.feedback.raters import marks_of
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -233,7 +234,9 @@ class FeedbackStore:
                         "origin": _clean(row.origin)[-400:],
                         "line": row.line,
                         "feedback_id": row.feedback_id,
-                        "raw": None if row.raw is None else _shortened(_clean(row.raw)),
+                        "raw": None
+                        if row.raw is None
+                        else _shortened(_clean(row.raw), row.agent_id),
                         "created_at": now(),
                     }
                     for key, row in by_id.items()
@@ -523,11 +526,14 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
 
 
-def _shortened(text: str) -> str:
+def _shortened(text: str, agent_id: str) -> str:
+    """Return the text, its middle cut out where it is long; first whom an erasure may look for."""
     if len(text) <= LONGEST_RAW:
         return text
     half = LONGEST_RAW // 2
-    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    marks = marks_of(agent_id, text)  # at the start, where no text that broke off is before them
+    kept = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    return f"{marks} … {kept}" if marks else kept
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
