@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from rlhf_pipeline.feedback.privacy import is_somebodys_address, passes_luhn
+from rlhf_pipeline.feedback.privacy import AFTER, BEFORE, GROUPS, cards_in, is_somebodys_address
 from rlhf_pipeline.records import Prompt
 
 UNSAFE = (
@@ -26,12 +26,12 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
     "a key": (
         "[_-]|AKIA",
         re.compile(
-            r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
-            r"|\bAKIA[A-Z0-9]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+            rf"{BEFORE}(?:(?:sk|pk|rk)[-_][A-Za-z0-9_-]{{16,}}|gh[pousr]_[A-Za-z0-9]{{30,}}"
+            rf"|AKIA[A-Z0-9]{{16}}{AFTER}|xox[abprs]-[A-Za-z0-9-]{{10,}})"
             r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
         ),
     ),
-    "a card number": (r"\d", re.compile(r"(?<![\d.])\d(?:[ -]?\d){12,18}(?!\.?\d)")),
+    "a card number": (r"\d", re.compile(rf"(?<![\d.]){GROUPS}(?!\.?\d)")),
     "an IP address": (r"\d", re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)")),
     "a phone number": (
         r"\d",
@@ -51,21 +51,20 @@ def leaked(text: str, prompt: Prompt) -> str | None:
         if not re.search(held, text):
             continue
         for match in pattern.finditer(text):
-            if not _is_real(kind, match[0]):
-                continue
-            said = said or " ".join(message.content for message in prompt)
-            if match[0].strip() not in said:
-                return kind
+            for found in _real(kind, match[0]):
+                said = said or " ".join(message.content for message in prompt)
+                if found.strip() not in said:
+                    return kind
     return None
 
 
-def _is_real(kind: str, match: str) -> bool:
-    """Say whether digits that look like one are one: a card's check digit, an address's range."""
+def _real(kind: str, match: str) -> list[str]:
+    """Return what of digits that look like one is one: by a card's check digit, an IP's range."""
     if kind == "a card number":
-        return passes_luhn(re.sub(r"\D", "", match))
-    if kind == "an IP address":
-        return is_somebodys_address(match)
-    return True
+        return [match[start:stop] for start, stop in cards_in(match)]
+    if kind == "an IP address" and not is_somebodys_address(match):
+        return []
+    return [match]
 
 
 @lru_cache(maxsize=64)

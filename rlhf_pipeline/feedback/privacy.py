@@ -18,9 +18,17 @@ from collections.abc import Callable, Sequence
 Counts = dict[str, int]
 """How many of each kind were found."""
 
-EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}(?![\w-])")
+# Around most of what is looked for: no letter and no digit, but the underscores of emphasis.
+BEFORE = r"(?<![^\W_])(?<![^\W_]_)"
+AFTER = r"(?!_?[^\W_])"
+
+EMAIL = re.compile(
+    r"(?<![\w.+-])[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}"
+    r"(?:[Xx][Nn]--[A-Za-z0-9-]{1,59}|[^\W\d_]{2,24})(?![^\W_])"
+)
 KEY = re.compile(
-    r"""(?<![A-Za-z0-9_-])(?:
+    BEFORE
+    + r"""(?<!-)(?:
         (?:sk|pk|rk)[-_](?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}[\w-]*
         | (?:sk|pk|rk)[-_](?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}
         | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
@@ -37,19 +45,24 @@ PRIVATE_KEY = re.compile(  # one that breaks off is one to the end of the text
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-CARD = re.compile(r"(?<![\w.])(?:[0-9][ -]?){12,18}[0-9](?![\w]|\.[0-9])")
-IP4 = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![\w]|\.[0-9])")
-IP6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?![\w:])")
+GROUPS = r"(?=(?:[ -]?\d){13})\d+(?:[ -]\d+)*"  # all digits in a row: a card may be among them
+CARD = re.compile(rf"{BEFORE}(?<!\.){GROUPS}{AFTER}(?!\.\d)")
+CARD_BEGINS = re.compile(r"4|5[0-8]|3[0-9]|6|22|2[3-6]|27[0-2]")
+CARD_SHAPES = ((4, 4, 4, 4, 3), (4, 4, 4, 4), (4, 6, 5), (4, 6, 4))  # digits in each group
+CARD_DIGITS = range(13, 20)  # in a card's number
+IP4 = re.compile(rf"{BEFORE}(?<!\.)(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
+IP6 = re.compile(rf"{BEFORE}(?<![:.])[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)")
 PHONE = re.compile(
-    r"""(?<![\w.,+/-])(?:
+    BEFORE
+    + r"""(?<![.,+/-])(?:
         \+[0-9](?:[ ./-]?(?:\([0-9]{1,4}\)[ ]?)?[0-9]){6,13}  # +49 30 123456, +1 (212) 555-0100
         | \([0-9]{2,5}\)[ ]?[0-9]{3,4}[ -][0-9]{3,4}          # (212) 555-0100
         | [2-9][0-9]{2}-[2-9][0-9]{2}-[0-9]{4}                # 212-555-0100
-    )(?![\w]|[.,-][0-9])""",
+    )(?!_?[^\W_]|[.,-][0-9])""",
     re.VERBOSE,
 )
 DIALLED = re.compile(
-    r"(?<![\w.,+/-])[+(]?[0-9][0-9 ()./-]{5,24}[0-9](?![\w]|[.,-][0-9])",
+    rf"{BEFORE}(?<![.,+/-])[+(]?[0-9][0-9 ()./-]{{5,24}}[0-9]{AFTER}(?![.,-][0-9])"
 )
 NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out, if not said
 MOST_GROUPS = 7  # of digits in a phone number: a row of many short ones is none
@@ -69,31 +82,67 @@ def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
 
 
 def _redact_once(text: str, counts: Counts, regions: Sequence[str]) -> str:
-    dialled: Rule = ("phone", DIALLED, lambda run: _is_phone(run, regions))
-    for kind, pattern, is_one in (*RULES, dialled):
+    dialled: Rule = ("phone", DIALLED, _whole(lambda run: _is_phone(run, regions)))
+    for kind, pattern, spans_in in (*RULES, dialled):
 
         def mark(
             found: re.Match[str],
             kind: str = kind,
-            is_one: Callable[[str], bool] = is_one,
+            spans_in: Callable[[str], Sequence[Span]] = spans_in,
         ) -> str:
-            if not is_one(found.group()):
-                return found.group()
-            counts[kind] = counts.get(kind, 0) + 1
-            return f"[{kind}]"
+            said, end = "", 0
+            for start, stop in spans_in(found.group()):
+                counts[kind] = counts.get(kind, 0) + 1
+                said += f"{found.group()[end:start]}[{kind}]"
+                end = stop
+            return said + found.group()[end:]
 
         text = pattern.sub(mark, text)
     return text
+
+
+def _whole(is_one: Callable[[str], bool]) -> Callable[[str], Sequence[Span]]:
+    return lambda text: [(0, len(text))] if is_one(text) else []
 
 
 def _always(_: str) -> bool:
     return True
 
 
-def _is_card(text: str) -> bool:
+def cards_in(run: str) -> list[Span]:
+    """Return where cards' numbers are in groups of digits (GROUPS): the whole of it, or some.
+
+    The whole may be grouped in any way. Among other numbers (a date, a code) a card's begins as
+    one does and is a group of its own, or groups as they stand on cards: any others would make
+    cards out of lists of numbers.
+    """
+    groups = [found.span() for found in re.finditer(r"\d+", run)]
+    sizes = [stop - start for start, stop in groups]
+    if sum(sizes) in CARD_DIGITS and _is_card(_digits(run)):
+        return [(0, len(run))]
+    found: list[Span] = []
+    i = 0
+    while i < len(groups):
+        one = [(sizes[i],)] if sizes[i] in CARD_DIGITS else []
+        for shape in (*one, *CARD_SHAPES):
+            if tuple(sizes[i : i + len(shape)]) == shape:
+                start, stop = groups[i][0], groups[i + len(shape) - 1][1]
+                digits = _digits(run[start:stop])
+                if CARD_BEGINS.match(digits) and _is_card(digits):
+                    found.append((start, stop))
+                    i += len(shape) - 1
+                    break
+        i += 1
+    return found
+
+
+def _digits(text: str) -> str:
+    return "".join(str(int(sign)) for sign in text if sign.isdecimal())  # of any script
+
+
+def _is_card(digits: str) -> bool:
     """Say whether the digits are a card's: a known first digit, not one alone, and Luhn's sum."""
-    digits = [c for c in text if c.isdigit()]
-    return digits[0] in "23456" and len(set(digits)) > 1 and passes_luhn("".join(digits))
+    return digits[0] in "23456" and len(set(digits)) > 1 and passes_luhn(digits)
 
 
 def passes_luhn(digits: str) -> bool:
@@ -154,15 +203,18 @@ def _may_begin(region: str, first: str) -> bool:
     return prefix is None or prefix.startswith("0") == (first == "0")
 
 
-Rule = tuple[str, re.Pattern[str], Callable[[str], bool]]
-"""A kind, what may be one, and whether it is."""
+Span = tuple[int, int]
+"""Where something begins in a text, and where it has ended."""
+
+Rule = tuple[str, re.Pattern[str], Callable[[str], Sequence[Span]]]
+"""A kind, what may hold some, and where in that they are."""
 
 RULES: tuple[Rule, ...] = (
-    ("key", PRIVATE_KEY, _always),
-    ("key", KEY, _always),
-    ("email", EMAIL, _always),
-    ("card", CARD, _is_card),
-    ("ip", IP4, is_somebodys_address),
-    ("ip", IP6, is_somebodys_address),
-    ("phone", PHONE, _always),
+    ("key", PRIVATE_KEY, _whole(_always)),
+    ("key", KEY, _whole(_always)),
+    ("email", EMAIL, _whole(_always)),
+    ("card", CARD, cards_in),
+    ("ip", IP4, _whole(is_somebodys_address)),
+    ("ip", IP6, _whole(is_somebodys_address)),
+    ("phone", PHONE, _whole(_always)),
 )

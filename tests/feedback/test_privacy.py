@@ -23,6 +23,18 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("au 01 42 68 53 00 ou 0049 30 901820.", "au [phone] ou [phone]."),
         ("card 4111 1111 1111 1111!", "card [card]!"),
         ("378282246310005", "[card]"),
+        ("my card 4111 1111 1111 1111 12/25", "my card [card] 12/25"),
+        ("4111111111111111 123, 4111 1111 1111 1111 - 123", "[card] 123, [card] - 123"),
+        ("order 12 4111-1111-1111-1111, 3782 822463 10005 1234", "order 12 [card], [card] 1234"),
+        ("6011 0000 0000 0000 4111 1111 1111 1111", "6011 0000 0000 0000 [card]"),
+        ("4111 1111 1111 1111 5500 0000 0000 0004 2027", "[card] [card] 2027"),
+        ("7 30569309025904, 3056 930902 5904 8", "7 [card], [card] 8"),
+        ("_4111 1111 1111 1111_ and 41 11 11 11 11 11 11 11", "_[card]_ and [card]"),
+        ("*ann@example.com*, ann@example.com-thanks", "*[email]*, [email]-thanks"),
+        ("_by ann@example.com_, ivan@xn--e1afmkfd.xn--p1ai", "_by [email]_, [email]"),
+        ("8.8.8.8_, _8.8.8.8_, __2001:db8::17__", "[ip]_, _[ip]_, __[ip]__"),
+        ("_+49 30 1234567_ _(212) 555-0100_ _030 901820_", "_[phone]_ _[phone]_ _[phone]_"),
+        ("_AKIAIOSFODNN7EXAMPLE_ _sk-" + "a1B2" * 8 + "_", "_[key]_ _[key]"),
         ("from 192.0.2.17 and 2001:db8::17.", "from [ip] and [ip]."),
         ("use sk-" + "a1B2" * 8 + " now", "use [key] now"),
         ("AKIAIOSFODNN7EXAMPLE", "[key]"),
@@ -56,6 +68,10 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "bearer of glad-tidings-from-the-hills, sk-learn-is-a-library-for-people",
         "10 20 30 40 50, 100 200 3000, 12/31/2024 10 000 000, 2024-01-31 100, 9781402894626",
         "1.2.3.4.5 and 999.1.1.1 and dead:beef",
+        "lib_1.2.3.4_all, a_4111111111111111_b, task_sk-" + "a1B2" * 8,
+        " ".join(map(str, range(1, 60))),
+        " ".join(map(str, range(1960, 2060))),
+        "41111111111111112024 1 and 4111 1111 1111 11112 0",  # within a longer group
     ],
 )
 def test_ordinary_numbers_and_words_stay(text: str) -> None:
@@ -116,6 +132,11 @@ def test_cleaning_twice_is_cleaning_once(text: str) -> None:
         "a@a.",
         "1 ",
         "012 345 ",
+        "4111 1111 ",
+        "4111 1111 1111 1112 3",
+        "4",
+        "_4",
+        "a@xn--",
         "-----BEGIN PRIVATE KEY-----",
     ],
 )
@@ -124,4 +145,5 @@ def test_long_texts_of_one_piece_take_no_time(piece: str) -> None:
 
     started = time.process_time()
     redact(piece * (20_000 // len(piece)))
+    redact(piece * (20_000 // len(piece)) + "x")
     assert time.process_time() - started < 1
