@@ -1,8 +1,10 @@
 """Feedback as flat cells of text (CSV), and back: what is written reads as the same event.
 
 A workbook (.xlsx) is read too: its first sheet, each cell as the text it would be in a CSV file.
-A cell that a spreadsheet would run as a formula is written with an apostrophe before it, and read
-without. What this does not protect: a program that runs cells which begin with an apostrophe.
+What a spreadsheet would run as a formula is written with an apostrophe before it, and read without:
+the cell, and within it what follows a sign at which spreadsheets of other countries split lines.
+What this does not protect: a program that runs cells which begin with an apostrophe, or that splits
+a quoted cell at its line breaks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ COLUMNS = (
 STRUCTURED = ("prompt", "other_prompt", "messages", "chosen", "rejected", "tags", "criteria")
 NUMBERS = ("quality", "chosen_score", "rejected_score", "score_chosen", "score_rejected", "number")
 SWITCHES = ("tie", "label")
-RUNS = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")  # OWASP, CSV injection; the wide forms run too
+FORMULA = r"[=+\-@＝＋－＠]"  # OWASP, CSV injection; the wide forms run too
+RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
+# After a separator, where a line is split at it: in many countries at ; and not at a comma.
+WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -45,12 +50,12 @@ def cell_of(value: Any) -> str:
         text = str(value).lower()
     else:
         text = json.dumps(value, ensure_ascii=False)
-    return f"'{text}" if RUNS.match(text) else text
+    return f"'{WITHIN.sub(_MARKED, text)}" if _runs(text) else text
 
 
 def value_of(name: str, cell: str, kind: str | None) -> Any:
     """Return what a cell says; a number, true or JSON only where the column may hold it."""
-    text = cell[1:] if cell.startswith("'") and RUNS.match(cell) else cell
+    text = _without_marks(cell)
     structured = name in STRUCTURED or (name == "value" and kind == "criteria")
     if text[:1] == '"' or (structured and text[:1] in ("[", "{")):
         try:
@@ -65,6 +70,21 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
         except ValueError:
             return text
     return text
+
+
+_MARKED = r"\1'\2"
+
+
+def _runs(text: str) -> bool:
+    """Say whether it would run, or reads as a cell that was marked because it would."""
+    return RUNS.match(text) is not None or WITHIN.search(text) is not None
+
+
+def _without_marks(cell: str) -> str:
+    # The first apostrophe says that the others are ours: text like a,'-b' has its own.
+    if not (cell.startswith("'") and _runs(cell[1:])):
+        return cell
+    return WITHIN.sub(lambda found: found[1] + found[2].removeprefix("'"), cell[1:])
 
 
 def csv_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -163,8 +183,11 @@ def _cell_text(cell: Any) -> str:
 
 
 def write_csv(file: IO[str], rows: Iterator[Mapping[str, Any]]) -> int:
-    """Write a header and a line per row; return how many rows."""
-    writer = csv.writer(file)
+    """Write a header and a line per row; return how many rows.
+
+    Every cell is quoted: a spreadsheet that also splits at ; or | leaves them whole.
+    """
+    writer = csv.writer(file, quoting=csv.QUOTE_ALL)
     writer.writerow(COLUMNS)
     count = 0
     for row in rows:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_pipeline.database import Database
@@ -48,7 +51,7 @@ def everything() -> list[Feedback]:
         event(kinds.rating, "2", number=4.0, prompt=LONG),
         event(kinds.score, "3", number=0.25, topic="price"),
         event(kinds.correction, "4", text='{"a": "better\ttext"}\r\nline'),
-        event(kinds.comment, "5", text="'=quoted"),
+        event(kinds.comment, "5", text="'=quoted; =1+1"),
         event(kinds.criteria, "6", criteria={"safety": 1.0, "helpfulness": 0.5}),
         event(kinds.criteria, "7", criteria={"tone": 0.0}, completion="other"),
         event(kinds.preference, "8", choice="right", other_completion="better", prompt=LONG),
@@ -151,11 +154,42 @@ def test_pairs_are_what_trl_reads_and_ingest_takes(
         assert is_conversational(rows[0])
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00")))
+SIGNS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
+    | st.text(" \t\r\n\u2028;,|'=+-@＝\"[a", max_size=12)
+)
+@example("ok;=1+1")
+@example(" =1+1")
+@example("' ;'=1")
+@example("a,'-b'")
+@example("'a','-b'")
 def test_any_text_survives_a_cell_and_none_runs(text: str) -> None:
     cell = flat.cell_of(text)
     assert flat.value_of("completion", cell, None) == text or (text == "" and cell == "")
-    assert not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"))
+    assert not cell.startswith((*SIGNS, "\t", "\r", "\n"))
+    for piece in re.split(r"[;,|\t]", cell):  # wherever a spreadsheet may split it
+        assert not piece.strip().startswith(SIGNS)
+
+
+def test_text_of_others_keeps_its_apostrophes() -> None:
+    for cell in ("it's", "'tis, they said", "['a','-b'];'=c'", "'"):
+        assert flat.value_of("completion", cell, None) == cell
+
+
+def test_every_cell_is_quoted_and_blanks_take_no_time() -> None:
+    file = io.StringIO(newline="")
+    rows = [{"kind": "comment", "value": "ok;=1+1"}, {"kind": "comment", "value": ' =1 "x"'}]
+    assert flat.write_csv(file, iter(rows)) == 2
+    _, first, second = file.getvalue().split("\r\n")[:3]
+    assert first.startswith('"","comment","\'ok;\'=1+1","",')
+    assert second.startswith('"","comment","\' =1 ""x""","",')
+    started = time.process_time()
+    for text in (";" + " " * 50_000, "\t" * 50_000, "; \n'" * 20_000, "' " * 50_000):
+        assert flat.value_of("completion", flat.cell_of(text), None) == text
+    assert time.process_time() - started < 1
 
 
 def test_a_table_of_pairs_from_a_spreadsheet_is_taken(store: FeedbackStore, tmp_path: Path) -> None:
