@@ -339,7 +339,7 @@ def target_of(event: Feedback) -> str:
 
     The interaction, or for inline rows the hash of agent, prompt and completion. A preference is
     about two completions, so the other one is part of its target: a person who ranks A over B and
-    A over C has cast two votes.
+    A over C has cast two votes. Which of the two is named first is not: B and A is the same pair.
     """
     this = event.interaction_id or hashed(
         event.agent_id, prompt_to_json(event.prompt or ()), event.completion or ""
@@ -351,7 +351,7 @@ def target_of(event: Feedback) -> str:
         prompt_to_json(event.other_prompt or event.prompt or ()),
         event.other_completion or "",
     )
-    return hashed(this, other)
+    return hashed(*sorted((this, other)))
 
 
 def body_sha256(event: Feedback) -> str:

@@ -24,14 +24,16 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, target_of
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
     Interaction,
     Message,
     QuarantinedRow,
+    hashed,
     now,
+    prompt_to_json,
     user_prompt,
     uuid7,
 )
@@ -166,6 +168,94 @@ def test_ranking_one_over_two_others_is_two_votes(store: FeedbackStore) -> None:
         ]
     )
     assert [key for key, _ in effective(store)] == ["ac", "ab again"]
+
+
+def ranked(key: str, this: str, other: str, choice: str, **changes: Any) -> Feedback:
+    """Return a preference between two texts, or two interactions named by their ids."""
+    sides: dict[str, Any] = {"completion": this, "other_completion": other}
+    if this.startswith("i-"):
+        sides = {"prompt": None, "completion": None}
+        sides |= {"interaction_id": this, "other_interaction_id": other}
+    said = {"kind": FeedbackKind.preference, "number": None, "choice": choice}
+    return vote(key, **{**said, **sides, **changes})
+
+
+@pytest.mark.parametrize(("a", "b"), [("A", "B"), ("i-a", "i-b")])
+def test_a_pair_is_the_same_whichever_side_is_named_first(
+    store: FeedbackStore, a: str, b: str
+) -> None:
+    store.add_interactions([interaction(interaction_id=one, completion=one) for one in (a, b)])
+    store.append(
+        [
+            ranked("prefers a", a, b, "left"),
+            ranked("now b", b, a, "left"),
+            ranked("a once", a, b, "left", rater_id="bob"),
+            ranked("a again", b, a, "right", rater_id="bob"),
+            ranked("unsigned", a, b, "left", rater_id=None),
+            ranked("another unsigned", b, a, "left", rater_id=None),
+            ranked("with itself", a, a, "tie"),
+        ]
+    )
+    kept = ["now b", "a again", "unsigned", "another unsigned", "with itself"]
+    assert [key for key, _ in effective(store)] == kept
+
+
+def test_pairs_with_prompts_of_their_own_are_the_same_the_other_way_round(
+    store: FeedbackStore,
+) -> None:
+    how, why = user_prompt("How?"), user_prompt("Why?")
+    store.append(
+        [
+            ranked("first", "A", "B", "left", prompt=why, other_prompt=how),
+            ranked("turned", "B", "A", "left", prompt=how, other_prompt=why),
+            ranked("another pair", "A", "B", "left", prompt=how, other_prompt=why),
+        ]
+    )
+    assert [key for key, _ in effective(store)] == ["turned", "another pair"]
+
+
+def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Database) -> None:
+    """As a store of before had them: the target told which side was named first."""
+    store, ask = FeedbackStore(any_database), prompt_to_json(user_prompt("Why?"))
+    store.add_interactions([interaction(interaction_id=one) for one in ("i-a", "i-b")])
+    a, b = (hashed("tea", ask, text) for text in "AB")
+    how = hashed("tea", prompt_to_json(user_prompt("How?")), "B")
+    named = {
+        "ann a": (ranked("ann a", "A", "B", "left"), hashed(a, b)),
+        "ann b": (ranked("ann b", "B", "A", "left"), hashed(b, a)),
+        "bob": (ranked("bob", "A", "B", "left", rater_id="bob"), hashed(a, b)),
+        "cat": (ranked("cat", "B", "A", "left", rater_id="cat"), hashed(b, a)),
+        "dan": (ranked("dan", "i-b", "i-a", "left", rater_id="dan"), hashed("i-b", "i-a")),
+        "dan too": (ranked("dan too", "i-a", "i-b", "left", rater_id="dan"), hashed("i-a", "i-b")),
+        "how": (ranked("how", "A", "B", "tie", other_prompt=user_prompt("How?")), hashed(a, how)),
+        "erased": (ranked("erased", "B", "A", "left", rater_id="eve"), hashed(b, a)),
+        "thumbs": (vote("thumbs", completion="A"), a),
+    }
+    store.append([event for event, _ in named.values()])
+    f = db.feedback
+    with any_database.write() as connection:
+        for key, (_, target) in named.items():
+            changed = f.update().where(f.c.idempotency_key == key)
+            connection.execute(changed.values(target=target))
+        erased = f.update().where(f.c.idempotency_key == "erased")
+        connection.execute(erased.values(erased_at=now()))
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
+    whole = [key for key in named if key != "erased"]
+    assert [key for key, _ in effective(store)] == whole  # both ways round counted
+
+    again = Database(any_database.url.render_as_string(hide_password=False))
+    store = FeedbackStore(again)
+    assert stored_keys(store) == list(named)  # every vote is still there
+    once = ["ann b", "bob", "cat", "dan too", "how", "thumbs"]
+    assert [key for key, _ in effective(store)] == once
+    with again.read() as connection:
+        rows = connection.execute(sa.select(f.c.idempotency_key, f.c.target))
+        targets = {row.idempotency_key: row.target for row in rows}
+    unchanged = {"erased": hashed(b, a), "thumbs": a}
+    assert targets == {key: target_of(event) for key, (event, _) in named.items()} | unchanged
+    store.append([ranked("cat too", "A", "B", "left", rater_id="cat")])
+    assert "cat" not in [key for key, _ in effective(store)]
+    again.close()
 
 
 def test_who_does_not_sign_is_somebody_else_each_time(store: FeedbackStore) -> None:
