@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
@@ -355,7 +355,10 @@ def target_of(event: Feedback) -> str:
 
 
 def body_sha256(event: Feedback) -> str:
-    """Return the hash of what the sender said; equal for a retry, different for another vote."""
+    """Return the hash of what the sender said; equal for a retry, different for another vote.
+
+    Topic and time are left out: they are compared with the stored row's own (`_repeats`).
+    """
     return hashed(
         *(
             repr(value)
@@ -397,7 +400,7 @@ def _insert_events(
     for event in events:
         body = body_sha256(event)
         before = known.get((event.agent_id, event.idempotency_key))
-        if before is not None and before[1] != body:
+        if before is not None and not _repeats(event, body, before):
             outcomes.append(
                 IdempotencyConflict(
                     f"key {event.idempotency_key!r} was used before for another body; "
@@ -406,7 +409,7 @@ def _insert_events(
             )
             continue
         if before is not None:
-            outcomes.append(Stored(before[0], known=True))
+            outcomes.append(Stored(before.feedback_id, known=True))
             continue
         lost = missing & {(event.agent_id, i) for i in _interaction_ids(event)}
         if lost:
@@ -419,7 +422,9 @@ def _insert_events(
             )
             continue
         row = _feedback_row(event, uuid7(), body, received)
-        known[event.agent_id, event.idempotency_key] = (row["feedback_id"], body)
+        known[event.agent_id, event.idempotency_key] = _Known(
+            row["feedback_id"], body, row["topic"], row["occurred_at"], received
+        )
         rows.append(row)
         outcomes.append(Stored(row["feedback_id"], known=False))
     for agent_id in {row["agent_id"] for row in rows}:
@@ -433,19 +438,40 @@ def _insert_events(
     return outcomes
 
 
+class _Known(NamedTuple):
+    """What is stored under a key, as far as a retry is told by it."""
+
+    feedback_id: str
+    body_sha256: str
+    topic: str | None
+    occurred_at: datetime
+    received_at: datetime
+
+
+def _repeats(event: Feedback, body: str, known: _Known) -> bool:
+    """Say whether the event says what is stored under its key.
+
+    A vote sent without a time got the moment it was received: then none belongs to its retry.
+    """
+    sent = None if known.occurred_at == known.received_at else known.occurred_at
+    same_time = event.occurred_at in (sent, known.occurred_at)
+    return (body, event.topic) == (known.body_sha256, known.topic) and same_time
+
+
 def _known_keys(
     connection: sa.Connection, events: Sequence[Feedback]
-) -> dict[tuple[str, str], tuple[str, str]]:
+) -> dict[tuple[str, str], _Known]:
     f = db.feedback.c
-    known: dict[tuple[str, str], tuple[str, str]] = {}
+    told = (f.feedback_id, f.body_sha256, f.topic, f.occurred_at, f.received_at)
+    known: dict[tuple[str, str], _Known] = {}
     for agent_id in {event.agent_id for event in events}:
         keys = [e.idempotency_key for e in events if e.agent_id == agent_id]
         for some in _chunks(keys, LOOKUP):
-            query = sa.select(f.idempotency_key, f.feedback_id, f.body_sha256).where(
+            query = sa.select(f.idempotency_key, *told).where(
                 f.agent_id == agent_id, f.idempotency_key.in_(some)
             )
-            for key, feedback_id, body in connection.execute(query):
-                known[agent_id, key] = (feedback_id, body)
+            for key, *row in connection.execute(query):
+                known[agent_id, key] = _Known(*row)
     return known
 
 

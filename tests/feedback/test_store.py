@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,38 @@ def test_a_key_with_another_body_is_refused_and_the_rest_is_stored(store: Feedba
     with pytest.raises(IdempotencyConflict, match="'one' was used before for another body"):
         store.append([vote("two"), vote("one", number=0.0), vote("three", rater_id="bob")])
     assert stored_keys(store) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_topic_and_time_are_part_of_what_a_key_was_used_for(
+    store: FeedbackStore, together: bool
+) -> None:
+    then, later = datetime(2024, 1, 1, tzinfo=UTC), datetime(2025, 1, 1, tzinfo=UTC)
+    timed = vote("timed", topic="prices", occurred_at=then)
+    bare = vote("bare", rater_id="bob")
+    refused: list[str] = []
+
+    def hear(event: Feedback, error: FeedbackError) -> None:
+        assert isinstance(error, IdempotencyConflict)
+        refused.append(event.idempotency_key)
+
+    first = [] if together else store.append([timed, bare])
+    changed = [
+        replace(timed, topic="opening hours"),
+        replace(timed, topic=None),
+        replace(timed, occurred_at=later),
+        replace(timed, occurred_at=None),
+        replace(bare, topic="prices"),
+        replace(bare, occurred_at=then),
+    ]
+    there = datetime(2024, 1, 1, 5, 30, tzinfo=timezone(timedelta(hours=5, minutes=30)))
+    again = [timed, bare, replace(timed, occurred_at=there)]
+    answers = store.append([timed, bare, *changed, *again], on_refused=hear)
+    assert refused == ["timed"] * 4 + ["bare"] * 2
+    assert all(answer.known for answer in answers[2:])
+    one, two = (answer.feedback_id for answer in first or answers[:2])
+    assert [answer.feedback_id for answer in answers] == [one, two, one, two, one]
+    assert stored_keys(store) == ["timed", "bare"]
 
 
 def test_what_is_refused_can_be_handed_over_instead(store: FeedbackStore) -> None:

@@ -94,6 +94,15 @@ def test_many_votes_get_an_answer_each(store: FeedbackStore) -> None:
     assert again.json() == answer.json()
 
 
+def test_a_key_for_another_topic_or_time_is_refused(store: FeedbackStore) -> None:
+    key, then = {"idempotency-key": "about"}, "2024-01-01T00:00:00Z"
+    sent = {**VOTE, "agent_id": "about", "topic": "prices", "occurred_at": then}
+    first = send(store, sent, headers=key)
+    assert send(store, sent, headers=key).json() == first.json()
+    for change in ({"topic": "hours"}, {"occurred_at": "2025-01-01T00:00:00Z"}):
+        assert send(store, {**sent, **change}, headers=key).status_code == 409
+
+
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [
