@@ -23,7 +23,7 @@ from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
 from rlhf_pipeline.feedback.store import Stored, Ticket
-from rlhf_pipeline.records import Feedback, uuid7
+from rlhf_pipeline.records import Feedback, hashed, uuid7
 from rlhf_pipeline.serving.contract import KEY_HEADER, refusals
 from rlhf_pipeline.serving.feedback_schema import (
     BODY,
@@ -189,10 +189,16 @@ def read(body: bytes, key: str | None) -> Feedback | list[Feedback | FeedbackRef
     found: list[Feedback | FeedbackRefused] = []
     for i, row in enumerate(rows):
         try:
-            found.append(_event(row, None if key is None else f"{key}:{i}"))
+            found.append(_event(row, None if key is None else _row_key(key, i)))
         except FeedbackRefused as refusal:
             found.append(refusal)
     return found
+
+
+def _row_key(key: str, place: int) -> str:
+    """Return the key of one row of many: the header's and its place, hashed where that is long."""
+    row_key = f"{key}:{place}"
+    return row_key if len(row_key) <= LONGEST_KEY else f"rows:{hashed(key)}:{place}"
 
 
 def _stored(outcome: Stored) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.store import FeedbackStore, Stored, Ticket
@@ -101,6 +102,27 @@ def test_a_key_for_another_topic_or_time_is_refused(store: FeedbackStore) -> Non
     assert send(store, sent, headers=key).json() == first.json()
     for change in ({"topic": "hours"}, {"occurred_at": "2025-01-01T00:00:00Z"}):
         assert send(store, {**sent, **change}, headers=key).status_code == 409
+
+
+@pytest.mark.parametrize("length", [1, 197, 198, 199, 200])
+def test_a_key_of_any_length_that_is_allowed_serves_many_votes(
+    store: FeedbackStore, length: int
+) -> None:
+    agent, key = f"long-{length}", {"idempotency-key": "k" * length}
+    rows = [{**VOTE, "agent_id": agent, "rater": n} for n in range(11)]
+    answer = send(store, {"events": rows}, headers=key)
+    assert store.counts(agent) == {"thumbs": 11}
+    assert send(store, {"events": rows}, headers=key).json() == answer.json()
+    other = send(store, {"events": rows}, headers={"idempotency-key": "j" * length})
+    assert not {str(one) for one in other.json()["results"]} & {
+        str(one) for one in answer.json()["results"]
+    }
+    with store.database.read() as connection:
+        query = sa.select(db.feedback.c.idempotency_key).where(db.feedback.c.agent_id == agent)
+        keys = list(connection.execute(query).scalars())
+    assert len(set(keys)) == 22
+    plain = {f"{'k' * length}:{n}" for n in range(11)}
+    assert plain & set(keys) == {one for one in plain if len(one) <= 200}
 
 
 @pytest.mark.parametrize(
