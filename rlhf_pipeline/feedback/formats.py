@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from itertools import combinations
 from typing import Any
 
-from rlhf_pipeline.feedback.rules import Rule, refuse
+from rlhf_pipeline.feedback.rules import LONGEST_RATER, Rule, check_text, refuse
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -543,6 +543,7 @@ def _rater(row: Row) -> str | None:
         return None
     if isinstance(rater, bool) or not isinstance(rater, str | int):
         refuse(Rule.wrong_type, "rater as text", type(rater))
+    check_text("rater", str(rater), LONGEST_RATER)
     return hash_rater(row.agent_id, str(rater))
 
 

@@ -21,6 +21,7 @@ LONGEST_PROMPT = 200_000  # characters, all messages together
 LONGEST_TEXT = 100_000  # characters of a completion or a correction
 LONGEST_COMMENT = 10_000
 LONGEST_KEY = 200
+LONGEST_RATER = 512  # characters of a person's name, as the sender gives it; `user` in the chat too
 MOST_TAGS = 32
 LONGEST_NAME = 64  # a tag, a criterion, a rater id, an agent id
 
@@ -228,7 +229,7 @@ def _check_criteria(criteria: object) -> None:
     for name, value in criteria.items():
         if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME:
             refuse(Rule.wrong_type, f"a criterion's name of 1 to {LONGEST_NAME} characters", name)
-        _check_text("a criterion's name", name, LONGEST_NAME)
+        check_text("a criterion's name", name, LONGEST_NAME)
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(Rule.wrong_type, f"a number for the criterion {name!r}", value)
         if not 0 <= value <= 1:
@@ -249,7 +250,7 @@ def _number(event: Feedback) -> float:
 def _check_texts(event: Feedback) -> None:
     for name, prompt in (("prompt", event.prompt), ("other_prompt", event.other_prompt)):
         for message in prompt or ():
-            _check_text(name, message.content, LONGEST_PROMPT)
+            check_text(name, message.content, LONGEST_PROMPT)
         total = sum(len(message.content) for message in prompt or ())
         if total > LONGEST_PROMPT:
             refuse(Rule.too_long, f"at most {LONGEST_PROMPT} characters of {name}", total)
@@ -267,14 +268,15 @@ def _check_texts(event: Feedback) -> None:
         ("topic", event.topic, 200),
     ):
         if text is not None:
-            _check_text(name, text, limit)
+            check_text(name, text, limit)
     if len(event.tags) > MOST_TAGS:
         refuse(Rule.too_long, f"at most {MOST_TAGS} tags", len(event.tags))
     for tag in event.tags:
-        _check_text("a tag", tag, LONGEST_NAME)
+        check_text("a tag", tag, LONGEST_NAME)
 
 
-def _check_text(name: str, text: object, limit: int) -> None:
+def check_text(name: str, text: object, limit: int) -> None:
+    """Raise FeedbackRefused, naming the field, for text that is too long or no database keeps."""
     if not isinstance(text, str):
         refuse(Rule.wrong_type, f"text for {name}", text)
     if len(text) > limit:

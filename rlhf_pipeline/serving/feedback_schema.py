@@ -17,6 +17,7 @@ from rlhf_pipeline.feedback.rules import (
     LONGEST_KEY,
     LONGEST_NAME,
     LONGEST_PROMPT,
+    LONGEST_RATER,
     LONGEST_TEXT,
     MOST_TAGS,
 )
@@ -68,7 +69,11 @@ COMMON: Schema = {
     "interaction_id": _text(36, description="A chat completion's id."),
     "prompt": PROMPT,
     "completion": _text(LONGEST_TEXT),
-    "rater": {"type": ["string", "integer", "null"], "description": RATER},
+    "rater": {
+        "type": ["string", "integer", "null"],
+        "maxLength": LONGEST_RATER,
+        "description": RATER,
+    },
     "rater_id": {"type": ["string", "null"], "pattern": "^[0-9a-f]{32}$"},
     "source": {"enum": ["human", "model", "code", None]},
     "occurred_at": {"type": ["string", "null"], "format": "date-time"},

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import SourceError
@@ -68,6 +69,24 @@ def test_what_the_store_refuses_goes_to_quarantine_with_its_line(
         (2, "idempotency_conflict"),
         (3, "unknown_interaction"),
     ]
+
+
+def test_a_rater_that_cannot_be_one_goes_to_quarantine(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    raters = ["\ud800", "a\x00b", "x" * 513, "x" * 512, 7, "", None]
+    rows: list[Any] = [{**THUMBS, "rater": rater} for rater in raters]
+    pair = {"prompt": "Why?", "chosen": "A.", "rejected": "B."}
+    pairs = [{**pair, "annotator": rater} for rater in ("\ud800", "ann")]
+    found = [
+        ingest(store, write(tmp_path / f"{n}.jsonl", *some), "tea")
+        for n, some in enumerate((rows, pairs))
+    ]
+    assert [one.stored for one in found] == [4, 1]
+    assert [one.quarantined for one in found] == [{"bad_text": 2, "too_long": 1}, {"bad_text": 1}]
+    with store.database.read() as connection:
+        details = list(connection.execute(sa.select(db.quarantine.c.detail)).scalars())
+    assert all("rater" in detail for detail in details)
 
 
 def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(

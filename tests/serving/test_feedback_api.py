@@ -20,6 +20,7 @@ from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.store import FeedbackStore, Stored, Ticket
 from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
 from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, Inbox, add_feedback_route, take
+from rlhf_pipeline.serving.feedback_schema import COMMON
 
 VOTE: dict[str, Any] = {
     "agent_id": "tea",
@@ -145,6 +146,27 @@ def test_what_is_no_vote_is_refused_by_name(
     answer = send(store, body)
     assert answer.status_code == code
     assert says in answer.text
+
+
+@pytest.mark.parametrize(
+    ("rater", "rule"),
+    [("\ud800", "bad_text"), ("a\x00b", "bad_text"), ("x" * 2_000_000, "too_long")],
+)
+def test_a_rater_that_cannot_be_one_is_named(store: FeedbackStore, rater: str, rule: str) -> None:
+    sent = {**VOTE, "agent_id": "nameless", "rater": rater}
+    alone = send(store, sent)
+    [one] = send(store, {"events": [sent]}).json()["results"]
+    assert alone.status_code == 422
+    for refusal in (alone.json(), one):
+        assert (refusal["rule"], "rater" in refusal["error"]) == (rule, True)
+        assert len(refusal["error"]) < 200
+    assert store.counts("nameless") == {}
+
+
+def test_the_longest_rater_is_what_openapi_says(store: FeedbackStore) -> None:
+    sent = {**VOTE, "agent_id": "long-names", "rater": "x" * COMMON["rater"]["maxLength"]}
+    assert send(store, sent).status_code == 200
+    assert send(store, {**sent, "rater": sent["rater"] + "x"}).status_code == 422
 
 
 def test_a_form_from_another_page_is_refused(store: FeedbackStore) -> None:
