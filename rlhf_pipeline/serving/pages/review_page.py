@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import FeedbackRefused, PipelineError
+from rlhf_pipeline.feedback.rules import LONGEST_NAME, check_text
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
 from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
@@ -45,7 +46,7 @@ def review_page(desk: Desk) -> Any:
         waiting = gr.State([])  # Interactions, the shown one first
         with gr.Row():
             agent = gr.Dropdown(agents, value=agents[0] if agents else None, label="Assistant")
-            who = gr.Textbox(label="Your name", max_length=64, elem_id="who")
+            who = gr.Textbox(label="Your name", max_length=LONGEST_NAME, elem_id="who")
             start = gr.Button("Fetch answers", variant="primary", elem_id="start")
         notice = gr.Textbox(
             "", show_label=False, container=False, interactive=False, elem_id="notice"
@@ -102,8 +103,10 @@ def review_page(desk: Desk) -> Any:
 def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
     def fetch(agent: str | None, who: str | None) -> tuple[Any, ...]:
         """Return a queue and its first answer."""
-        if not agent or not (who or "").strip():
-            return _shown([], "A name is needed, so that your votes count once.", "")
+        if problem := _unfit(who):
+            return _shown([], problem, "")
+        if not agent:
+            return _shown([], "An assistant is needed; choose one.", "")
         rater = hash_rater(agent, _person(who))
         waiting = review.queue(desk.store.database, agent, rater)
         words = review.agreement(desk.store.database, agent).words()
@@ -124,12 +127,16 @@ def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
         """Store the judgement of the shown answer and show the next one."""
         if not waiting or agent is None:
             return _fetch(desk)(agent, who)
+        typed = str(value.get("text", ""))  # what was not stored stays in its box
+        if problem := _unfit(who):
+            words = review.agreement(desk.store.database, agent).words()
+            return _shown(waiting, f"Not stored: {problem}", words, typed)
         try:
             if kind is not None:
                 desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
         except PipelineError as error:
             words = review.agreement(desk.store.database, agent).words()
-            return _shown(waiting, not_stored(error), words)
+            return _shown(waiting, not_stored(error), words, typed)
         rest = waiting[1:]
         if not rest:
             return _fetch(desk)(agent, who)
@@ -140,12 +147,26 @@ def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
     return judge
 
 
+def _unfit(who: str | None) -> str:
+    """Return why nobody can vote under the name; nothing where one can."""
+    name = (who or "").strip()
+    if not name:
+        return "A name is needed, so that your votes count once."
+    try:
+        check_text("your name", name, LONGEST_NAME)
+    except FeedbackRefused as error:
+        return str(error)
+    return ""
+
+
 def _person(who: str | None) -> str:
     return f"annotator:{(who or '').strip().lower()}"
 
 
-def _shown(waiting: list[Interaction], notice: str, agreement: str) -> tuple[Any, ...]:
+def _shown(
+    waiting: list[Interaction], notice: str, agreement: str, typed: str = ""
+) -> tuple[Any, ...]:
     if not waiting:
         return [], "", "", notice, agreement, ""
     turns = "\n".join(f"{m.role}: {m.content}" for m in waiting[0].prompt)
-    return waiting, turns, waiting[0].completion, notice, agreement, ""
+    return waiting, turns, waiting[0].completion, notice, agreement, typed

@@ -159,6 +159,27 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
     assert chat(*thumb, number=0.0) == chat_page.THANKS
 
 
+@pytest.mark.parametrize("name", ["", "   ", None, "\ud800", "a\x00b", "x" * 65])
+def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
+    _, answer = ask(desk)
+    fetch, judge = review_page._fetch(desk), review_page._judge(desk)
+    assert fetch("shop", name)[0] == []
+    [first, *_] = waiting = fetch("shop", "Eve")[0]
+    assert first == answer.interaction
+    for kind, value in (
+        (FeedbackKind.thumbs, {"number": 1.0}),
+        (FeedbackKind.correction, {"text": "It is 9 euros."}),
+        (None, {}),
+    ):
+        still, *_, notice, _, typed = judge(waiting, "shop", name, kind, **value)
+        assert still == waiting
+        assert ("Not stored" in notice, "name" in notice) == (True, True)
+        assert typed == value.get("text", "")  # it need not be written again
+    assert desk.store.counts("shop") == {}
+    judge(waiting, "shop", " Eve ", FeedbackKind.thumbs, number=1.0)
+    assert desk.store.counts("shop") == {"thumbs": 1}
+
+
 def test_the_collection_rate_is_how_often_people_are_asked(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
