@@ -497,6 +497,10 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
     assert "user: hello" in told
     assert "save needs a file" in told
     assert "error: a JSON file is needed at nowhere" in told
+    typed = "hello\nsave ~nosuchuser/talk.json\nload ~nosuchuser/talk.json\nhistory\n"
+    told = rlhf("chat", "--seed", "1", typed=typed).stdout
+    assert told.count("error: needed a file whose folder is known, found ~nosuchuser") == 2
+    assert "user: hello" in told[told.rindex("error: ") :]  # the conversation is still there
     talk.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     assert "ends with the assistant's words" in rlhf("chat", typed=f"load {talk}\n").stdout
     for text in ("{}", "[]", '{"messages": [1]}', "7"):

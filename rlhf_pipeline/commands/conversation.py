@@ -97,7 +97,7 @@ class Conversation:
             return None
         if word in ("save", "load"):
             do = self.save if word == "save" else self.load
-            return lambda: do(Path(rest[0]).expanduser())
+            return lambda: do(_file(rest[0]))
         if word == "rate" and rest[0].lower() in WORTH:
             return lambda: self.rate_last(rest[0].lower())
         return None
@@ -184,6 +184,16 @@ class Conversation:
 
         lines = [*diagnose(self.policy.tokenizer).lines(), *diagnose_model(self.policy).lines()]
         return "\n".join(lines)
+
+
+def _file(name: str) -> Path:
+    """Return the file of that name; a leading ~ is somebody's home."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # nobody of that name, or no home
+        raise PipelineError(
+            f"needed a file whose folder is known, found {name} ({error}); write its whole path"
+        ) from error
 
 
 def answer(
