@@ -355,13 +355,17 @@ def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer
     check_agent_id(agent_id)
     asked = _read(TrainBody, body)
     settings = policies.settings_of(agent_id)
-    count = sum(policies.store.counts(agent_id).values())
-    needed = max(MIN_SAMPLES, settings.validation.min_rows)
-    if count < needed:
+    counts = policies.store.counts(agent_id)
+    count, comments = sum(counts.values()), counts.get(FeedbackKind.comment, 0)
+    needed, samples = max(MIN_SAMPLES, settings.validation.min_rows), count - comments
+    if samples < needed:
+        beside = f" beside {comments} comments, which train nothing" if comments else ""
+        missing = needed - samples
         return REFUSED, {
-            "error": f"needed {needed} feedback samples, found {count}; send {needed - count} more",
+            "error": f"needed {needed} feedback samples, found {samples}{beside}; "
+            f"send {missing} more",
             "feedbackCount": count,
-            "missing": needed - count,
+            "missing": missing,
         }
     if asked.dryRun:
         return 200, _estimate(policies, settings, agent_id, asked, count)

@@ -21,7 +21,15 @@ from graphql import ExecutionResult, OperationDefinitionNode
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt, uuid7
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    hash_rater,
+    now,
+    user_prompt,
+    uuid7,
+)
 from rlhf_pipeline.serving import dagster_runs, policies_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.dagster_runs import DagsterRuns
@@ -245,6 +253,20 @@ def test_too_few_samples_say_how_many_more(service: Service) -> None:
         assert "3 more" in refused.json()["error"]
     assert "10 more" in service.train("nobody", dryRun=False).json()["error"]
     assert service.dagster.launched == []
+
+
+def test_comments_are_no_samples(service: Service) -> None:
+    agent_id = service.filled("talked", 4)
+    said: dict[str, Any] = {"prompt": user_prompt("hi"), "completion": "hello", "text": "nice"}
+    comments = [Feedback(agent_id, FeedbackKind.comment, f"c{n}", **said) for n in range(12)]
+    service.store.append(comments)
+    for dry in (True, False):
+        refused = service.train(agent_id, dryRun=dry)
+        assert refused.status_code == 422
+        assert "found 4 beside 12 comments" in refused.json()["error"]
+        assert (refused.json()["feedbackCount"], refused.json()["missing"]) == (16, 6)
+    told = service.train(service.filled(agent_id, 10), dryRun=True)
+    assert (told.status_code, told.json()["feedbackCount"]) == (200, 22)  # as its version has it
 
 
 def test_a_dry_run_says_what_training_would_take(service: Service) -> None:
