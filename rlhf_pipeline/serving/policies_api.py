@@ -26,6 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from rlhf_pipeline import erasure, retention
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.errors import (
     ConfigError,
@@ -75,6 +76,12 @@ MIN_SAMPLES = 10  # published; validation.min_rows may ask for more
 UPSTREAM_FAILED = 502
 LOOK_SECONDS = 1.0  # between looks at a run somebody waits for
 MINUTES_PER_STEP = 0.1  # of a whole turn, before the agent's own turns say: recipe tiny, two cores
+
+NO_TRAINING = {
+    erasure.ASKED_BY: "cleared of somebody's data",
+    retention.ASKED_BY: "cleared of old files",
+}
+"""What else may hold an agent's claim, and what is done to the agent meanwhile."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -375,7 +382,11 @@ def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer
         return AWAY, {"error": f"agent {agent_id} does not train now: {why}"}
     claims = policies.claims
     held = claims.held(agent_id)
-    busy = held.holder if held and held.expires_at > now() else policies.runs.at_work(agent_id)
+    held = held if held and held.expires_at > now() else None
+    if held and held.asked_by in NO_TRAINING:  # its holder is no run anybody could follow
+        words = f"agent {agent_id} is being {NO_TRAINING[held.asked_by]}; ask again once it is over"
+        return CONFLICT, {"error": words}
+    busy = held.holder if held else policies.runs.at_work(agent_id)
     if busy is not None:
         return CONFLICT, {"error": f"agent {agent_id} is being trained", "runId": busy}
     watermark = snapshot.newest_seq(policies.store.database, agent_id)

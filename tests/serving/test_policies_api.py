@@ -18,6 +18,7 @@ from gql.transport import Transport
 from gql.transport.exceptions import TransportConnectionFailed
 from graphql import ExecutionResult, OperationDefinitionNode
 
+from rlhf_pipeline import erasure, retention
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -314,6 +315,23 @@ def test_a_turn_somebody_else_holds_is_named(service: Service) -> None:
     assert (busy.status_code, busy.json()["runId"]) == (409, "run-of-sensor")
     service.policies.claims.finish(claim.token, "done")
     assert service.train("held").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("holder", "says"),
+    [(erasure.ASKED_BY, "cleared of somebody's data"), (retention.ASKED_BY, "old files")],
+)
+def test_what_holds_an_agent_without_training_it_is_said(
+    service: Service, holder: str, says: str
+) -> None:
+    agent_id, claims = service.filled(f"busy-{holder}"), service.policies.claims
+    claim = claims.claim(agent_id, "f" * 64, 0, holder=f"{holder}-0123", asked_by=holder)
+    busy = service.train(agent_id)
+    assert (busy.status_code, says in busy.json()["error"]) == (409, True)
+    assert "trained" not in busy.text
+    assert "runId" not in busy.json()  # nobody could follow it
+    claims.let_go(claim.token)
+    assert service.train(agent_id).status_code == 200
 
 
 def test_who_waits_is_told_what_was_trained(
