@@ -239,15 +239,8 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
         # Asked twice in one moment, the second finds the first one's run.
         async with policies.one_at_a_time[agent_id]:
             code, told = await _settled(run_in_threadpool(train, policies, agent_id, body, again))
-        limit = 60 * policies.settings.continuous_learning.deadline_minutes
-        deadline = time.monotonic() + limit
-        while wait and told.get("status") == "started" and time.monotonic() < deadline:
-            if await request.is_disconnected():
-                break  # the run goes on without who asked
-            await asyncio.sleep(LOOK_SECONDS)
-            code, told = await _settled(
-                run_in_threadpool(outcome, policies, agent_id, told["runId"])
-            )
+        if wait and told.get("status") == "started":
+            code, told = await _followed(policies, agent_id, told["runId"], request)
         return answer(code, told)
 
     async def list_policies(agent_id: str) -> JSONResponse:
@@ -273,7 +266,7 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
         response_model=DryRun | Started | Trained,
         responses={
             **unfit,
-            **refusals(CONFLICT, REFUSED, UPSTREAM_FAILED, model=TrainRefusal),
+            **refusals(CONFLICT, REFUSED, UPSTREAM_FAILED, AWAY, model=TrainRefusal),
         },
         openapi_extra=_takes(TrainBody),
     )
@@ -308,6 +301,24 @@ async def _settled(answered: Awaitable[tuple[int, Any]]) -> tuple[int, Any]:
         return AWAY, {"error": str(error)}
     except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
         return AWAY, {"error": "the store cannot be used now; send it again"}
+
+
+async def _followed(
+    policies: Policies, agent_id: str, run_id: str, request: Request
+) -> tuple[int, Any]:
+    """Look at a run until it ends, its time is up or who asked has gone; return the last answer.
+
+    The run goes on while Dagster or the store does not answer, so looking does as well.
+    """
+    limit = 60 * policies.settings.continuous_learning.deadline_minutes
+    deadline = time.monotonic() + limit
+    code, told = 200, {"status": "started", "runId": run_id}
+    while time.monotonic() < deadline and not await request.is_disconnected():
+        await asyncio.sleep(LOOK_SECONDS)
+        code, told = await _settled(run_in_threadpool(outcome, policies, agent_id, run_id))
+        if code != AWAY and told.get("status") != "started":
+            break
+    return code, told if code == 200 else {**told, "runId": run_id}
 
 
 async def take_score(policies: Policies, agent_id: str, body: bytes, key: str | None) -> Answer:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -423,6 +425,44 @@ def test_who_waits_is_told_why_it_failed(service: Service, monkeypatch: pytest.M
     assert told.status_code == 502
     assert told.json()["error"] == "training failed: reward_model: NotEnoughData: needed 30 pairs"
     assert told.json()["runId"].startswith("run-")
+
+
+def test_who_waits_goes_on_waiting_while_dagster_is_away(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
+    looks: list[str] = []
+
+    def looked(run_id: str) -> None:
+        looks.append(run_id)
+        if len(looks) <= 2:
+            raise TransportConnectionFailed("restarting")
+        service.dagster.states[run_id] = "FAILURE"
+
+    service.dagster.on_status, service.dagster.failure = looked, None
+    told = service.train(service.filled("patient"), "?wait=true")
+    service.dagster.on_status = lambda run_id: None
+    assert len(looks) == 3
+    assert (told.status_code, told.json()["runId"]) == (502, looks[0])
+
+
+def test_who_waits_for_a_dagster_that_stays_away_is_told_the_run(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(run_id: str) -> None:
+        raise TransportConnectionFailed("gone")
+
+    clock = count()
+    passed = SimpleNamespace(monotonic=lambda: float(next(clock)) * 60)
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(policies_api, "time", passed)
+    service.dagster.on_status = lost
+    told = service.train(service.filled("lost"), "?wait=true")
+    service.dagster.on_status = lambda run_id: None
+    assert (told.status_code, told.headers["retry-after"]) == (503, "5")
+    assert told.json()["runId"] == f"run-{len(service.dagster.launched) - 1}"
+    assert "start it" in told.json()["error"]
+    assert next(clock) > service.policies.settings.continuous_learning.deadline_minutes
 
 
 def test_without_dagster_the_answer_says_how_to_start_it(tmp_path: Path) -> None:
