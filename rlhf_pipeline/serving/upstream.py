@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 LONGEST_LINE = 1 << 20  # bytes
+MOST_TOKENS = 2**31
 COUNTED = ("prompt_tokens", "completion_tokens")
 
 
@@ -100,7 +101,7 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
         if "error" in event:
             raise ModelError("the upstream failed while it wrote; look at its log")
         if usage := event.get("usage"):
-            last["usage"] = {name: int(usage.get(name) or 0) for name in COUNTED}
+            last["usage"] = {name: _count(usage.get(name)) for name in COUNTED}
         text = ""
         for choice in event.get("choices") or ():
             text += choice["delta"].get("content") or ""
@@ -114,6 +115,15 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
             "address ends with /v1"
         ) from error
     return text
+
+
+def _count(told: Any) -> int:
+    """Return a number of tokens; none told is 0. Raises ValueError for what is none."""
+    if told is None:
+        return 0
+    if isinstance(told, bool) or not isinstance(told, int) or not 0 <= told <= MOST_TOKENS:
+        raise ValueError(f"needed 0 to {MOST_TOKENS} tokens, found {told!r:.40}")
+    return told
 
 
 def _headers(upstream: UpstreamSettings) -> dict[str, str]:

@@ -600,6 +600,11 @@ def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
         ([b'{"choices": [{"delta": {"content": "a\xe2\x80\xa8b"}}], "usage": {}}'], "a\u2028b"),
         ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": null}}'], "a"),
         ([b'{"choices": [{"delta": {"content": "a"}}], "usage": [1]}'], None),
+        (
+            [b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": Infinity}}'],
+            None,
+        ),
+        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": -1}}'], None),
         ([b'{"choices": [{"delta": {"content": "\\ud83d"}}]}'], None),
         ([b'{"choices": [{"delta": {"content": "a\\u0000b"}}]}'], None),
         ([b"[" * 100_000], None),
