@@ -697,7 +697,7 @@ def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: W
         update={"experiments": world.settings.experiments.model_copy(update=rules)}
     )
     people = {
-        arm_of(begun.experiment_id, hash_rater("shop", n), 0.5): n for n in map(str, range(9))
+        arm_of(begun.experiment_id, hash_rater("shop", n), 0.5): n for n in map(str, range(40))
     }
     with serving(settings, world) as running:
 
