@@ -161,10 +161,9 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     head = model.config.hidden_size + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
     copies = 0 if adapts else 1
-    rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens
     narrows = settings.top_k > 0 or settings.top_p < 1
     reach = narrows * settings.max_completion_tokens * -(-_vocabulary(model) // 8)  # a bit a token
-    rollout += reach
+    rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens + reach
     rollouts = settings.rollouts_per_update * settings.max_turns
     parts = {
         "policy": frozen * here + (FULL * moved if adapts else 0),
@@ -521,7 +520,7 @@ def _decode(model: Any, settings: PpoSettings, tokens: int, *, most: int | None 
     device = next(model.parameters()).device
     rows = min(settings.rollouts_per_update, settings.completions_at_once, most or sys.maxsize)
     shape = (rows, settings.max_prompt_tokens)
-    ids = torch.randint(0, output_head(model).weight.shape[0], shape, device=device)
+    ids = torch.randint(0, _vocabulary(model), shape, device=device)
     with autocast(device, settings):
         decode(
             model,

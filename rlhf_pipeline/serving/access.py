@@ -186,15 +186,13 @@ class Access:
         except CookieError:
             return None
         told = None if cookie is None else unsign(self.secret, "session", cookie.value)
-        found = self.keys.all().get(str(told["key"])) if told else None
-        return found if found is not None and found.holds else None
+        return self.keys.holding(str(told["key"])) if told else None
 
     async def _admit_token(self, token: str, receive: Receive) -> tuple[Right, Receive]:
         told = unsign(self.secret, "feedback", token)
         if told is None or "rater" not in told:
             raise _Refused(401, "needed a feedback token that holds, found another")
-        maker = self.keys.all().get(str(told["key"]))
-        if told["key"] and not (maker and maker.holds):  # "" is of a service that is open
+        if told["key"] and not self.keys.holding(told["key"]):  # "" is of a service that is open
             raise _Refused(401, "needed a feedback token whose key holds, found a revoked one's")
         self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
         values, _ = await _read_json(receive)

@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.access import right_in
@@ -114,7 +115,7 @@ class ChatRequest(Closed):
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: Text | None = Field(None, max_length=512)
+    user: Text | None = Field(None, max_length=LONGEST_RATER)
     session_id: Text | None = Field(None, max_length=64, description="Ours: joins a conversation.")
 
     @field_validator("stop")
@@ -262,11 +263,7 @@ def add_chat_routes(
         gateway.under_way += 1
         taken = True
         try:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    asked = await _read(request)
-            except TimeoutError:
-                raise _Refused(408, f"needed a whole body within {BODY_SECONDS:.0f} s") from None
+            asked = await _read(request)
             agent_id, arm = await _find(gateway, asked.model)
             answer = _Answer(gateway, asked, agent_id, arm, on_answer)
             if not asked.stream:
@@ -489,10 +486,13 @@ async def _read(request: Request) -> ChatRequest:
         raise _Refused(415, "needed content-type application/json")
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > LONGEST_BODY:
-                raise _Refused(413, f"needed at most {LONGEST_BODY} bytes")
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > LONGEST_BODY:
+                    raise _Refused(413, f"needed at most {LONGEST_BODY} bytes")
+    except TimeoutError:
+        raise _Refused(408, f"needed a whole body within {BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
         raise _Refused(400, "the body was not sent whole") from None
     try:

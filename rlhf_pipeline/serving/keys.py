@@ -103,10 +103,15 @@ class Keys:
     def find(self, secret: str) -> ApiKey | None:
         """Return the record of a key that holds, or None."""
         parts = secret.split("_", 2)
-        found = self.all().get(parts[1]) if len(parts) == 3 else None
+        found = self.holding(parts[1]) if len(parts) == 3 else None
         if found is None or not hmac.compare_digest(found.sha256, _sha256(secret)):
             return None
-        return found if found.holds else None
+        return found
+
+    def holding(self, key_id: str) -> ApiKey | None:
+        """Return the record of the key with this id if it holds, or None."""
+        found = self.all().get(key_id)
+        return found if found is not None and found.holds else None
 
     def signing_secret(self) -> bytes:
         """Return the 32 bytes that sign tokens and cookies; made once."""
