@@ -62,7 +62,13 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             elem_id="talk",
         )
         notice = gr.Textbox(
-            "", show_label=False, container=False, interactive=False, max_lines=2, elem_id="notice"
+            "",
+            placeholder="Ask something, then say how good the answer was: the assistant learns it.",
+            show_label=False,
+            container=False,
+            interactive=False,
+            max_lines=2,
+            elem_id="notice",
         )
         with gr.Row():
             question = gr.Textbox(

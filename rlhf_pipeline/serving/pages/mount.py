@@ -49,7 +49,7 @@ HEADERS = (
 )
 STYLE = """
 footer { display: none !important }
-.gradio-container { max-width: 60rem !important }
+.gradio-container { width: 100%; max-width: 60rem !important; margin: 0 auto }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }
 textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
 """

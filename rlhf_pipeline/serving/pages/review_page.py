@@ -49,7 +49,12 @@ def review_page(desk: Desk) -> Any:
             who = gr.Textbox(label="Your name", max_length=LONGEST_NAME, elem_id="who")
             start = gr.Button("Fetch answers", variant="primary", elem_id="start")
         notice = gr.Textbox(
-            "", show_label=False, container=False, interactive=False, elem_id="notice"
+            "",
+            placeholder="Say who you are, then fetch the answers that wait for a judgement.",
+            show_label=False,
+            container=False,
+            interactive=False,
+            elem_id="notice",
         )
         prompt = gr.Textbox(label="Conversation", interactive=False, lines=4, elem_id="prompt")
         completion = gr.Textbox(label="Answer", interactive=False, lines=4, elem_id="completion")
@@ -60,7 +65,12 @@ def review_page(desk: Desk) -> Any:
             skip = gr.Button("Skip", min_width=80, elem_id="skip")
         better = gr.Textbox(label="The better answer", lines=2, max_length=50_000, elem_id="better")
         send = gr.Button("Send the better answer", elem_id="send-better")
-        agreement = gr.Textbox(show_label=False, interactive=False, elem_id="agreement")
+        agreement = gr.Textbox(
+            placeholder="Agreement: told with the answers.",
+            show_label=False,
+            interactive=False,
+            elem_id="agreement",
+        )
         gr.Markdown(
             f"{KEYS}\n\n[Feedback from files, and into them]({FILES}) "
             f"· [Versions that wait for approval]({CANDIDATES})"
