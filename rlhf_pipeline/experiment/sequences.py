@@ -71,9 +71,11 @@ def difference(
 
 
 def _radius(one: Sample, other: Sample, alpha: float, tuned_for: int) -> float:
-    # One pretended user per arm, with a fair coin's variance, keeps an arm whose first users all
-    # agree from certainty.
-    variance = sum((s.variance * s.users + 0.25) / (s.users + 1) / s.users for s in (one, other))
+    # Where nearly everybody is content, a small arm whose first users all are looks certain: most
+    # such arms meet nobody discontent for a while. So an arm is no surer than the other, which
+    # knows better where it is the larger, and has one pretended user with a fair coin's variance.
+    each = max(one.variance, other.variance)
+    variance = sum((each * s.users + 0.25) / (s.users + 1) / s.users for s in (one, other))
     n = one.users + other.users
     return math.sqrt(variance * n) * boundary(n, alpha, tuned_for)
 

@@ -66,6 +66,27 @@ def test_users_who_all_agree_give_no_certainty() -> None:
     assert found.low < 0
 
 
+def test_a_small_arm_of_contented_people_is_not_taken_for_the_better_one() -> None:
+    """Equal arms, one in ten with the challenger, nearly all content: a look after every ten."""
+    rng, alpha, experiments = np.random.default_rng(0), 0.01, 300
+    strayed = 0
+    for _ in range(experiments):
+        few = (rng.random(400) < 0.98).astype(float)
+        many = (rng.random(3600) < 0.98).astype(float)
+        strayed += any(
+            difference(
+                Sample.of(few[:n]),
+                Sample.of(many[: 9 * n]),
+                alpha_low=alpha,
+                alpha_high=alpha,
+                tuned_for=600,
+            ).low
+            > 0
+            for n in range(FEWEST, 401, 10)
+        )
+    assert strayed <= experiments * alpha + 3 * math.sqrt(experiments * alpha)
+
+
 def test_bounds_close_in_with_users_and_open_with_doubt() -> None:
     def width(users: int, alpha: float) -> float:
         arm = Sample(users, 0.5, 0.25)
