@@ -63,6 +63,7 @@ class Champions:
         self.registry = registry
         self._seats: dict[tuple[str, Arm], Seat | _Unfit] = {}
         self._loading = threading.Lock()
+        self._beside: set[tuple[str, Arm]] = set()  # arms that are being loaded for who comes next
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -87,13 +88,39 @@ class Champions:
             raise seat.error
         return seat
 
+    def prepared(self, agent_id: str, arm: Arm, version: int) -> bool:
+        """Say whether this version holds the arm, loaded or found unfit; if not, load it beside."""
+        seat = self._seats.get((agent_id, arm))
+        if seat is not None and _version_of(seat) == version:
+            return True
+        if (agent_id, arm) not in self._beside:
+            self._beside.add((agent_id, arm))
+            threading.Thread(target=self._load_beside, args=(agent_id, arm), daemon=True).start()
+        return False
+
+    def _load_beside(self, agent_id: str, arm: Arm) -> None:
+        try:
+            self._look(agent_id, arm)
+        except RegistryError as error:  # an experiment is over
+            log.info("an arm is empty", agent=agent_id, why=str(error))
+        except Exception:  # asked for again with the next request
+            log.exception("not loaded beside", agent=agent_id)
+        finally:
+            self._beside.discard((agent_id, arm))
+
     def preload(self) -> None:
-        """Load every agent's champion that answers here, so that no first question waits for it."""
-        for agent_id in set(self.agents()) - set(self.settings.serving.upstreams):
+        """Load every champion that answers here, and every challenger that people meet, so that no
+        first question waits for it.
+        """
+        here = set(self.agents()) - set(self.settings.serving.upstreams)
+        running = ExperimentBook(self.store.database).all_running()
+        arms: list[tuple[str, Arm]] = [(agent_id, "champion") for agent_id in sorted(here)]
+        arms += [(e.agent_id, "challenger") for e in running if e.agent_id in here]
+        for agent_id, arm in arms:
             try:
-                self._look(agent_id, "champion")
+                self._look(agent_id, arm)
             except Exception:  # the service goes on; the first request finds out and says so
-                log.exception("not loaded ahead", agent=agent_id)
+                log.exception("not loaded ahead", agent=agent_id, arm=arm)
 
     def decoders(self) -> list[Decoder]:
         """Return every decoder in service."""
@@ -205,6 +232,10 @@ class Champions:
                     log.info("an arm is empty", agent=agent_id, why=str(error))
                 except Exception:  # a ledger that cannot be read now; what is loaded goes on
                     log.exception("the ledger could not be read", agent=agent_id)
+
+
+def _version_of(seat: Seat | _Unfit) -> int:
+    return seat.version if isinstance(seat, _Unfit) else seat.version.version
 
 
 def settle() -> None:

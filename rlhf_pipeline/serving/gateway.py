@@ -75,6 +75,7 @@ class _Draft:
     completion_tokens: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    broken: Exception | None = None  # what ended it after words had been shown
 
 
 class _Stopped(Exception):
@@ -99,7 +100,9 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
-        self.trials = Trials(store.database, settings.experiments)
+        self.trials = Trials(
+            store.database, lambda agent_id: self.champions.settings_of(agent_id).experiments
+        )
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
 
@@ -145,6 +148,8 @@ class Gateway:
         trial, unit = None, user_id or session_id
         if arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
             trial = await asyncio.to_thread(self.trials.meeting, agent_id, unit)
+            if trial and not self.champions.prepared(agent_id, "challenger", trial.challenger):
+                trial = None  # nobody waits for it to load, and nothing counts until it has
             if trial is not None and self.trials.is_challenged(trial, unit):
                 arm = "challenger"
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
@@ -192,8 +197,10 @@ class Gateway:
                     whose, "time_out" if late else type(error).__name__, str(error) or detail
                 )
                 first = first or (ChatAway(detail) if late else error)
-                if shown:
-                    raise
+                if shown:  # what was seen is kept, and counts: a vote may be about it
+                    draft.text, draft.broken = draft.text[:shown], error
+                    done = draft
+                    break
         if trial is not None and arm == "challenger":
             await asyncio.to_thread(self.trials.tell, trial, fell_back=first is not None)
         if done is None:
@@ -202,6 +209,7 @@ class Gateway:
         took = time.monotonic() - began
         extra = note(done.text, done.others) if note else {}
         in_trial = {} if trial is None else {"challenger_share": trial.share, "ending": done.ending}
+        in_trial |= {} if trial is None else {"fell_back": done.arm != arm or bool(done.broken)}
         interaction = Interaction(
             interaction_id=interaction_id,
             agent_id=agent_id,
@@ -222,6 +230,8 @@ class Gateway:
             latency_seconds=took,
         )
         await asyncio.to_thread(self._store, interaction)
+        if done.broken is not None:
+            raise done.broken
         if self.metrics is not None:
             self.metrics.count_tokens(agent_id, "prompt", done.prompt_tokens)
             self.metrics.count_tokens(agent_id, "completion", done.completion_tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -30,9 +31,11 @@ LOOK_EVERY_SECONDS = 2.0
 class Trials:
     """The running experiments of all agents, as this process knows them."""
 
-    def __init__(self, database: db.Database, settings: ExperimentSettings) -> None:
+    def __init__(
+        self, database: db.Database, settings_of: Callable[[str], ExperimentSettings]
+    ) -> None:
         self.book = ExperimentBook(database)
-        self.settings = settings
+        self.settings_of = settings_of  # by agent: a recipe of its own may say otherwise
         self._running: dict[str, Experiment] = {}
         self._answers: dict[str, deque[bool]] = {}  # by experiment: whether the baseline had to
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
@@ -52,12 +55,13 @@ class Trials:
 
     def tell(self, experiment: Experiment, *, fell_back: bool) -> None:
         """Hear of an answer of the challenger's; too many that the baseline had to give end it."""
-        most = self.settings.trouble_answers
+        settings = self.settings_of(experiment.agent_id)
+        most = settings.trouble_answers
         with self._lock:
             answers = self._answers.setdefault(experiment.experiment_id, deque(maxlen=most))
             answers.append(fell_back)
             failed = sum(answers)
-            trouble = failed >= max(self.settings.trouble_share * most, 1.0)
+            trouble = failed >= max(settings.trouble_share * most, 1.0)
             if not trouble or experiment.experiment_id in self._ended:
                 return
             reason = f"the baseline had to answer {failed} of the latest {len(answers)} times"

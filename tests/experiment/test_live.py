@@ -185,7 +185,7 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
     book, experiment = begin(store, 0.5)
-    trials = Trials(store.database, SETTINGS.model_copy(update={"trouble_answers": 10}))
+    trials = Trials(store.database, lambda _: SETTINGS.model_copy(update={"trouble_answers": 10}))
     assert trials.meeting(AGENT, "ann") == experiment
     assert trials.meeting(AGENT, None) is None
     assert trials.meeting("another", "ann") is None
@@ -205,7 +205,7 @@ def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
 ) -> None:
     monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
     book, experiment = begin(store, 0.5)
-    trials = Trials(store.database, SETTINGS.model_copy(update={"trouble_answers": 1}))
+    trials = Trials(store.database, lambda _: SETTINGS.model_copy(update={"trouble_answers": 1}))
     assert trials.meeting(AGENT, "ann") == experiment
 
     def full(*_: object) -> bool:
@@ -230,7 +230,7 @@ def test_an_experiment_that_ends_elsewhere_is_over_here_within_seconds(
     monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
     store.ensure_agent(AGENT)
     book, experiment = begin(store, 0.5)
-    trials = Trials(store.database, SETTINGS)
+    trials = Trials(store.database, lambda _: SETTINGS)
     found = trials.meeting(AGENT, "ann")
     assert found is not None
     assert trials.is_challenged(found, "ann") == (
@@ -245,7 +245,7 @@ def test_where_the_book_cannot_be_read_everybody_meets_the_champion(
 ) -> None:
     store.ensure_agent(AGENT)
     begin(store, 0.5)
-    trials = Trials(store.database, SETTINGS)
+    trials = Trials(store.database, lambda _: SETTINGS)
 
     def broken(_: ExperimentBook) -> list[object]:
         raise OSError("disk on fire")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -32,10 +33,12 @@ from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import hash_rater, user_prompt
+from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.serving import batching, chat_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
+from rlhf_pipeline.serving.gateway import Gateway
 from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
 
@@ -708,13 +711,13 @@ def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: W
             assert found is not None
             return found
 
+        calm = eventually_in(begun, lambda: asked(people["champion"]))
         # What no model could read says nothing of the challenger.
         half = [*ASKED["messages"], {"role": "assistant", "content": "It costs"}]
         for _ in range(9):
             refused = running.post(user=people["challenger"], messages=half)
             assert refused.status_code == 400
         assert book.history("shop")[0].state == "running"
-        calm = asked(people["champion"])
         assert (calm.experiment, calm.arm) == (begun.experiment_id, "champion")
         assert calm.model_version == champion.version
         # Version 2 writes nothing that is a number: the baseline answers, in the challenger's arm.
@@ -750,6 +753,7 @@ def test_a_rollback_reaches_everybody_within_five_seconds_and_streams_finish(
             assert found is not None
             return found
 
+        eventually_in(begun, lambda: met(users[0]))
         body = {"model": "shop", "seed": SEED, "stream": True, "user": users[0], **ASKED}
         address = f"{running.address}/v1/chat/completions"
         with httpx.stream("POST", address, json=body, timeout=30) as answer:
@@ -777,6 +781,79 @@ def test_a_rollback_reaches_everybody_within_five_seconds_and_streams_finish(
             "challenger",
             1,
         )
+
+
+def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, may = ExperimentBook(world.database), threading.Event()
+    loaded = Champions._loaded
+
+    def slowly(champions: Champions, agent_id: str, version: ModelVersion) -> Any:
+        if version.version == 1:
+            assert may.wait(PATIENCE)
+        return loaded(champions, agent_id, version)
+
+    monkeypatch.setattr(Champions, "_loaded", slowly)
+    with serving(world.settings, world) as running:
+        begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+        user = next(n for n in map(str, range(40)) if is_challenged(begun, n))
+
+        def met() -> Any:
+            found = world.store.interaction(running.post(user=user, max_tokens=2).json()["id"])
+            assert found is not None
+            return found
+
+        for _ in range(3):
+            assert (met().experiment, met().arm) == (None, "champion")
+        may.set()
+        assert eventually_in(begun, met).arm == "challenger"
+        book.end(begun, "stopped", "the test is over")
+
+
+def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = ExperimentBook(world.database)
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    users = [n for n in map(str, range(40)) if is_challenged(begun, n)]
+    whole = Gateway._raw
+
+    async def broken(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+        draft = given[3]
+        async with aclosing(whole(gateway, *given)) as pieces:
+            async for _ in pieces:
+                pass
+        yield "It costs nine "
+        if draft.arm == "challenger":
+            raise ModelError("out of memory")
+        yield "euros."
+
+    with serving(world.settings, world) as running:
+        eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
+        monkeypatch.setattr(Gateway, "_raw", broken)
+        most = world.settings.experiments
+        for n in range(math.ceil(most.trouble_share * most.trouble_answers)):
+            assert book.history("shop")[0].state == "running"
+            body = {"model": "shop", "stream": True, "user": users[n], **ASKED}
+            address = f"{running.address}/v1/chat/completions"
+            with httpx.stream("POST", address, json=body, timeout=30) as answer:
+                lines = [json.loads(x[6:]) for x in answer.iter_lines() if x[:7] == "data: {"]
+            assert "error" in lines[-1]
+            kept = world.store.interaction(lines[0]["id"])
+            assert kept is not None
+            assert (kept.arm, kept.completion) == ("challenger", "It costs nine ")
+            assert kept.sampling["fell_back"] is True
+        assert book.history("shop")[0].state == "rolled_back"
+
+
+def eventually_in(experiment: Experiment, ask: Callable[[], Any]) -> Any:
+    """Return the first answer that is part of the experiment: its challenger loads meanwhile."""
+    until = time.monotonic() + PATIENCE
+    while (found := ask()).experiment != experiment.experiment_id:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return found
 
 
 def is_challenged(experiment: Experiment, user: str) -> bool:
