@@ -204,10 +204,17 @@ def _standing(
 def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:
     """Return, by version, how good its answers were found: one number, 0 to 1, for each person.
 
-    A person's votes are averaged, so that one who votes a hundred times counts once.
+    A person's votes are averaged, so that one who votes a hundred times counts once; of those on
+    one answer the newest counts.
     """
-    f, i = db.feedback.c, db.interactions.c
-    newest = _newest_votes(agent_id, f.interaction_id, f.voter, f.kind, f.number).subquery()
+    f, i = db.effective_feedback.c, db.interactions.c
+    newest = (
+        sa.select(f.interaction_id, f.voter, f.kind, f.number)
+        .where(f.agent_id == agent_id)
+        .order_by(f.seq.desc())
+        .limit(NEWEST_VOTES)
+        .subquery()
+    )
     on_scale = sa.case(
         (newest.c.kind == FeedbackKind.rating, (newest.c.number - 1) / 4), else_=newest.c.number
     )

@@ -91,6 +91,24 @@ def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
     return ledger
 
 
+def test_satisfaction_is_of_what_people_hold_now(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    before = overview(store, ledger, "tea").standings[-1]
+    changed = Feedback(
+        agent_id="tea",
+        kind=FeedbackKind.thumbs,
+        idempotency_key="on second thoughts",
+        interaction_id="i19",
+        number=0.0,
+        rater_id="person 19",
+    )
+    store.append([changed])
+    after = overview(store, ledger, "tea").standings[-1]
+    assert before.satisfaction is not None
+    assert after.satisfaction == pytest.approx(before.satisfaction - 1 / 20)
+
+
 def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -> None:
     found = overview(store, ledger, "tea")
     assert found.votes.counted == 29
