@@ -23,10 +23,16 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import file_sha256, folder_sha256, read_json, remove_half_written
+from rlhf_pipeline.files import (
+    file_sha256,
+    folder_sha256,
+    read_json,
+    remove_half_written,
+    write_json,
+)
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.comparison import report_in
-from rlhf_pipeline.registry.ledger import Promotion, PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger
 from rlhf_pipeline.stages import Turn
 
 if TYPE_CHECKING:
@@ -37,6 +43,7 @@ ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
+BEGAN = "began.json"  # in a turn's folder: the champion that it began with
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -238,12 +245,20 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"champion moved from {ours.previous_version} to {ours.version}, by an attempt "
                 "that ended before it could say so"
             )
+        if champion.version == version.version:
+            return f"version {version.version} is the champion"
         row = self.store.agent(turn.agent_id)
         automatic = turn.settings.promotion.automatic
         if row is not None and row.automatic_promotion is not None:
             automatic = bool(row.automatic_promotion)
         if not version.passed_gate:
             return f"version {version.version} was refused; version {champion.version} stays"
+        began = self._began_from(turn.agent_id, turn.work)
+        if began is not None and began.version != champion.version:
+            return (
+                f"version {version.version} passed against version {began.version}, but version "
+                f"{champion.version} is the champion now, so a person decides"
+            )
         if drifted:
             return f"version {version.version} passed; feedback has drifted, so a person decides"
         if doubts:
@@ -265,6 +280,12 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 return (
                     f"version {version.version} passed; version {running.challenger} is in an "
                     "experiment, so this one waits for a person"
+                )
+            met = [e for e in book.history(turn.agent_id) if e.challenger == version.version]
+            if met:  # begun by an attempt that died before it could say so
+                return (
+                    f"version {version.version} passed and has met people; that "
+                    f"{met[0].state.replace('_', ' ')}: {met[0].reason}; a person decides"
                 )
             begun = book.start(
                 turn.agent_id,
@@ -298,15 +319,26 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if turn.fingerprint == bootstrap_mark(turn.agent_id):
             self.claims.finish(turn.token, "done", "version 0 trained from seeds")
 
+    def _began_from(self, agent_id: str, work: Path) -> ModelVersion | None:
+        """Return the champion that the turn began with, whoever it is by now; None without one.
+
+        What the turn trains starts there and is held against it. Its own version may be champion
+        by now, where an attempt died after that: from that one it would train over its files.
+        """
+        file = work / BEGAN
+        if not file.exists():
+            champion = self.ledger.champion(agent_id)
+            if champion is None:  # version 0 is trained first
+                return None
+            write_json(file, {"champion": champion.version})
+        return self.ledger.version(agent_id, int(read_json(file)["champion"]))
+
     def _turn(self, claim: Claim, tags: Mapping[str, str] | None = None) -> Turn:
         settings = asked_for(self.settings(claim.agent_id), tags or {})
         folder = settings.agent_folder(claim.agent_id)
-        ledger = self.ledger
-        champion, baseline = ledger.champion(claim.agent_id), ledger.baseline(claim.agent_id)
-        ours = self._promotion_of(claim)
-        if ours is not None and ours.previous_version is not None:
-            # The turn began from the champion before: from its own it would train over it.
-            champion = ledger.version(claim.agent_id, ours.previous_version)
+        work = self._folder_of(claim, settings)
+        champion = self._began_from(claim.agent_id, work)
+        baseline = self.ledger.baseline(claim.agent_id)
         before = self.claims.last_done(claim.agent_id)
         if before is not None and before.fingerprint == claim.fingerprint:
             before = None  # trained on again: the same votes
@@ -316,7 +348,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             watermark=claim.watermark,
             token=claim.token,
             data=folder / "snapshots" / claim.fingerprint[:16],
-            work=self._folder_of(claim, settings),
+            work=work,
             baseline=Path(baseline.path) if baseline else None,
             champion=Path(champion.path) if champion else None,
             settings=settings,

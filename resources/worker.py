@@ -6,7 +6,8 @@ does something else. It ends without a word when standard input does.
 
 Progress goes to the orchestrator as Dagster Pipes messages and to a file beside the result. It
 stops by itself when its parent is gone or its claim is lost, so no orphan keeps training. A stage
-that finished under the same specification is not run again: its result is returned.
+that finished under the same specification is not run again, nor any once its version is registered,
+whose files it would train over: its result is returned.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import hashed
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import STAGES, Turn
 
 AHEAD = "--ahead"
@@ -109,7 +111,7 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     work = same_work(stage, spec)
     if result_path.exists():
         earlier = read_json(result_path)
-        if earlier["work"] == work:
+        if earlier["work"] == work or _is_registered(turn):
             return dict(earlier["result"])
     claims = ClaimBook(open_database(turn.settings.resolved_database_url))
     progress_path = turn.work / f"{stage}.progress.jsonl"
@@ -132,6 +134,14 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         if is_main:
             write_json(result_path, {"work": work, "result": result})
     return result
+
+
+def _is_registered(turn: Turn) -> bool:
+    """Say whether what this turn trained is a version already."""
+    database = open_database(turn.settings.resolved_database_url)
+    ledger = PromotionLedger(database, turn.settings.state_dir)
+    policy = (turn.work / "ppo" / "policy").resolve()
+    return any(v.path.resolve() == policy for v in ledger.versions(turn.agent_id))
 
 
 def _pipes() -> Any:

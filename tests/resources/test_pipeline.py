@@ -22,6 +22,7 @@ from resources.pipeline import (
 )
 from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.errors import ClaimLost, RegistryError
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import write_recipe
@@ -181,6 +182,64 @@ def test_a_retried_promotion_finds_the_experiment_it_began(
     words = pipeline.promote_if_due(turn, drifted=False)
     assert "version 1 passed and meets" in words
     assert pipeline.promote_if_due(turn, drifted=False) == words
+
+
+def test_what_beat_another_champion_than_todays_is_a_persons_to_promote(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    ledger = pipeline.ledger
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    other = ledger.add_version(
+        "a",
+        label="v9",
+        path=tmp_path / "9",
+        files={"w": "9"},
+        lineage={},
+        gate=PASSED,
+        fingerprint="e" * 64,
+    )
+    ledger.promote("a", other.version, actor="ann", reason="far better", expected_champion=0)
+    said = pipeline.promote_if_due(turn, drifted=False)
+    assert said == (
+        "version 1 passed against version 0, but version 2 is the champion now, so a person decides"
+    )
+    champion = ledger.champion("a")
+    assert champion is not None
+    assert champion.version == 2
+
+
+def test_a_turn_goes_on_from_the_champion_that_it_began_with(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """A person promoted its version before it could end: from that one it would train over it."""
+    first = judged(pipeline, tmp_path, PASSED)
+    pipeline.claims.beat(first.token, lease=timedelta(seconds=-1))
+    pipeline.ledger.promote("a", 1, actor="ann", reason="reads well", expected_champion=0)
+    claim = pipeline.claims.claim("a", first.fingerprint, 1, holder="run 2", asked_by="watchdog")
+    again = pipeline._turn(claim)
+    assert again.champion == first.champion == tmp_path / "0"
+    assert same_work("ppo", specification(again)) == same_work("ppo", specification(first))
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    assert pipeline.promote_if_due(again, drifted=False) == "version 1 is the champion"
+
+
+def test_an_experiment_that_ended_is_not_begun_again(pipeline: Pipeline, tmp_path: Path) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    met = turn.settings.experiments.model_copy(update={"enabled": True})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": met}))
+    assert "meets" in pipeline.promote_if_due(turn, drifted=False)
+    book = ExperimentBook(pipeline.database)
+    running = book.running("a")
+    assert running is not None
+    book.end(running, "rolled_back", "thumbs_down is worse")
+    said = pipeline.promote_if_due(turn, drifted=False)
+    assert said == (
+        "version 1 passed and has met people; that rolled back: thumbs_down is worse; a person "
+        "decides"
+    )
+    assert [e.state for e in book.history("a")] == ["rolled_back"]
 
 
 def test_a_person_decides_where_the_feedback_is_in_doubt(

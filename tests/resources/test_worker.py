@@ -21,7 +21,9 @@ from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import STAGES, Turn
 from tests.assets.world import write_recipe
 
@@ -146,6 +148,33 @@ def test_a_stage_runs_again_when_what_it_depends_on_changed(
         other["settings"]["ppo"]["updates"] += 1
     assert same_work("counting", other) != same_work("counting", spec)
     assert worker.run("counting", other) == {"call": 2}
+
+
+def test_nothing_is_trained_over_a_registered_version(
+    turn: Turn, calls: list[int], tmp_path: Path
+) -> None:
+    """The recipe was changed after the version was registered, and the turn is tried again."""
+    spec = specification(turn)
+    assert worker.run("counting", spec) == {"call": 1}
+    changed = {**spec, "champion": str(tmp_path / "other")}
+    assert worker.run("counting", changed) == {"call": 2}
+    database = open_database(turn.settings.resolved_database_url)
+    FeedbackStore(database).ensure_agent(turn.agent_id)
+    ledger = PromotionLedger(database, turn.settings.state_dir)
+    made: dict[str, Any] = {"lineage": {}, "label": "v"}
+    ledger.add_baseline(
+        turn.agent_id, path=tmp_path / "baseline", files={"w": "0"}, actor="test", **made
+    )
+    ledger.add_version(
+        turn.agent_id,
+        path=turn.work / "ppo" / "policy",
+        files={"w": "1"},
+        gate=None,
+        fingerprint=turn.fingerprint,
+        **made,
+    )
+    assert worker.run("counting", spec) == {"call": 2}
+    assert len(calls) == 2
 
 
 def test_progress_is_kept_beside_the_result(turn: Turn, calls: list[int]) -> None:
