@@ -182,12 +182,19 @@ def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipelin
 def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Look at every running experiment, and promote, roll back, widen or end it."""
     book = ExperimentBook(pipeline.database)
-    said = []
+    said, failed = [], []
     for experiment in book.all_running():
-        settings = pipeline.settings(experiment.agent_id).experiments
-        _, done = look(book, pipeline.ledger, experiment, settings)
+        try:
+            settings = pipeline.settings(experiment.agent_id).experiments
+            _, done = look(book, pipeline.ledger, experiment, settings)
+        except Exception as error:  # the others are looked at all the same
+            log.exception("experiment not looked at", agent=experiment.agent_id)
+            failed.append(f"{experiment.agent_id}: {type(error).__name__}: {error}")
+            continue
         log.info("experiment", agent=experiment.agent_id, done=done)
         said.append(f"{experiment.agent_id}: {done}")
+    if failed:
+        raise RuntimeError("; ".join(["experiments that could not be looked at", *failed, *said]))
     return dg.SkipReason("; ".join(said) or "no experiment is running")
 
 

@@ -28,7 +28,10 @@ def start(
         str, typer.Option("--version", "-v", help="A version number, or challenger.")
     ] = "challenger",
     force: Annotated[
-        bool, typer.Option("--force", help="Also a version that the gate refused.")
+        bool,
+        typer.Option(
+            "--force", help="Also a version that the gate refused, or one rolled back from."
+        ),
     ] = False,
 ) -> None:
     """Let a version meet a growing share of the people who chat through `rlhf serve`.
@@ -47,10 +50,11 @@ def start(
             f"an experiment needs a champion to hold version {challenger.version} against, found "
             f"none for agent {agent!r}; promote one first"
         )
-    if not (challenger.passed_gate or force):
+    objection = here.ledger.objection(agent, challenger.version)
+    if objection and not force:
         raise ExperimentError(
-            f"version {challenger.version} must have passed the gate to meet people, found it "
-            "refused or never judged; see `rlhf explain`, or take --force"
+            f"only what may become champion meets people, found that {objection.split(';')[0]}; "
+            "see `rlhf explain`, or take --force"
         )
     settings = here.settings_of(agent).experiments
     begun = _book(here).start(

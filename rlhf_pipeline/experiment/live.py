@@ -8,6 +8,9 @@ while it held: both arms then lived through the same days. (Whom the ramp has ju
 earlier days in the new arm; beside people who have, a day without votes would speak against the
 challenger.) What it costs is the numbers of smaller steps; people who come again count again.
 Arms are drawn by the hash, never by what people thought. A fallback answer stays in its arm.
+
+Opinions are counted by who has them: an annotator who judges the answers of a thousand people is
+one opinion in either arm, not a thousand.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.errors import StalePromotion
+from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.experiment.assignment import Arm
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.decision import (
@@ -67,7 +70,6 @@ class _Person:
     length: float = 0.0
     heard: set[str] = field(default_factory=set)  # interactions with any feedback
     downs: int = 0
-    satisfaction: list[float] = field(default_factory=list)
 
 
 def guardrails_under(settings: ExperimentSettings) -> list[Metric]:
@@ -91,6 +93,7 @@ def measured(
     people: dict[tuple[str, Arm], _Person] = defaultdict(_Person)
     met: dict[str, tuple[float, Arm]] = {}  # user -> share and arm when first seen
     where: dict[str, tuple[str, Arm]] = {}
+    opinions: dict[tuple[str, Arm], list[float]] = defaultdict(list)  # by who voted
     for row in _interactions(database, experiment):
         user, arm = row.user_id or row.session_id, row.arm
         if user is None or arm not in ("champion", "challenger"):
@@ -103,7 +106,8 @@ def measured(
         person = people[user, arm]
         person.answers += 1
         served = experiment.challenger if arm == "challenger" else experiment.champion
-        person.fallbacks += row.model_version != served
+        # The version says it of older rows alone: a baseline that is champion stands in for itself.
+        person.fallbacks += row.sampling.get("fell_back", row.model_version != served)
         person.truncated += row.sampling.get("ending") == "length"
         person.refusals += REFUSES.search(row.completion[:80]) is not None
         person.slow += (row.latency_seconds or 0.0) > settings.slow_seconds
@@ -112,16 +116,18 @@ def measured(
         place = where.get(vote.interaction_id)
         if place is None:
             continue
+        user, arm = place
         person = people[place]
         person.heard.add(vote.interaction_id)
+        said = opinions[vote.rater_id or user, arm]
         if vote.kind == "thumbs":
             person.downs += vote.number == 0
-            person.satisfaction.append(vote.number)
+            said.append(vote.number)
         elif vote.kind == "rating":
-            person.satisfaction.append((vote.number - 1) / 4)
+            said.append((vote.number - 1) / 4)
         elif vote.kind == "score":
-            person.satisfaction.append(vote.number)
-    arms = _arms(people)
+            said.append(vote.number)
+    arms = _arms(people, opinions)
     counts: dict[float, dict[Arm, int]] = defaultdict(lambda: {"champion": 0, "challenger": 0})
     for share, arm in met.values():
         counts[share][arm] += 1
@@ -129,7 +135,9 @@ def measured(
     return arms, steps
 
 
-def _arms(people: Mapping[tuple[str, Arm], _Person]) -> dict[str, Arms]:
+def _arms(
+    people: Mapping[tuple[str, Arm], _Person], opinions: Mapping[tuple[str, Arm], list[float]]
+) -> dict[str, Arms]:
     numbers: dict[str, dict[Arm, list[float]]] = {
         metric.name: {"champion": [], "challenger": []} for metric in (PRIMARY, *GUARDRAILS)
     }
@@ -146,9 +154,9 @@ def _arms(people: Mapping[tuple[str, Arm], _Person]) -> dict[str, Arms]:
         }
         for name, value in shown.items():
             numbers[name][arm].append(min(value, 1.0))
-        if person.satisfaction:
-            mean = sum(person.satisfaction) / len(person.satisfaction)
-            numbers[PRIMARY.name][arm].append(mean)
+    for (_, arm), said in opinions.items():
+        if said:
+            numbers[PRIMARY.name][arm].append(sum(said) / len(said))
     return {
         name: Arms(Sample.of(by_arm["challenger"]), Sample.of(by_arm["champion"]))
         for name, by_arm in numbers.items()
@@ -163,8 +171,9 @@ def look(
 ) -> tuple[Verdict, str]:
     """Look at a running experiment, store the verdict, carry it out; return it and what was done.
 
-    Promoting moves the ledger first, if the champion is still the one of the experiment; then the
-    experiment ends. Killed in between, the next look finds the challenger champion and ends it.
+    Promoting moves the ledger and ends the experiment in one transaction, if the experiment still
+    runs and the champion is still the one it began with. A challenger that the ledger will not
+    have (refused by the gate and put to people by force) ends it too: a person decides then.
     """
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
@@ -196,11 +205,11 @@ def look(
                 actor="experiment",
                 reason=why,
                 expected_champion=experiment.champion,
+                experiment=experiment.experiment_id,
             )
-        except StalePromotion as error:
-            book.end(experiment, "stopped", str(error))
+        except RegistryError as error:
+            book.end(experiment, "stopped", f"the challenger won ({why}), but {error}")
             return verdict, f"stopped: {error}"
-        book.end(experiment, "promoted", why)
         return verdict, outcome.words
     book.end(experiment, ENDS[verdict.action], why)
     return verdict, f"version {experiment.champion} stays: {why}"
@@ -243,7 +252,7 @@ def _interactions(database: db.Database, experiment: Experiment) -> Iterable[Any
 def _votes(database: db.Database, experiment: Experiment) -> Iterable[Any]:
     f, i = db.effective_feedback.c, db.interactions.c
     query = (
-        sa.select(f.interaction_id, f.kind, f.number)
+        sa.select(f.interaction_id, f.kind, f.number, f.rater_id)
         .select_from(
             db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)
         )

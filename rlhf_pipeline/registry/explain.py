@@ -9,12 +9,14 @@ import sqlalchemy as sa
 
 from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
 
 def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, Any]:
-    """Return a version's standing, lineage, data, training attempts, gate table and ledger entries.
+    """Return a version's standing, lineage, data, training attempts, gate table, ledger entries and
+    the experiments in which it was the challenger.
 
     Plain JSON values; `to_text` writes them for people. Raises RegistryError if it is unknown.
     """
@@ -35,6 +37,11 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
         "data": _data(ledger, found),
         "gate": dict(found.gate) if found.gate is not None else None,
         "ledger": [_entry(e) for e in entries],
+        "experiments": [
+            _tried(e)
+            for e in ExperimentBook(ledger.database).history(agent_id)
+            if e.challenger == version
+        ],
         "files": dict(found.files),
     }
 
@@ -56,6 +63,13 @@ def to_text(explanation: dict[str, Any]) -> str:
         f"by {x['actor']}: {x['reason']}"
         for x in e["ledger"]
     ] or ["  no entry: it never was champion"]
+    if e["experiments"]:
+        lines += ["", "Experiments"]
+        lines += [
+            f"  {x['started_at'][:19]}  beside version {x['champion']}, {x['share']:.0%} of the "
+            f"people  {x['state'].replace('_', ' ')}{': ' if x['reason'] else ''}{x['reason']}"
+            for x in e["experiments"]
+        ]
     lines += ["", "Gate"]
     if e["gate"] is None:
         lines.append("  not judged")
@@ -81,9 +95,8 @@ def _standing(
         )
         if other is not None and other.version == version.version
     ]
-    last = [e for e in standing.history if version.version in (e.version, e.previous_version)]
-    if last and last[-1].action == "rollback" and last[-1].previous_version == version.version:
-        found.append("rolled back from")
+    if version.version in standing.withdrawn:
+        found.append(standing.withdrawn[version.version].removeprefix("was "))
     if version.gate is not None and not version.passed_gate:
         found.append("refused by the gate")
     return found or ["registered"]
@@ -133,6 +146,17 @@ def _entry(entry: Promotion) -> dict[str, Any]:
         "actor": entry.actor,
         "reason": entry.reason,
         "created_at": entry.created_at.isoformat(),
+    }
+
+
+def _tried(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "champion": experiment.champion,
+        "state": experiment.state,
+        "reason": experiment.reason,
+        "share": experiment.share,
+        "started_at": experiment.started_at.isoformat(),
+        "ended_at": experiment.ended_at.isoformat() if experiment.ended_at else None,
     }
 
 

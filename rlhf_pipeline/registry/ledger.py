@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 import sqlalchemy as sa
 
 from rlhf_pipeline import records
-from rlhf_pipeline.database import Database, claims, model_versions, promotions
+from rlhf_pipeline.database import Database, claims, experiments, model_versions, promotions
 from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
 
 PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
@@ -83,7 +83,8 @@ class Standing:
     champion: ModelVersion | None
     challenger: ModelVersion | None
     previous: ModelVersion | None
-    waiting: tuple[ModelVersion, ...] = ()  # passed, newer than the champion, not rolled back from
+    waiting: tuple[ModelVersion, ...] = ()  # passed, newer than the champion, not withdrawn
+    withdrawn: Mapping[int, str] = field(default_factory=dict)  # version -> why
 
     @property
     def entry(self) -> int:
@@ -131,8 +132,8 @@ class PromotionLedger:
             return self._version(connection, agent_id, entries[-1].version) if entries else None
 
     def challenger(self, agent_id: str) -> ModelVersion | None:
-        """Return the newest version that passed the gate, is newer than the champion and was not
-        rolled back from; None where there is none.
+        """Return the newest version that passed the gate, is newer than the champion and was
+        neither rolled back from nor lost an experiment; None where there is none.
         """
         return self.standing(agent_id).challenger
 
@@ -141,9 +142,9 @@ class PromotionLedger:
         with self.database.read() as connection:
             history = _history(connection, agent_id)
             by_number = {v.version: v for v in self._versions(connection, agent_id)}
+            gone = _withdrawn(connection, agent_id, history)
         line = _line_of_champions(history)
         champion = by_number[line[-1]] if line else None
-        gone = _withdrawn(history)
         waiting = [
             v
             for v in by_number.values()
@@ -155,7 +156,17 @@ class PromotionLedger:
             challenger=max(waiting, key=lambda v: v.version, default=None),
             previous=by_number[line[-2]] if len(line) > 1 else None,
             waiting=tuple(sorted(waiting, key=lambda v: v.version)),
+            withdrawn=gone,
         )
+
+    def objection(self, agent_id: str, version: int) -> str | None:
+        """Return why this version should not become champion, None where nothing speaks against
+        it. Raises RegistryError where that number is unknown.
+        """
+        with self.database.read() as connection:
+            history = _history(connection, agent_id)
+            gone = _withdrawn(connection, agent_id, history)
+            return _objection(self._version(connection, agent_id, version), history, gone)
 
     def find(self, agent_id: str, name: str) -> ModelVersion:
         """Return the version that a person means: champion, challenger, previous, baseline or a
@@ -289,15 +300,25 @@ class PromotionLedger:
         expected_champion: int,
         token: int | None = None,
         force: bool = False,
+        experiment: str | None = None,
     ) -> Outcome:
         """Make `version` the champion if the champion still is `expected_champion`.
 
         Promoting the champion again changes nothing and says so. `force` takes a version that
-        the gate refused or never judged, or that was rolled back from; the ledger says so.
+        the gate refused or never judged, or that was withdrawn; the ledger says so. The
+        `experiment` that decided must still run, and ends in the same transaction.
         Raises StalePromotion, ClaimLost or RegistryError.
         """
         return self._move(
-            agent_id, version, "promote", actor, reason, expected_champion, token, force=force
+            agent_id,
+            version,
+            "promote",
+            actor,
+            reason,
+            expected_champion,
+            token,
+            force=force,
+            experiment=experiment,
         )
 
     def adopt(
@@ -402,6 +423,7 @@ class PromotionLedger:
         token: int | None,
         *,
         force: bool = False,
+        experiment: str | None = None,
     ) -> Outcome:
         _need_words(actor, reason)
         with self.database.write() as connection:
@@ -412,11 +434,15 @@ class PromotionLedger:
             _check_token(connection, agent_id, token)
             _check_view(agent_id, newest, expected_champion)
             wanted = self._version(connection, agent_id, version)
-            objection = _objection(wanted, history, action)
+            # A version that a person chose elsewhere may be one that was withdrawn.
+            gone = {} if action == "adopt" else _withdrawn(connection, agent_id, history)
+            objection = _objection(wanted, history, gone)
             if objection and not force:
                 raise RegistryError(objection)
             if objection:
                 reason = f"forced ({objection.split(';')[0]}): {reason}"
+            if experiment is not None:
+                _end_experiment(connection, experiment, reason)
             entry = _append(connection, agent_id, newest, action, version, token, actor, reason)
             return Outcome(entry, True, f"champion moved from {newest.version} to {version}")
 
@@ -521,17 +547,53 @@ def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
     return line
 
 
-def _withdrawn(history: Sequence[Promotion]) -> set[int]:
-    """Return the versions that were rolled back from and not made champion again since."""
-    gone: set[int] = set()
+def _withdrawn(
+    connection: sa.Connection, agent_id: str, history: Sequence[Promotion]
+) -> dict[int, str]:
+    """Return the versions that were rolled back from, as champion or as challenger in an
+    experiment, and not made champion since; with the words that say so.
+    """
+    e = experiments.c
+    lost = connection.execute(
+        sa.select(e.challenger, e.reason, e.ended_at)
+        .where(e.agent_id == agent_id, e.state == "rolled_back")
+        .order_by(e.ended_at)
+    ).all()
+    moments: list[tuple[datetime, int, str | None]] = []
     for entry in history:
         if entry.action == "rollback" and entry.previous_version is not None:
-            gone.add(entry.previous_version)
-        gone.discard(entry.version)
+            moments.append((entry.created_at, entry.previous_version, "was rolled back from"))
+        moments.append((entry.created_at, entry.version, None))
+    for row in lost:
+        words = f"was rolled back in an experiment ({row.reason})"
+        moments.append((row.ended_at, row.challenger, words))
+    gone: dict[int, str] = {}
+    for _, version, why in sorted(moments, key=lambda moment: moment[0]):
+        if why is None:
+            gone.pop(version, None)
+        else:
+            gone[version] = why
     return gone
 
 
-def _objection(version: ModelVersion, history: Sequence[Promotion], action: Action) -> str | None:
+def _end_experiment(connection: sa.Connection, experiment: str, reason: str) -> None:
+    """End the experiment as promoted. Raises StalePromotion where it runs no more."""
+    e = experiments.c
+    ended = connection.execute(
+        experiments.update()
+        .where(e.experiment_id == experiment, e.state == "running")
+        .values(state="promoted", reason=reason, ended_at=records.now())
+    )
+    if ended.rowcount != 1:
+        raise StalePromotion(
+            f"promoting by experiment {experiment} needs it running, found it ended meanwhile; "
+            "the champion stays"
+        )
+
+
+def _objection(
+    version: ModelVersion, history: Sequence[Promotion], gone: Mapping[int, str]
+) -> str | None:
     """Return why this version should not become champion, None where nothing speaks against it."""
     name = f"version {version.version} of agent {version.agent_id}"
     was_baseline = any(e.action == "baseline" and e.version == version.version for e in history)
@@ -539,8 +601,8 @@ def _objection(version: ModelVersion, history: Sequence[Promotion], action: Acti
         return f"{name} was never judged by the gate; evaluate it, or use force with a reason"
     if not was_baseline and not version.passed_gate:
         return f"{name} was refused by the gate; see `rlhf explain`, or use force with a reason"
-    if action == "promote" and version.version in _withdrawn(history):
-        return f"{name} was rolled back from; train a new one, or use force with a reason"
+    if version.version in gone:
+        return f"{name} {gone[version.version]}; train a new one, or use force with a reason"
     return None
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.errors import ConfigError, ExperimentError
+from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.serving.trials import Trials
 from tests.experiment.world import AGENT, SETTINGS, begin, ledger_of_two, meet
@@ -117,6 +119,113 @@ def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
     assert step.challenger + step.champion == 300
     assert arms["slow"].challenger.mean == 0.0
     assert arms["length"].champion.mean == pytest.approx(5 / SETTINGS.long_words)
+
+
+def test_one_rater_of_many_people_s_answers_is_one_opinion(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(700), likes=(0.0, 1.0), answers=1, rater="ann")
+    verdict, _ = look(book, ledger, experiment, SETTINGS)
+    found = verdict.differences["satisfaction"]
+    assert (found.challenger_users, found.champion_users) == (1, 1)
+    assert verdict.action == "continue"
+    assert champion(ledger) == 0
+
+
+def test_requests_that_the_baseline_answers_for_both_speak_against_neither(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """The champion is the baseline: its own version says nothing of who answered for it."""
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(1200), likes=(0.55, 0.80), unsafe=0.1)
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    assert arms["fallbacks"].champion.mean == pytest.approx(0.1, abs=0.03)
+    assert arms["fallbacks"].challenger.mean == pytest.approx(0.1, abs=0.03)
+    verdict, _ = look(book, ledger, experiment, SETTINGS)
+    assert verdict.action != "roll_back", verdict.reasons
+
+
+def test_an_experiment_that_is_stopped_during_a_look_promotes_nobody(
+    store: FeedbackStore, ledger: PromotionLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(1200), likes=(0.55, 0.80))
+
+    def stopped_meanwhile(*given: object) -> object:
+        found = measured(*given)  # type: ignore[arg-type]  # whatever `look` gives
+        assert book.end(experiment, "stopped", "by hand")
+        return found
+
+    monkeypatch.setattr("rlhf_pipeline.experiment.live.measured", stopped_meanwhile)
+    verdict, done = look(book, ledger, experiment, SETTINGS)
+    assert verdict.action == "promote"
+    assert "found it ended meanwhile" in done
+    assert champion(ledger) == 0
+    assert [(e.state, e.reason) for e in book.history(AGENT)] == [("stopped", "by hand")]
+
+
+def test_a_winner_that_the_ledger_will_not_have_ends_its_experiment(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    refused = ledger.add_version(
+        AGENT,
+        label="v2",
+        path=tmp_path / "2",
+        files={"model.safetensors": "02"},
+        lineage={},
+        gate={"passed": False, "results": []},
+        fingerprint="other",
+    )
+    book = ExperimentBook(store.database)
+    begun = book.start(AGENT, champion=0, challenger=refused.version, share=0.5, actor="forced")
+    meet(store, begun, range(1200), likes=(0.55, 0.80))
+    _, done = look(book, ledger, begun, SETTINGS)
+    assert "was refused by the gate" in done
+    [ended] = book.history(AGENT)
+    assert ended.state == "stopped"
+    assert "satisfaction is better" in ended.reason
+    assert champion(ledger) == 0
+
+
+def test_who_lost_an_experiment_is_nobody_s_challenger(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    assert ledger.challenger(AGENT) is not None
+    book.end(experiment, "rolled_back", "thumbs_down is worse")
+    assert ledger.challenger(AGENT) is None
+    assert ledger.standing(AGENT).waiting == ()
+    with pytest.raises(RegistryError, match=r"rolled back in an experiment \(thumbs_down is worse"):
+        ledger.promote(AGENT, 1, actor="ann", reason="by hand", expected_champion=0)
+    told = to_text(explain(ledger, AGENT, 1))
+    assert "rolled back in an experiment (thumbs_down is worse)" in told.splitlines()[0]
+    assert "beside version 0, 50% of the people  rolled back: thumbs_down is worse" in told
+    ledger.promote(AGENT, 1, actor="ann", reason="I looked", expected_champion=0, force=True)
+    assert ledger.standing(AGENT).withdrawn == {}
+
+
+def test_of_looks_that_change_nothing_few_are_kept(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, experiment = begin(store, 0.5)
+    began, seconds = experiment.started_at, 0
+
+    def soon() -> datetime:
+        return began + timedelta(seconds=seconds)
+
+    monkeypatch.setattr("rlhf_pipeline.experiment.book.now", soon)
+    for seconds in range(0, 3600, 15):
+        book.record(experiment, "continue", {"n": seconds})
+    kept = book.looks(experiment.experiment_id)
+    assert [look.look for look in kept] == list(range(1, len(kept) + 1))
+    assert 10 <= len(kept) <= 14
+    assert kept[-1].verdict == {"n": 3585}  # the newest is what status shows
+    book.record(experiment, "roll_back", {})
+    assert [look.action for look in book.looks(experiment.experiment_id)][-2:] == [
+        "continue",
+        "roll_back",
+    ]
 
 
 def test_a_silent_day_after_a_ramp_says_nothing_of_the_challenger(

@@ -53,11 +53,14 @@ def meet(
     fallbacks: float = 0.0,
     answers: int = 2,
     silent: bool = False,
+    rater: str | None = None,
+    unsafe: float = 0.0,
     seed: int = 0,
 ) -> None:
     """Let users chat and vote; `likes` are the rates of thumbs-up of champion and challenger.
 
-    Silent users chat and do not vote.
+    Silent users chat and do not vote; with a `rater` that one person judges everybody's answers.
+    `unsafe` is the share of requests, in either arm, that the baseline answers.
     """
     rng = random.Random(seed)
     said: list[Interaction] = []
@@ -69,17 +72,19 @@ def meet(
         own = likes[arm == "challenger"] + rng.gauss(0, 0.05)
         for _ in range(answers):
             failed = arm == "challenger" and rng.random() < fallbacks
+            turned = unsafe > 0 and rng.random() < unsafe
+            told = {"fell_back": failed or turned} if unsafe else {}
             interaction = Interaction(
                 interaction_id=uuid7(),
                 agent_id=AGENT,
                 prompt=user_prompt(f"question {rng.random()}"),
                 completion="an answer of five words",
-                model_version=0 if failed else version,
+                model_version=0 if failed or turned else version,
                 created_at=now() - timedelta(seconds=1),
                 user_id=user,
                 experiment=experiment.experiment_id,
                 arm=arm,
-                sampling={"challenger_share": experiment.share, "ending": "stop"},
+                sampling={"challenger_share": experiment.share, "ending": "stop", **told},
                 latency_seconds=0.2,
             )
             said.append(interaction)
@@ -92,7 +97,7 @@ def meet(
                     kind=FeedbackKind.thumbs,
                     interaction_id=interaction.interaction_id,
                     number=float(rng.random() < own),
-                    rater_id=hash_rater(AGENT, user),
+                    rater_id=hash_rater(AGENT, rater or user),
                     occurred_at=now(),
                 )
             )
