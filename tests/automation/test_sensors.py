@@ -22,6 +22,7 @@ from automation.jobs import FINGERPRINT
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
 from rlhf_pipeline.definitions import definitions
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
@@ -615,6 +616,19 @@ def test_simulated_people_start_a_turn_like_real_ones(ticks: Ticks) -> None:
 
 
 # -- alerts -----------------------------------------------------------------------------------
+
+
+def test_an_experiment_that_cannot_be_looked_at_keeps_no_other_from_it(ticks: Ticks) -> None:
+    store, book = ticks.pipeline.store, ExperimentBook(ticks.pipeline.database)
+    store.ensure_agent("astray", recipe=str(ticks.state / "gone.yaml"))
+    store.ensure_agent("shop")
+    for agent_id in ("astray", "shop"):
+        book.start(agent_id, champion=0, challenger=1, share=0.1, actor="test")
+    with pytest.raises(RuntimeError, match="astray: ConfigError") as failed:
+        ticks.tick("live_experiments")
+    assert "shop: stopped: the champion is none now" in str(failed.value)
+    assert [e.state for e in book.history("shop")] == ["stopped"]
+    assert book.running("astray") is not None
 
 
 def test_an_alert_is_told_once_and_again_where_nobody_could_hear(
