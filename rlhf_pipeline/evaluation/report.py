@@ -110,13 +110,14 @@ class EvaluationReport:
     def metrics(self) -> dict[str, float]:
         """Return every number by a flat name: what the gate reads and MLflow shows.
 
-        `candidate/gate_score`, `vs_champion/gate_score_low`, `vs_champion/win_rate`, ... and, per
-        other system, `length_ratio`, `distinct_2_change` and `perplexity_change` (relative),
-        `repetition_change` (relative to at least 0.02), `truncation_beyond` (the candidate's rate
-        where it exceeds the other's, else 0), `behaviour_worse` (behaviour items, and kinds of
-        them, that it fails more often). What was not measured is not there.
+        `prompts` (how many were compared), `candidate/gate_score`, `vs_champion/gate_score_low`,
+        `vs_champion/win_rate`, ... and, per other system, `length_ratio`, `distinct_2_change` and
+        `perplexity_change` (relative), `repetition_change` (relative to at least 0.02),
+        `truncation_beyond` (the candidate's rate where it exceeds the other's, else 0),
+        `behaviour_worse` (behaviour items, and kinds of them, that it fails more often). What was
+        not measured is not there.
         """
-        flat: dict[str, float] = {}
+        flat = {"prompts": float(self.prompts)}
         for system, numbers in self.numbers.items():
             for metric, number in numbers.items():
                 _spread(flat, f"{system}/{metric}", number)

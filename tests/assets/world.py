@@ -39,6 +39,7 @@ DAGSTERS_STORAGE = (
 )
 
 OPEN_GATE = {
+    "held_out_prompts": 2.0,
     "score_vs_baseline": -100.0,
     "score_vs_champion": -100.0,
     "win_rate_vs_champion": -1.0,

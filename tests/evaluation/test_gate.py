@@ -259,3 +259,14 @@ def test_rules_of_ones_own_are_judged_alike() -> None:
     rule = GateRule("short", "candidate/length_tokens", "at_most", 5.0, "refuse", "length")
     assert not decide(report(), rules=[rule]).passed
     assert decide(report(), rules=[replace(rule, limit=50.0)]).passed
+
+
+def test_on_few_prompts_a_person_decides() -> None:
+    """Two prompts on which it did better by chance give an interval above 0."""
+    few = decide(replace(report(), prompts=19))
+    assert few.passed
+    [paused] = [result for result in few.results if result.verdict == "pause"]
+    assert (paused.rule, paused.number) == ("held_out_prompts", 19.0)
+    assert all(
+        result.verdict != "pause" for result in decide(replace(report(), prompts=20)).results
+    )
