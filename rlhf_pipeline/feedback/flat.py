@@ -60,7 +60,7 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
     if text[:1] == '"' or (structured and text[:1] in ("[", "{")):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     if name in SWITCHES and text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -553,6 +553,16 @@ def test_a_gzip_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
     assert "damaged_file" in [row.rule for row in aside]
 
 
+TABLE = "kind,value,prompt,completion,rater\n"
+
+
+def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
+    path, deep = tmp_path / "deep.csv", "[" * 100_000
+    path.write_text(f"{TABLE}thumbs,up,{deep},Because.,ann\nthumbs,up,Why?,Because.,ann\n")
+    events, _ = read_all(path)
+    assert [event.prompt for event in events] == [user_prompt(deep), user_prompt("Why?")]
+
+
 def test_the_position_follows_the_reading(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [THUMBS] * 5)
     position = Position()
