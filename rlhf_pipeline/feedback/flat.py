@@ -15,13 +15,15 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position
+from rlhf_pipeline.feedback.rules import Rule
 
 COLUMNS = (
     *("agent_id", "kind", "value", "prompt", "completion", "other_completion", "other_prompt"),
@@ -37,6 +39,9 @@ RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
 WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
+
+TableRow = tuple[int, str, dict[str, Any] | FeedbackRefused]
+"""Line, the row as it stands, and its values or why they cannot be told."""
 
 
 def cell_of(value: Any) -> str:
@@ -87,8 +92,8 @@ def _without_marks(cell: str) -> str:
     return WITHIN.sub(lambda found: found[1] + found[2].removeprefix("'"), cell[1:])
 
 
-def csv_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield line, the row as it stands, and its values; empty cells are left out.
+def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
+    """Yield every row that says something; empty cells are left out.
 
     Bytes that are not UTF-8 become half surrogates, which the rules then refuse by name.
     """
@@ -96,18 +101,14 @@ def csv_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[st
     position.bytes_total = path.stat().st_size
     with _opened(path) as file:
         reader = csv.reader(file)
-        header = [name.strip() for name in next(reader, [])]
-        for cells in reader:
-            if not any(cells):
-                continue
-            position.line = reader.line_num
-            raw, values = _read(header, cells)
-            yield reader.line_num, raw, values
+        lines = ((reader.line_num, cells) for cells in reader)
+        damage = (EOFError, gzip.BadGzipFile, zlib.error)
+        yield from _rows(_whole(lines, "gzip file", damage), position)
     position.bytes_read = position.bytes_total
 
 
-def sheet_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield row number, the row as it stands, and its values, of a workbook's first sheet.
+def sheet_rows(path: Path, position: Position) -> Iterator[TableRow]:
+    """Yield every row of a workbook's first sheet that says something, by its number.
 
     Formulas give what they last came to. Raises SourceError where the file is no workbook, unpacks
     to more than LARGEST_WORKBOOK, or openpyxl is not installed.
@@ -129,22 +130,58 @@ def sheet_rows(path: Path, position: Position) -> Iterator[tuple[int, str, dict[
                 f"{unpacked:,} in {path}; save the sheet as .csv"
             )
         book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
-    except (zipfile.BadZipFile, KeyError, ValueError, SyntaxError) as error:
+        sheet = book.worksheets[0]
+    except (OSError, SourceError):
+        raise
+    except Exception as error:  # of a damaged one openpyxl raises a dozen unrelated types
         raise SourceError(
-            f"a workbook is needed at {path}, found: {error}; save the sheet as .csv"
+            f"a workbook is needed at {path}, found: {_words(error)}; save the sheet as .csv"
         ) from error
     try:
-        rows = book.worksheets[0].iter_rows(values_only=True)
-        header = [_cell_text(name).strip() for name in next(rows, ())]
-        for number, cells in enumerate(rows, 2):
-            raw, values = _read(header, [_cell_text(cell) for cell in cells])
-            if not values:
-                continue
-            position.line = number
-            yield number, raw, values
+        lines = (
+            (number, [_cell_text(cell) for cell in cells])
+            for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
+        )
+        yield from _rows(_whole(lines, "workbook", (Exception,)), position)
     finally:
         book.close()
     position.bytes_read = position.bytes_total
+
+
+_Line = tuple[int, Sequence[str]]
+
+
+def _whole(
+    lines: Iterable[_Line], what: str, damage: tuple[type[Exception], ...]
+) -> Iterator[_Line]:
+    """Yield the lines. Raises FeedbackRefused where reading on fails as it does on damage."""
+    try:
+        yield from lines
+    except damage as error:
+        raise FeedbackRefused(
+            Rule.damaged_file,
+            f"needed a whole {what}, found: {_words(error)}; make it again and ingest it again",
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
+    """Yield what the lines say by the names in the first; the last says where a file is damaged."""
+    try:
+        _, header = next(lines, (0, ()))
+        names = [name.strip() for name in header]
+        for line, cells in lines:
+            if not any(cells):
+                continue
+            raw, values = _read(names, cells)
+            if values:
+                position.line = line
+                yield line, raw, values
+    except FeedbackRefused as refusal:
+        yield position.line + 1, str(refusal.__cause__), refusal
 
 
 def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -197,7 +234,6 @@ def write_csv(file: IO[str], rows: Iterator[Mapping[str, Any]]) -> int:
 
 
 def _opened(path: Path) -> IO[str]:
-    raw: Any = path.open("rb")
-    if path.name.lower().endswith(".gz"):
-        raw = gzip.GzipFile(fileobj=raw)
+    packed = path.name.lower().endswith(".gz")
+    raw: Any = gzip.GzipFile(path) if packed else path.open("rb")  # each closes what it opened
     return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")

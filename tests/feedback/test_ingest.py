@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,8 +99,10 @@ def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(
     write(folder / "c.jsonl", {"apples": 3})
     write(folder / "notes.txt", "not feedback")
     write(folder / ".half-written.jsonl", THUMBS)
+    (folder / "a.csv.gz").write_bytes(gzip.compress(b"kind,value\n")[:-9])
     summary = ingest(store, folder, "tea")
-    assert (summary.files, summary.read, summary.stored) == (2, 2, 2)
+    assert (summary.files, summary.read, summary.stored) == (3, 3, 2)
+    assert summary.quarantined == {"damaged_file": 1}
     assert list(summary.unreadable) == [str(folder / "c.jsonl")]
     assert "known format" in summary.unreadable[str(folder / "c.jsonl")]
 

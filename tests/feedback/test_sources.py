@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import tracemalloc
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -556,6 +557,44 @@ def test_a_gzip_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
 TABLE = "kind,value,prompt,completion,rater\n"
 
 
+def write_sheet(path: Path, table: str) -> Path:
+    """Write a table, whose cells hold no commas, as a workbook."""
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    for line in table.splitlines():
+        book.active.append([cell or None for cell in line.split(",")])
+    book.save(path)
+    return path
+
+
+def test_a_table_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
+    text = TABLE + "".join(f"thumbs,up,Why {i}?,{i**9},ann\n" for i in range(5_000))
+    packed = gzip.compress(text.encode())
+    path = tmp_path / "f.csv.gz"
+    for content, fewest, most in (
+        (packed[:-2_000], 1, 4_999),
+        (packed[:-8] + bytes(8), 5_000, 5_000),  # what was read does not add up
+        (packed[:10] + b"\xff" * 99, 0, 0),
+        (text.encode(), 0, 0),
+    ):
+        path.write_bytes(content)
+        events, aside = read_all(path)
+        assert fewest <= len(events) <= most
+        assert [row.rule for row in aside] == ["damaged_file"]
+        assert "needed a whole gzip file, found: " in aside[0].detail
+    book = write_sheet(tmp_path / "book.xlsx", text)
+    content = book.read_bytes()
+    with zipfile.ZipFile(book) as parts:
+        sheet = parts.getinfo("xl/worksheets/sheet1.xml")
+    half = sheet.header_offset + sheet.compress_size // 2
+    book.write_bytes(content[:half] + bytes(99) + content[half + 99 :])
+    events, aside = read_all(book)
+    assert 0 < len(events) < 5_000
+    assert rules_of(aside) == [(len(events) + 2, "damaged_file")]
+    assert "needed a whole workbook, found: " in aside[0].detail
+
+
 def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
     path, deep = tmp_path / "deep.csv", "[" * 100_000
     path.write_text(f"{TABLE}thumbs,up,{deep},Because.,ann\nthumbs,up,Why?,Because.,ann\n")
@@ -661,9 +700,15 @@ def test_what_is_no_workbook_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "votes.xlsx"
-    path.write_bytes(b"kind,value")
-    with pytest.raises(SourceError, match=r"a workbook is needed at .*save the sheet as \.csv"):
-        read_all(path)
+    write_sheet(path, TABLE)
+    with zipfile.ZipFile(path) as parts:
+        styles = parts.getinfo("xl/styles.xml")
+    begin = styles.header_offset + len(styles.filename) + 30
+    packed = path.read_bytes()
+    for content in (b"kind,value", packed[:begin] + bytes(99) + packed[begin + 99 :]):
+        path.write_bytes(content)
+        with pytest.raises(SourceError, match=r"a workbook is needed at .*save the sheet as \.csv"):
+            read_all(path)
     import openpyxl
 
     openpyxl.Workbook().save(path)
