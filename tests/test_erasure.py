@@ -602,7 +602,10 @@ def test_a_row_of_a_table_that_was_set_aside_is_shown_and_goes(
         f'rating,9,hi,hello,cat,"{SECRET}, they ""said""",\n'
         f"rating,9,hi,hello,'-dog,{SECRET},beside,{SECRET}\n"
     )
-    assert ingest(copied.store, path, "tea").quarantined == {"value_out_of_range": 2}
+    assert ingest(copied.store, path, "tea").quarantined == {
+        "value_out_of_range": 1,
+        "unknown_field": 1,
+    }
     [raw] = quarantined_of(copied, "cat")
     assert json.loads(raw) == {
         **{"kind": "rating", "value": "9", "prompt": "hi", "completion": "hello", "rater": "cat"},

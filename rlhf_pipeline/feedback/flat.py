@@ -173,15 +173,36 @@ def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
     try:
         _, header = next(lines, (0, ()))
         names = [name.strip() for name in header]
+        while names and not names[-1]:
+            names.pop()
         for line, cells in lines:
             if not any(cells):
                 continue
             raw, values = _read(names, cells)
-            if values:
+            if said := _refusal(names, cells) or values:
                 position.line = line
-                yield line, raw, values
+                yield line, raw, said
     except FeedbackRefused as refusal:
         yield position.line + 1, str(refusal.__cause__), refusal
+
+
+def _refusal(names: Sequence[str], cells: Sequence[str]) -> FeedbackRefused | None:
+    """Return why the row may mean two things; None where every cell stands under its own name."""
+    named = [name for name in names if name]
+    if len(set(named)) < len(named):
+        twice = next(name for name in named if named.count(name) > 1)
+        return FeedbackRefused(
+            Rule.repeated_field,
+            f"needed each column once, found {ascii(twice)[:80]} again; rename one or leave it out",
+        )
+    # A comma in a text that is not quoted moves what follows under another's name.
+    if beside := sum(cell.strip() != "" for cell in cells[len(names) :]):
+        return FeedbackRefused(
+            Rule.unknown_field,
+            f"needed a name over every cell, found {beside} beyond the {len(names)} columns; quote "
+            "the text that holds a comma, or name the column",
+        )
+    return None
 
 
 def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -568,6 +568,31 @@ def write_sheet(path: Path, table: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> None:
+    rows = ["thumbs,up,Why?,Because, dear,bob", "thumbs,up,Why?,Because.,bob,, ", "", ",,,,,note"]
+    text = TABLE + "\n".join(rows)
+    path = tmp_path / f"f.{suffix}"
+    if suffix == "csv":
+        path.write_text(text)
+    else:
+        write_sheet(path, text)
+    events, aside = read_all(path)
+    assert [event.rater_id for event in events] == [hash_rater("tea", "bob")]
+    assert rules_of(aside) == [(2, "unknown_field"), (5, "unknown_field")]
+    assert "found 1 beyond the 5 columns" in aside[0].detail
+    assert '"rater": " dear", "": "bob"' in str(aside[0].raw)
+
+
+def test_a_column_that_stands_twice_in_a_table_says_nothing_for_certain(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text(f"{TABLE.strip()},rater,,\nthumbs,up,Why?,Because.,ann,bob\n,,,,,\n")
+    events, aside = read_all(path)
+    assert (events, rules_of(aside)) == ([], [(2, "repeated_field")])
+    assert "found 'rater' again" in aside[0].detail
+    assert '"rater": "ann", "rater": "bob"' in str(aside[0].raw)
+
+
 def test_a_table_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
     text = TABLE + "".join(f"thumbs,up,Why {i}?,{i**9},ann\n" for i in range(5_000))
     packed = gzip.compress(text.encode())
