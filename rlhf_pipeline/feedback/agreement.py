@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.records import FeedbackKind
@@ -53,26 +52,27 @@ def agreement_of(judgements: Iterable[Sequence[Hashable]]) -> Agreement:
     """Return the agreement of each unit's judgements.
 
     Source of alpha: Krippendorff, Computing Krippendorff's Alpha-Reliability (2011), nominal data
-    with missing values, by the coincidence matrix.
+    with missing values, by the coincidence matrix. Its cells are never filled, as one answer may
+    have thousands of judgements: n of a unit make n (n - 1) ordered pairs, each 1 / (n - 1) of a
+    coincidence; c of them the same make c (c - 1) on the diagonal, and add c to its row's sum.
     """
-    coincidences: dict[tuple[Hashable, Hashable], float] = defaultdict(float)
-    answers, alike, pairs = 0, 0, 0
+    said: Counter[Hashable] = Counter()
+    answers, alike, pairs, differing = 0, 0, 0, 0.0
     for votes in judgements:
-        if len(votes) < 2:
+        n = len(votes)
+        if n < 2:
             continue
+        counts = Counter(votes)
+        same = sum(c * (c - 1) for c in counts.values())
         answers += 1
-        for a, b in permutations(votes, 2):
-            coincidences[a, b] += 1 / (len(votes) - 1)
-            alike += a == b
-            pairs += 1
+        alike += same
+        pairs += n * (n - 1)
+        differing += (n * (n - 1) - same) / (n - 1)
+        said.update(counts)
     if not answers:
         return Agreement(0, 0.0, 0.0)
-    said: dict[Hashable, float] = defaultdict(float)
-    for (a, _), weight in coincidences.items():
-        said[a] += weight
-    total = sum(said.values())
-    differing = sum(weight for (a, b), weight in coincidences.items() if a != b)
-    expected = total**2 - sum(weight**2 for weight in said.values())
+    total = said.total()
+    expected = total**2 - sum(count**2 for count in said.values())
     alpha = 1.0 if expected == 0 else 1 - (total - 1) * differing / expected
     return Agreement(answers, alike / pairs, alpha)
 
@@ -108,9 +108,10 @@ def by_rater(units: Iterable[Unit], votes: Mapping[str, int]) -> list[RaterAgree
     compared: Counter[str] = Counter()
     alike: Counter[str] = Counter()
     for unit in units:
-        for (one, said), (_, other) in permutations(unit.items(), 2):
-            compared[one] += 1
-            alike[one] += said == other
+        counts = Counter(unit.values())
+        for voter, said in unit.items():
+            compared[voter] += len(unit) - 1
+            alike[voter] += counts[said] - 1
     table = [
         RaterAgreement(v, n, compared[v], alike[v] / compared[v] if compared[v] else None)
         for v, n in votes.items()

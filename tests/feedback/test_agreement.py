@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
+from fractions import Fraction
+from itertools import permutations
+
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 
@@ -32,6 +39,39 @@ def test_alpha_is_the_worked_example_of_four_observers_and_gaps() -> None:
     found = agreement_of([[said for said in unit if said != "."] for unit in units])
     assert found.answers == 11
     assert found.alpha == pytest.approx(0.743, abs=5e-4)
+
+
+UNITS = st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from([True, False, "x"])))
+
+
+@given(UNITS)
+def test_counting_gives_what_every_two_judgements_give(units: list[dict[str, Hashable]]) -> None:
+    matrix: dict[tuple[Hashable, Hashable], Fraction] = defaultdict(Fraction)
+    each: dict[str, list[bool]] = {voter: [] for voter in "abcdefgh"}
+    for unit in units:
+        for (one, a), (_, b) in permutations(unit.items(), 2):
+            matrix[a, b] += Fraction(1, len(unit) - 1)
+            each[one].append(a == b)
+    twos = [same for one in each.values() for same in one]
+    found = agreement_of([list(unit.values()) for unit in units])
+    assert found.answers == sum(len(unit) > 1 for unit in units)
+    assert found.alike == (sum(twos) / len(twos) if twos else 0)
+    total = sum(matrix.values())
+    differing = sum(weight for (a, b), weight in matrix.items() if a != b)
+    rows = [sum(w for (a, _), w in matrix.items() if a == said) for said in (True, False, "x")]
+    expected = total**2 - sum(row**2 for row in rows)
+    alpha = float(1 - (total - 1) * differing / expected) if expected else float(bool(twos))
+    assert found.alpha == pytest.approx(alpha)
+    for rater in by_rater(units, dict.fromkeys("abcdefgh", 2)):
+        same = each[rater.voter]
+        assert rater.compared == len(same)
+        assert rater.alike == (sum(same) / len(same) if same else None)
+
+
+def test_an_answer_that_thousands_judged_is_counted_not_paired() -> None:
+    unit = {f"rater {i}": i % 4 > 0 for i in range(100_000)}  # ten billion ordered pairs
+    assert agreement_of([list(unit.values())]).alike == pytest.approx(0.625, abs=1e-4)
+    assert by_rater([unit], dict.fromkeys(unit, 2))[0].compared == 99_999
 
 
 def test_a_pair_is_one_unit_however_it_was_shown() -> None:
