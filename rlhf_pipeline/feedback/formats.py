@@ -253,11 +253,14 @@ def split_dialogue(text: str, name: str) -> tuple[Prompt, str]:
     """Return prompt and completion of a dialogue, split at its last assistant's turn.
 
     Each message is stripped of the blanks around it, which are the format's, not the speaker's.
+    A dialogue whose last turn is the user's is refused: those words are nobody's completion.
     """
     context, found, completion = text.rpartition(LAST_TURN)
     before, *turns = TURN.split(context)
     if not found or not turns or before.strip():
         refuse(Rule.no_prompt, f"{name} as \\n\\nHuman: ... \\n\\nAssistant: ...", text[:40])
+    if TURN.search(completion):
+        refuse(Rule.wrong_type, f"{name} ending with the assistant's message", "user")
     roles = ("user" if who == "Human" else "assistant" for who in turns[::2])
     prompt = tuple(Message(ROLES[r], t.strip()) for r, t in zip(roles, turns[1::2], strict=True))
     return prompt, completion.strip()

@@ -45,20 +45,32 @@ def run(store: FeedbackStore, path: Path, tmp_path: Path) -> tuple[IngestSummary
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs", "aside"),
+    ("name", "pairs", "refused", "aside"),
     [
-        ("helpful-base", 2354, {"identical_pair": 2, "contexts_differ": 9, "empty_completion": 4}),
-        ("helpful-online", 1137, {"identical_pair": 2, "empty_completion": 3}),
+        (
+            "helpful-base",
+            2354,
+            {},
+            {"identical_pair": 2, "contexts_differ": 9, "empty_completion": 4},
+        ),
+        # Two dialogues end with the human's words.
+        ("helpful-online", 1137, {"wrong_type": 2}, {"identical_pair": 2, "empty_completion": 3}),
     ],
 )
 def test_the_dirt_of_the_helpful_pairs_is_found_exactly(
-    store: FeedbackStore, tmp_path: Path, name: str, pairs: int, aside: dict[str, int]
+    store: FeedbackStore,
+    tmp_path: Path,
+    name: str,
+    pairs: int,
+    refused: dict[str, int],
+    aside: dict[str, int],
 ) -> None:
     path = DATA / "hh_rlhf" / f"{name}.test.jsonl.gz"
     summary, report = run(store, path, tmp_path)
-    assert (summary.read, summary.stored, dict(summary.quarantined)) == (pairs, pairs, {})
-    assert store.quarantined("real") == aside
-    assert len(report.clean) == pairs - sum(aside.values())
+    stored = pairs - sum(refused.values())
+    assert (summary.read, summary.stored, dict(summary.quarantined)) == (pairs, stored, refused)
+    assert store.quarantined("real") == aside | refused
+    assert len(report.clean) == stored - sum(aside.values())
     report.require_fit()
     assert ingest(store, path, "real").stored == 0
 

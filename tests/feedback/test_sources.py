@@ -227,6 +227,8 @@ def test_whole_dialogues_split_at_the_last_answer(tmp_path: Path) -> None:
         {"chosen": dialogue("a", "same"), "rejected": dialogue("a", "same")},
         {"chosen": dialogue("a", "x"), "rejected": dialogue("a", "")},
         {"chosen": "no turns at all", "rejected": dialogue("a", "b")},
+        {"chosen": dialogue("a", "b", "thanks"), "rejected": dialogue("a", "b")},
+        {"chosen": dialogue("a", "a Human: b"), "rejected": dialogue("a", "b")},
     ]
     events, aside = read_all(write_lines(tmp_path / "h.jsonl.gz", rows))
     before = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
@@ -235,7 +237,9 @@ def test_whole_dialogues_split_at_the_last_answer(tmp_path: Path) -> None:
     assert events[1].completion == events[1].other_completion == "same"
     assert events[2].other_completion == ""
     assert all(event.other_prompt is None for event in events)
-    assert rules_of(aside) == [(4, "no_prompt")]
+    assert events[3].completion == "a Human: b"
+    assert rules_of(aside) == [(4, "no_prompt"), (5, "wrong_type")]
+    assert "chosen ending with the assistant's message, found 'user'" in aside[1].detail
 
 
 def test_two_contexts_are_both_kept_and_the_prompt_ends_with_the_user(tmp_path: Path) -> None:
@@ -372,6 +376,7 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
         {"prompt": "Why?", "completion": "So.", "label": True},
         {"text": dialogue("Why?", "So."), "quality": 1},
         {"text": "Only a text.", "quality": 0.5},
+        {"text": dialogue("Why?", "So.", "Thanks."), "quality": 1},
         {"messages": messages, "quality": 1.5},
         {"messages": messages[:1], "quality": 0.5},
         {"messages": messages[1:], "quality": 0.5},
@@ -389,12 +394,13 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
     ]
     assert rules_of(aside) == [
         (5, "no_prompt"),
-        (6, "value_out_of_range"),
-        (7, "wrong_type"),
-        (8, "no_prompt"),
-        (9, "wrong_type"),
-        (10, "no_prompt"),
-        (11, "wrong_type"),
+        (6, "wrong_type"),
+        (7, "value_out_of_range"),
+        (8, "wrong_type"),
+        (9, "no_prompt"),
+        (10, "wrong_type"),
+        (11, "no_prompt"),
+        (12, "wrong_type"),
     ]
 
 
