@@ -79,21 +79,19 @@ class RemoteReward:
         body = json.dumps({"items": [asdict(item) for item in items]}, default=_plain)
         answer = self._service.post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
         try:
-            scores = json.loads(answer)["scores"]
-        except (ValueError, KeyError, TypeError) as error:
+            # A whole number that no float holds is read as infinite, and refused as such.
+            scores = json.loads(answer, parse_int=float)["scores"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(
                 f'the reward at {self.shown_url} must answer {{"scores": […]}}, found '
                 f"{len(answer)} bytes that are not; correct the service"
             ) from error
-        wrong = not isinstance(scores, list) or any(
-            isinstance(score, bool) or not isinstance(score, int | float) for score in scores
-        )
-        if wrong:
+        if not (isinstance(scores, list) and all(isinstance(score, float) for score in scores)):
             raise ModelError(
                 f"the reward at {self.shown_url} must answer a list of numbers, found something "
                 "else among its scores; correct the service"
             )
-        return [float(score) for score in scores]
+        return scores
 
 
 def bearer_token(variable: str | None, whose: str, remedy: str) -> str | None:
@@ -174,7 +172,7 @@ class Service:
                         f"the reward at {self.shown_url} must answer 200, found {reason}; {advice}"
                     ) from error
                 said = error.headers.get("Retry-After") or ""
-                wait = float(said) if said.isdigit() else wait
+                wait = float(said) if said.isascii() and said.isdigit() else wait
             except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, resets
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             if attempt < self._attempts:

@@ -94,6 +94,9 @@ def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> No
     reward = RemoteReward(service.url, sleep=waits.append)
     assert reward(ITEMS) == [3.0, 1.0, 2.0]
     assert waits == [1.0, 7.0, 4.0]
+    service.answers = [(503, {"Retry-After": wait}, b"") for wait in ("\xb2", "-1", "soon")]
+    assert reward(ITEMS) == [3.0, 1.0, 2.0]
+    assert waits[3:] == [1.0, 2.0, 4.0]
     service.answers = [(503, {}, b"")] * 2
     with pytest.raises(ModelError, match=r"found status 503 at the last of 2 attempts"):
         RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
@@ -114,6 +117,8 @@ def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> Non
     [
         ((200, {}, b'{"scores": [1, 2]}'), "needed 3, found 2"),
         ((200, {}, b'{"scores": [1, NaN, 2]}'), "found nan for item 1"),
+        ((200, {}, b'{"scores": [1, 1%s, 2]}' % (b"0" * 400)), "found inf for item 1"),
+        ((200, {}, b"[" * 4000), "found 4000 bytes that are not"),
         ((200, {}, b'{"scores": [1, "2", 3]}'), "must answer a list of numbers"),
         ((200, {}, b'{"scores": [1, true, 3]}'), "must answer a list of numbers"),
         ((200, {}, b'{"scores": "high"}'), "must answer a list of numbers"),
