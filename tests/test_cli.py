@@ -576,6 +576,12 @@ def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
     assert out.read_text() == whole
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    for name, line in (("p.txt", "Hello?"), ("p.jsonl", '{"prompt": "Hello?"}')):
+        path = write(tmp_path / name, f"\ufeff{line}\r\n")
+        assert read_prompts(path) == [user_prompt("Hello?")]
+
+
 def test_a_batch_says_what_it_needs(shop: Path, rlhf: Run, tmp_path: Path) -> None:
     out = str(tmp_path / "out.jsonl")
     empty = str(write(tmp_path / "empty.txt", "\n"))

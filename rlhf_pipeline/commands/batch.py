@@ -28,7 +28,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 is within a text
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 is within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a UTF-8 file of prompts is needed at {path}, found none ({error}); check the path"

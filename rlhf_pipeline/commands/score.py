@@ -140,7 +140,7 @@ def read_items(path: Path) -> list[RewardInput]:
     Raises ConfigError where there is no such file or a line is not one.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a UTF-8 file of JSON lines is needed at {path}, found none ({error}); check the path"

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
+from rlhf_pipeline.commands.score import read_items
 
 LINES = 70  # more than a block
 
@@ -83,6 +84,12 @@ def test_score_says_what_it_needs(
     words = [word for name in rewards for word in ("--reward", name)]
     assert message in rlhf_score(path, *words, "--out", out, code=1)
     assert not out.exists() or not out.read_text()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "x", "completion": "y"}\n', encoding="utf-8-sig")
+    assert [item.completion for item in read_items(path)] == ["y"]
 
 
 def test_score_needs_a_file(tmp_path: Path) -> None:
