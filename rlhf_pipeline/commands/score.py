@@ -47,7 +47,8 @@ def score(
             metavar="NAME[=WEIGHT]",
             help="distinct-1, distinct-2, length, repetition, rouge-l, bleu, empathy, "
             "recommendation, item-ratio, safety, a reward model's folder, https://… or "
-            "module:function; several are summed by weight.",
+            "module:function; several are summed by weight. An address with a ?query is taken "
+            "whole: its weight goes into a --preset file.",
         ),
     ] = None,
     preset: Annotated[
@@ -116,7 +117,10 @@ def composite_for(
 
 
 def weighted_terms(names: Sequence[str]) -> dict[str, Term]:
-    """Return the terms that `NAME` or `NAME=WEIGHT` ask for; raises ConfigError for one twice."""
+    """Return the terms that `NAME` or `NAME=WEIGHT` ask for; raises ConfigError for one twice.
+
+    An address with a query is a name to its end, whatever stands behind its last `=`.
+    """
     terms: dict[str, Term] = {}
     for asked in names:
         name, weight = _name_and_weight(asked)
@@ -128,9 +132,11 @@ def weighted_terms(names: Sequence[str]) -> dict[str, Term]:
 
 def _name_and_weight(asked: str) -> tuple[str, float]:
     name, equals, number = asked.rpartition("=")
+    if "?" in name and name.startswith(("http://", "https://")):
+        return asked, 1.0  # what the query says last may be a number too
     try:
         return (name, float(number)) if equals else (asked, 1.0)
-    except ValueError:  # an address with a query has an = of its own
+    except ValueError:
         return asked, 1.0
 
 

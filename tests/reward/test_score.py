@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
-from rlhf_pipeline.commands.score import read_items
+from rlhf_pipeline.commands.score import read_items, weighted_terms
 
 LINES = 70  # more than a block
 
@@ -84,6 +84,18 @@ def test_score_says_what_it_needs(
     words = [word for name in rewards for word in ("--reward", name)]
     assert message in rlhf_score(path, *words, "--out", out, code=1)
     assert not out.exists() or not out.read_text()
+
+
+def test_a_weight_stands_behind_a_name_and_no_querys_number_is_one() -> None:
+    asked = (
+        ("length=0.5", "length", 0.5),
+        ("https://h.example/score=2", "https://h.example/score", 2.0),
+        ("https://h.example/score?model=3", "https://h.example/score?model=3", 1.0),
+        ("https://h.example/score?model=a", "https://h.example/score?model=a", 1.0),
+    )
+    for words, name, weight in asked:
+        [(found, term)] = weighted_terms([words]).items()
+        assert (found, term.weight) == (name, weight)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
