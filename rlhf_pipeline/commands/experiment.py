@@ -37,7 +37,7 @@ def start(
     """Let a version meet a growing share of the people who chat through `rlhf serve`.
 
     It begins at the first step of experiments.ramp. A sensor of the daemon looks at it, widens the
-    share, promotes, rolls back or gives up; each look is kept (`rlhf experiment status`).
+    share, promotes, rolls back or gives up; `rlhf experiment status` has what it saw.
     """
     from rlhf_pipeline.errors import ExperimentError
 

@@ -1,4 +1,4 @@
-"""The book of live experiments: who meets whom, at what share, every look, and how it ended.
+"""The book of live experiments: who meets whom, at what share, what looks saw, how it ended.
 
 An agent has one running experiment at most; the database itself refuses a second. Every change is
 a compare-and-set on the row being still running, so two watchers cannot both end one.
