@@ -33,6 +33,8 @@ CORRELATION = 0.3
 RATE = 0.70
 EVERY = 20  # users per arm between looks
 MOST = 1500  # users per arm after which an experiment ends
+CONTENT = 0.98  # of people, where nearly all are
+USERS_PER_STEP = 400  # of the challenger's, where steps of the ramp are played one by one
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ def play(rng: np.random.Generator, lift: float) -> Ended:
         if verdict.action != "continue":
             return Ended(verdict.action, users)
     raise AssertionError("an experiment that is out of time ends")
+
+
+def contented(rng: np.random.Generator, share: float) -> bool:
+    """Return whether one step of the ramp between equals promotes, where nearly all are content."""
+    few = (rng.random(USERS_PER_STEP) < CONTENT).astype(np.float64)
+    beside = round((1 - share) / share)  # of the champion's for each of the challenger's
+    many = (rng.random(USERS_PER_STEP * beside) < CONTENT).astype(np.float64)
+    for users in range(EVERY, USERS_PER_STEP + 1, EVERY):
+        samples = [Sample.of(few[:users]), Sample.of(many[: users * beside])]
+        arms = {m.name: Arms(*(Sample(s.users, 0.0, 0.0) for s in samples)) for m in GUARDRAILS}
+        arms[PRIMARY.name] = Arms(*samples)
+        step = RampStep(1 / (1 + beside), users, users * beside)
+        if decide(arms, [step], bounds=BOUNDS).action == "promote":
+            return True
+    return False
 
 
 def imbalance(rng: np.random.Generator, share: float, users: int) -> int | None:
@@ -125,6 +142,11 @@ def main() -> None:
     rolled = sum(e.action == "roll_back" for e in same) / len(same)
     rows.append(("A/A: false promotions", "≤ 5 %", f"{promoted:.2%}", promoted <= 0.05))
     rows.append(("A/A: false rollbacks", "≤ 1 %", f"{rolled:.2%}", rolled <= 0.01))
+
+    for share in (0.01, 0.10, 0.25):
+        wrong = sum(contented(rng, share) for _ in range(options.runs // 4)) / (options.runs // 4)
+        row = f"A/A, {CONTENT:.0%} content, {share:.0%} meet the challenger: false promotions"
+        rows.append((row, f"≤ {BOUNDS.promote:.0%}", f"{wrong:.2%}", wrong <= BOUNDS.promote))
 
     better = experiments(0.10, options.runs // 4)
     users = float(np.median([e.users if e.action == "promote" else np.inf for e in better]))
