@@ -38,6 +38,7 @@ _MLFLOW_PLACES = (
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
     ("logged_models", "artifact_location"),
+    ("trace_tags", "value"),  # of mlflow.artifactLocation
 )
 
 
@@ -217,9 +218,10 @@ def _turn_paths(state: Path, old: str, new: str) -> None:
         _replace_prefix(connection, snapshots.name, "path", old, new)
     tracking = state / "mlflow" / "mlflow.db"
     if tracking.exists():
+        before, after = Path(old).as_uri(), Path(new).as_uri()  # a blank is %20 there
         with closing(sqlite3.connect(tracking)) as connection, connection:
             for table, column in _MLFLOW_PLACES:
-                _replace_prefix(connection, table, column, f"file://{old}", f"file://{new}")
+                _replace_prefix(connection, table, column, before, after)
 
 
 def _replace_prefix(

@@ -17,7 +17,10 @@ from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import BackupError
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.records import Interaction, now, user_prompt
+from rlhf_pipeline.registry.forgetting import forget_traces
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.traces import log_interaction
 from rlhf_pipeline.serving.keys import Keys
 from tests.assets.world import FirstTurn, Loop
 
@@ -203,6 +206,36 @@ def test_a_whole_turn_moves_to_another_machine(
         assert str(loop.state) not in row
     before.close()
     after.close()
+
+
+def test_what_mlflow_keeps_is_the_restored_folders_own_whatever_its_name(
+    state: Path, tmp_path: Path
+) -> None:
+    """Erasing in a restored state must reach its words, and leave those of the state before."""
+    live = state.rename(tmp_path / "früher, with blanks")
+    registry = Workspace(None, str(live)).registry
+    asked = Interaction("asked", "tea", user_prompt("secret?"), "Yes.", 0, now())
+    log_interaction(registry, asked)
+    with registry.run("tea", fingerprint="one", stage="turn", parameters={}) as run:
+        run.log_text("note.txt", "secret")
+    back_up(settings_in(live), tmp_path / "copy")
+    new = tmp_path / "später, with blanks"
+    restore(settings_in(new), tmp_path / "copy")
+
+    def kept(folder: Path) -> list[str]:
+        files = [path for path in (folder / "mlflow" / "artifacts").rglob("*") if path.is_file()]
+        return sorted(path.name for path in files if b"secret" in path.read_bytes())
+
+    assert kept(live) == kept(new) == ["note.txt", "traces.json"]
+    restored = Workspace(None, str(new)).registry
+    with restored.run("tea", fingerprint="two", stage="turn", parameters={}) as later:
+        later.log_text("later.txt", "secret")
+    assert kept(new) == ["later.txt", "note.txt", "traces.json"]
+    forget_traces(restored, "tea", ["asked"], "nobody")
+    assert kept(new) == ["later.txt", "note.txt"]
+    assert kept(live) == ["note.txt", "traces.json"]
+    place = restored.client.get_run(run.run_id).info.artifact_uri
+    assert place.startswith(f"{new.as_uri()}/")
 
 
 def _places(state: Path) -> list[tuple[str, str]]:
