@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE
 from rlhf_pipeline.event_logs import without_quotes
@@ -86,10 +87,32 @@ def _delete_traces(registry: ModelRegistry, agent_id: str, traces: Sequence[Any]
     with mlflow_refusals("deleting traces"):
         for info in traces:
             # MLflow deletes a trace's rows and leaves its file; the file goes first.
-            client._get_artifact_repo_for_trace(info).delete_artifacts()
+            _delete_files(registry, client._get_artifact_repo_for_trace(info))
         for start in range(0, len(traces), PAGE):
             ids = [info.trace_id for info in traces[start : start + PAGE]]
             client.delete_traces(registry.experiment(agent_id), trace_ids=ids)
+
+
+def _delete_files(registry: ModelRegistry, kept: Any) -> None:
+    """Delete the files at an artifact's place. Raises RegistryError unless they have gone.
+
+    An embedded MLflow keeps places absolute: in a state folder that was moved or copied by hand
+    they are those of the old one, whose files are not ours to delete while our own stay.
+    """
+    uri, folder = str(kept.artifact_uri), registry.folder.resolve()
+    embedded = sqlite_file(registry.tracking_uri) is not None
+    if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
+        raise RegistryError(
+            f"deleting files of MLflow needs them in {folder}, found {uri} in its database: the "
+            "state folder was moved or copied by hand; put it back where it was, and take it "
+            "elsewhere with `rlhf backup` and `rlhf restore`"
+        )
+    kept.delete_artifacts()
+    if left := kept.list_artifacts():
+        raise RegistryError(
+            f"deleting the files at {uri} needs them to go, found {left[0].path} still there; see "
+            "whether the folder may be written to, and ask again"
+        )
 
 
 def runs_of(registry: ModelRegistry, agent_id: str, mark: str) -> list[str]:
@@ -110,7 +133,7 @@ def forget_runs(registry: ModelRegistry, run_ids: Sequence[str]) -> None:
     for run_id in run_ids:
         with mlflow_refusals(f"deleting run {run_id}"):
             # The files first: a run that is marked is not found again.
-            registry.client._tracking_client._get_artifact_repo(run_id).delete_artifacts()
+            _delete_files(registry, registry.client._tracking_client._get_artifact_repo(run_id))
             registry.client.delete_run(run_id)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
+from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.records import Interaction, now, user_prompt
 from rlhf_pipeline.registry.forgetting import forget_old_traces, forget_runs, old_traces, runs_of
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -26,6 +30,38 @@ def test_old_traces_go_but_for_the_newest(registry: ModelRegistry) -> None:
     files = [path.parts for path in registry.folder.rglob("*") if path.is_file()]
     assert [any(trace_id in parts for parts in files) for trace_id in ids] == [False, True, True]
     assert old_traces(registry, "nobody", 0, now()) == []
+
+
+def test_a_folder_copied_by_hand_deletes_nothing_of_the_one_it_came_from(
+    registry: ModelRegistry, tmp_path: Path
+) -> None:
+    said = Interaction("copied", "copied", user_prompt("hi"), "yes", 0, now())
+    trace_id = log_interaction(registry, said)
+    folder = tmp_path / "mlflow"
+    shutil.copytree(registry.folder, folder)
+    copy = ModelRegistry(registry.ledger, f"sqlite:///{folder}/mlflow.db", folder)
+    with pytest.raises(RegistryError, match="moved or copied by hand"):
+        forget_old_traces(copy, "copied", 0, now() + timedelta(days=1))
+    assert [info.trace_id for info in old_traces(copy, "copied", 0, now())] == [trace_id]
+    assert list(registry.folder.glob(f"artifacts/traces/{trace_id}/artifacts/traces.json"))
+
+
+def test_a_trace_whose_file_will_not_go_is_kept_to_be_asked_again(
+    registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+    trace_id = log_interaction(
+        registry, Interaction("stuck", "stuck", user_prompt("hi"), "yes", 0, now())
+    )
+    tomorrow = now() + timedelta(days=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalArtifactRepository, "delete_artifacts", lambda *_: None)
+        with pytest.raises(RegistryError, match=r"found traces\.json still there"):
+            forget_old_traces(registry, "stuck", 0, tomorrow)
+    assert [info.trace_id for info in old_traces(registry, "stuck", 0, tomorrow)] == [trace_id]
+    forget_old_traces(registry, "stuck", 0, tomorrow)
+    assert old_traces(registry, "stuck", 0, tomorrow) == []
 
 
 def test_runs_of_a_turn_go_with_their_files(registry: ModelRegistry, tmp_path: Path) -> None:
