@@ -21,9 +21,10 @@ from rlhf_pipeline import records
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, snapshots
 from rlhf_pipeline.errors import BackupError
+from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.files import file_sha256, folder_sha256, new_folder, read_json, write_json
 from rlhf_pipeline.records import Progress, ignore_progress
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 MANIFEST = "manifest.json"
 STATE = "state"
@@ -51,13 +52,17 @@ class Backup:
     bytes: int
     created_at: str  # ISO 8601, UTC
     state_dir: str  # where the state was
+    damaged: tuple[
+        str, ...
+    ] = ()  # in words: versions out of use whose files were not as registered
 
 
 def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
     """Copy the state folder to `target`, a folder that is not there yet; others may go on writing.
 
-    Raises BackupError where the store is not embedded, `target` is taken, or a model's file is not
-    the one the ledger registered: a backup must not be the place where that is found too late.
+    Raises BackupError where the store is not embedded, `target` is taken, or a file of a version in
+    use is not the one the ledger registered: a backup must not be the place where that is found too
+    late. Of a version out of use it is named: it is no reason to leave everything else uncopied.
     """
     if settings.database_url is not None:
         raise BackupError(
@@ -85,11 +90,12 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
                 continue  # misses it if anything registered needs it
             report({"file": name, "done": done, "of": len(names)})
         _copy_modes(state, folder / STATE)
-        _check_models(folder / STATE)
+        damaged = _check_models(folder / STATE)
         made = {
             "format": FORMAT,
             "created_at": records.now().isoformat(),
             "state_dir": str(state.resolve()),
+            "damaged": damaged,
             "files": folder_sha256(folder / STATE),
         }
         write_json(folder / MANIFEST, made)
@@ -183,9 +189,12 @@ def _copy_database(source: Path, target: Path) -> None:
         writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
 
 
-def _check_models(state: Path) -> None:
-    """Raise BackupError unless every registered version's files are there, byte for byte."""
-    state = state.resolve()
+def _check_models(state: Path) -> list[str]:
+    """Return the versions whose files are not there byte for byte, in words.
+
+    Raises BackupError if one of them is in use.
+    """
+    state, damaged = state.resolve(), []
     database = Database(f"sqlite:///{state / 'feedback.db'}")
     try:
         ledger = PromotionLedger(database, state)
@@ -193,21 +202,47 @@ def _check_models(state: Path) -> None:
             known = connection.exec_driver_sql("SELECT DISTINCT agent_id FROM model_versions")
             agents = [str(row[0]) for row in known]
         for agent_id in agents:
+            used = _in_use(ledger, agent_id)
             for version in ledger.versions(agent_id):
-                place = Path(version.path)
-                if not place.is_relative_to(state):
+                if not version.path.is_relative_to(state):
                     continue  # registered from elsewhere; not ours to copy
-                for file, sha256 in version.files.items():
-                    copy = place / file
-                    if not copy.is_file() or file_sha256(copy) != sha256:
-                        raise BackupError(
-                            f"version {version.version} of {agent_id} needs "
-                            f"{copy.relative_to(state).as_posix()} as it was "
-                            "registered, found another or none; `rlhf explain` tells its story, "
-                            "`rlhf rollback` leaves it"
-                        )
+                odd = _changed(version)
+                if not odd:
+                    continue
+                place, role = version.path.relative_to(state), used.get(version.version)
+                found = f"version {version.version} of {agent_id}: {place.as_posix()}/{odd[0]}"
+                if role is not None:
+                    raise BackupError(
+                        f"needed the files of {role} as they were registered, found another or "
+                        f"none for {found}; put the file back from an earlier backup or from "
+                        "MLflow's copy of the version"
+                        + (", or leave it with `rlhf rollback`" if role == "the champion" else "")
+                    )
+                damaged.append(found)
     finally:
         database.close()  # the last connection folds the log back into the file
+    return damaged
+
+
+def _in_use(ledger: PromotionLedger, agent_id: str) -> dict[int, str]:
+    """Return the versions that somebody meets or is compared with, and as what."""
+    standing, running = ledger.standing(agent_id), ExperimentBook(ledger.database).running(agent_id)
+    used = {} if running is None else {running.challenger: "a running experiment"}
+    for role, version in (
+        ("the baseline", ledger.baseline(agent_id)),
+        ("the previous champion", standing.previous),
+        ("the challenger", standing.challenger),
+        ("the champion", standing.champion),  # last: what it is told as, of all that it is
+    ):
+        if version is not None:
+            used[version.version] = role
+    return used
+
+
+def _changed(version: ModelVersion) -> list[str]:
+    """Return the names of files that are not as they were registered."""
+    found = folder_sha256(version.path) if version.path.is_dir() else {}
+    return [name for name, sha256 in version.files.items() if found.get(name) != sha256]
 
 
 def _turn_paths(state: Path, old: str, new: str) -> None:
@@ -236,4 +271,5 @@ def _replace_prefix(
 
 def _described(path: Path, made: dict[str, Any]) -> Backup:
     sizes = [(path / STATE / name).stat().st_size for name in made["files"]]
-    return Backup(path, len(sizes), sum(sizes), made["created_at"], made["state_dir"])
+    damaged = tuple(made.get("damaged", ()))
+    return Backup(path, len(sizes), sum(sizes), made["created_at"], made["state_dir"], damaged)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rlhf_pipeline.backup import MANIFEST, STATE, back_up, check_backup, restore
+from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, open_database
@@ -135,9 +137,45 @@ def test_keys_go_along_and_open_the_restored_service_for_their_owner_alone(
 
 def test_a_model_that_is_not_what_was_registered_is_found_out(state: Path, tmp_path: Path) -> None:
     (state / "agents" / "tea" / "v0" / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(BackupError, match="version 0 of tea needs agents/tea/v0/model"):
+    with pytest.raises(BackupError, match=r"the champion .* version 0 of tea: agents/tea/v0/model"):
         back_up(settings_in(state), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_damaged_version_out_of_use_is_named_and_keeps_nothing_from_being_copied(
+    state: Path, tmp_path: Path
+) -> None:
+    database = Database(f"sqlite:///{state / 'feedback.db'}")
+    ledger = PromotionLedger(database, state)
+    for number in (1, 2):
+        model = state / "agents" / "tea" / f"v{number}"
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"weights %d" % number)
+        ledger.add_version(
+            "tea",
+            label=f"v{number}",
+            path=model,
+            files=folder_sha256(model),
+            lineage={},
+            gate={"passed": True},
+            fingerprint=f"f{number}",
+        )
+        ledger.promote("tea", number, actor="t", reason="r", expected_champion=number - 1)
+    (model / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(BackupError, match="or leave it with `rlhf rollback`"):
+        back_up(settings_in(state), tmp_path / "copy")
+    ledger.rollback("tea", actor="t", reason="damaged")
+    database.close()
+    made = back_up(settings_in(state), tmp_path / "copy")
+    assert made.damaged == ("version 2 of tea: agents/tea/v2/model.safetensors",)
+    again = CliRunner().invoke(
+        app, ["--state", str(tmp_path / "new"), "restore", str(tmp_path / "copy")]
+    )
+    assert again.exit_code == 0
+    assert "not as it was registered: version 2 of tea" in again.stderr
+    (state / "agents" / "tea" / "v0" / "model.safetensors").unlink()  # the baseline
+    with pytest.raises(BackupError, match="the previous champion"):
+        back_up(settings_in(state), tmp_path / "other")
 
 
 @pytest.mark.parametrize("how", ["changed", "missing"])

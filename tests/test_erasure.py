@@ -690,7 +690,8 @@ def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
     turn = newest_turn(ledger, settings, agent)  # tuning goes on with what is left
     assert stages.training_prompts(turn)
     assert registry.reconcile(agent).changes == ()
-    back_up(settings, tmp_path / "later")  # every registered file is as it was
+    # Every registered file is as it was.
+    assert back_up(settings, tmp_path / "later").damaged == ()
     database.close()
 
 

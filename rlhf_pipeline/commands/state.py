@@ -22,12 +22,14 @@ def backup(
     """Copy the state folder as it is at this moment, while everything goes on.
 
     Votes, ledger, models, snapshots and MLflow's and Dagster's own records go along, each file
-    with its hash. Every model is checked against the hash it was registered with.
+    with its hash. Every model is checked against the hash it was registered with: a version in use
+    must be as it was, another one that is not is told.
     """
     from rlhf_pipeline.backup import back_up
 
     here = workspace()
     made = _watched("copying", lambda report: back_up(here.settings, folder, report))
+    _tell_damaged(made)
     typer.echo(f"{made.path}: {made.files} files, {made.bytes / 2**20:.1f} MiB")
 
 
@@ -42,6 +44,7 @@ def restore(
 
     here = workspace()
     found = _watched("restoring", lambda report: take_back(here.settings, folder, report))
+    _tell_damaged(found)
     typer.echo(f"{here.settings.state_dir}: {found.files} files, as of {found.created_at}")
 
 
@@ -104,6 +107,15 @@ def _show(told: list[dict[str, Any]], word: str) -> None:
     gone = [one for one in told if one["stays"] is None]
     mib = sum(one["bytes"] for one in gone) / 2**20
     typer.echo(f"{len(gone)} of {len(told)} {word}, {mib:.1f} MiB")
+
+
+def _tell_damaged(copied: Backup) -> None:
+    for version in copied.damaged:
+        typer.echo(
+            f"not as it was registered: {version}; put it back from an earlier backup, if one is "
+            "to go back to this version",
+            err=True,
+        )
 
 
 def _watched(what: str, work: Callable[[Progress], Backup]) -> Backup:
