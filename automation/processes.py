@@ -1,6 +1,7 @@
 """The processes behind the loop: Dagster's home and daemon, its web page, MLflow's page.
 
-Each is a child that ends with its parent; each logs to <state>/logs/<name>.log.
+Each is a child that ends with its parent, on Linux with one that was killed too; each logs to
+<state>/logs/<name>.log, and what was in it before it grew large to <name>.log.1 beside it.
 """
 
 import os
@@ -26,6 +27,15 @@ QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
     "RAY_USAGE_STATS_ENABLED": "0",
     "DAGSTER_DISABLE_TELEMETRY": "1",
 }
+LOG_BYTES = 16 * 2**20  # twice that a child, at most; Dagster's daemon writes 30 MB on a quiet day
+# Asks Linux for SIGTERM once the parent (argv 1) is gone, then becomes the command (argv 2 on). A
+# program of its own: what Popen would run between fork and exec may hang where there are threads.
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2); exec keeps it
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def prepare_home(state_dir: Path) -> Path:
@@ -44,9 +54,16 @@ def prepare_home(state_dir: Path) -> Path:
 def start(
     name: str, command: list[str], state_dir: Path, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a child process that logs to <state>/logs/<name>.log."""
+    """Start a child process that logs to <state>/logs/<name>.log.
+
+    To be called in the main thread: Linux takes the end of the thread for the parent's.
+    """
     logs = state_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    shorten_logs(state_dir)
+    if sys.platform == "linux":
+        parent = str(os.getpid())
+        command = [sys.executable, "-ISc", _END_WITH_PARENT, parent, *command]
     with (logs / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -56,6 +73,18 @@ def start(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
+
+
+def shorten_logs(state_dir: Path) -> None:
+    """Put what a log holds that has grown large into <name>.log.1; whoever writes it goes on.
+
+    The file stays the one its writer has open, so it is copied and emptied; what is written
+    between the two is lost.
+    """
+    for log in (state_dir / "logs").glob("*.log"):
+        if log.stat().st_size > LOG_BYTES:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)  # its writer appends: the next line is the first
 
 
 def start_daemon(state_dir: Path) -> "subprocess.Popen[bytes]":

@@ -49,6 +49,7 @@ def main() -> None:
         sys.stdout.write(f"state    {state}   (Ctrl-C ends all of it)\n")
         sys.stdout.flush()
         while all(child.poll() is None for child in children):
+            processes.shorten_logs(state)
             time.sleep(1)
         raise PipelineError(f"a server ended by itself; see {state / 'logs'}")
     except KeyboardInterrupt:

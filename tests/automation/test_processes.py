@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import patch
@@ -61,6 +61,54 @@ def test_a_child_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
         assert child.wait(30) == 0
     lines = (tmp_path / "logs" / "talker.log").read_text().splitlines()
     assert sorted(lines) == sorted([f"out {sys.executable}", "err"] * 2)  # appended
+
+
+def test_a_log_that_has_grown_large_is_put_aside_while_its_child_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOG_BYTES", 1000)
+    code = "import sys; [print(line.strip() * 60, flush=True) for line in sys.stdin]"
+    go_on = tmp_path / "go on"
+    os.mkfifo(go_on)
+    command = ["sh", "-c", f"exec {sys.executable} -c '{code}' < '{go_on}'"]
+    child = processes.start("talker", command, tmp_path)
+    log, before = tmp_path / "logs" / "talker.log", tmp_path / "logs" / "talker.log.1"
+    with go_on.open("w") as told:
+        for letter, kept in (("a", ""), ("b", "a"), ("c", "b")):
+            told.write(f"{letter}\n" * 20)
+            told.flush()
+            wait_until(lambda: log.stat().st_size == 20 * 61)
+            if kept:
+                assert set(before.read_text()) == {kept, "\n"}
+            processes.shorten_logs(tmp_path)
+            assert log.stat().st_size == 0
+            processes.shorten_logs(tmp_path)  # a small one is left alone
+    assert child.wait(30) == 0
+    assert set(before.read_text()) == {"c", "\n"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the signal")
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from automation import processes; import sys, time;"
+        "child = processes.start('idle', ['sleep', '600'], Path(sys.argv[1]));"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=processes.ROOT, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: child.name() == "sleep")
+        parent.kill()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_port_that_is_taken_gives_another() -> None:
