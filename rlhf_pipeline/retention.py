@@ -328,8 +328,10 @@ def _forget_shown(settings: Settings, taken: Path) -> None:
     from rlhf_pipeline.registry.forgetting import asked
 
     others = [p for p in (settings.state_dir / "agents").glob("*/snapshots/[!.]*/") if p != taken]
-    prompts = _prompts_of(taken).difference(*map(_prompts_of, others))
-    ngrams = _ngrams_of(taken).difference(*map(_ngrams_of, others))
+    prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
+    for other in others:  # one at a time: difference(*...) would hold what all of them say
+        prompts -= _prompts_of(other)
+        ngrams -= _ngrams_of(other)
     if prompts or ngrams:
         shown = Traces(asked(prompts), ngrams=ngrams)
         forget_examples(settings.state_dir / "dagster", shown)

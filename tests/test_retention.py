@@ -6,11 +6,12 @@ import itertools
 import json
 import shutil
 import sqlite3
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -33,7 +34,15 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
-from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, hashed, now, user_prompt
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    hash_rater,
+    hashed,
+    now,
+    prompt_to_json,
+    user_prompt,
+)
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.topics import ERASED
@@ -416,6 +425,31 @@ def test_after_a_prune_a_backup_is_whole_and_erasures_find_nothing_left(tmp_path
 def _mark(agent: str) -> str:
     """Return the folder of the turn that made the baseline."""
     return hashed(agent, "seeds")[:16]
+
+
+def test_what_other_snapshots_say_is_looked_at_one_snapshot_at_a_time(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot's prompts may be all there is of memory; an agent has many snapshots."""
+
+    class Prompts(frozenset[str]):
+        held: ClassVar[weakref.WeakSet[Prompts]] = weakref.WeakSet()
+
+    most = 0
+
+    def read(taken: Path) -> Prompts:
+        nonlocal most
+        prompts = Prompts({prompt_to_json(user_prompt(taken.name))})
+        Prompts.held.add(prompts)
+        most = max(most, len(Prompts.held))
+        return prompts
+
+    monkeypatch.setattr(retention, "_prompts_of", read)
+    snapshots = state.settings.agent_folder(state.new_agent()) / "snapshots"
+    for name in "abcdef":
+        (snapshots / name).mkdir(parents=True)
+    retention._forget_shown(state.settings, snapshots / "a")
+    assert most == 2  # what goes, and one that stays
 
 
 def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
