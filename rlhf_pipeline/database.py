@@ -17,6 +17,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rlhf_pipeline.errors import ConfigError, PipelineError
+
 metadata = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -272,6 +274,11 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.url = sa.engine.make_url(url)
+        if self.url.get_backend_name() not in ("sqlite", "postgresql"):
+            raise ConfigError(
+                "database_url needs sqlite:///FILE or postgresql://…, found "
+                f"{self.url.drivername}://…; set one of the two, or leave it out"
+            )
         if self.url.drivername == "postgresql":
             # SQLAlchemy 2.1 reads a bare postgresql:// as psycopg 3; ours is psycopg2.
             self.url = self.url.set(drivername="postgresql+psycopg2")
@@ -279,7 +286,13 @@ class Database:
         if self.is_sqlite and self.url.database:
             Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}
-        self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
+        try:
+            self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"database_url needs the module {error.name}, found it not installed; "
+                "pip install '.[postgres]'"
+            ) from error
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
@@ -345,6 +358,7 @@ def _begin_as_asked(connection: sa.Connection) -> None:
 def _run_migrations(engine: sa.Engine) -> None:
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
@@ -353,4 +367,10 @@ def _run_migrations(engine: sa.Engine) -> None:
             # Two processes that start together migrate one after the other.
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            raise PipelineError(
+                f"needed a store that this release or an older one wrote, found: {error}; "
+                "install the release that it was used with last, or restore a backup from before"
+            ) from error

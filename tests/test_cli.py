@@ -262,6 +262,18 @@ def test_the_bar_knows_every_byte_before_the_first_is_read(tmp_path: Path) -> No
     assert _bytes_of([str(tmp_path / "inbox"), str(one)]) == whole + one.stat().st_size
 
 
+@pytest.mark.parametrize("kept", [5000, 0])
+def test_a_damaged_store_is_told_in_one_line(kept: int, rlhf: Run, tmp_path: Path) -> None:
+    rlhf("status")
+    file = tmp_path / "state" / "feedback.db"
+    open_database(f"sqlite:///{file}").close()
+    file.write_bytes(file.read_bytes()[:kept] or b"no database" * 500)
+    told = rlhf("status", code=1).stderr
+    assert told.startswith("error: needed a sound database, found: ")
+    assert told.endswith("take one back with `rlhf restore`\n")
+    assert len(told.splitlines()) == 1
+
+
 def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: Path) -> None:
     assert "yet; `rlhf ingest` makes one known" in rlhf("status").stdout
     assert json.loads(rlhf("status", "--json").stdout) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
@@ -12,6 +13,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database, open_database
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.records import now
 
 
@@ -164,6 +166,27 @@ def test_a_process_opens_a_database_once(tmp_path: Path) -> None:
     assert open_database(url) is open_database(url)
     open_database(url).close()
     open_database.cache_clear()
+
+
+def test_a_store_that_a_newer_release_wrote_is_left_alone(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    again = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with pytest.raises(PipelineError, match=r"'9999'; install the release"), again.read():
+        pass
+    database.close()
+    again.close()
+
+
+def test_a_database_of_another_kind_or_without_its_driver_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"found mysql://…; set one of the two"):
+        Database("mysql://me:secret@host/rlhf")
+    monkeypatch.setitem(sys.modules, "psycopg2", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match=r"the module psycopg2, .* pip install"):
+        Database("postgresql://me@host/rlhf")
 
 
 def test_a_bare_postgresql_url_takes_the_driver_that_is_installed() -> None:

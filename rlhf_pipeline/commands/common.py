@@ -120,7 +120,7 @@ class Command(TyperCommand):
         except Exception as error:
             if debug or not _is_foreseen(error):
                 raise
-            typer.echo(f"error: {one_line(error)}", err=True)
+            typer.echo(f"error: {_told(error)}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -264,13 +264,32 @@ def _is_foreseen(error: Exception) -> bool:
     """Say whether the message alone tells what to do: ours, a file's or a database's trouble."""
     if isinstance(error, BrokenPipeError | click.exceptions.ClickException | click.exceptions.Exit):
         return False  # click's own
-    if isinstance(error, PipelineError | OSError):
+    if isinstance(error, PipelineError | OSError) or _damage(error) is not None:
         return True
     if not type(error).__module__.startswith("sqlalchemy"):
         return False
     from sqlalchemy.exc import ArgumentError, OperationalError
 
     return isinstance(error, OperationalError | ArgumentError)
+
+
+def _told(error: Exception) -> str:
+    """Return what went wrong and what to do, on one line."""
+    damage = _damage(error)
+    if damage is None:
+        return one_line(error)
+    return (
+        f"needed a sound database, found: {one_line(damage)}; put the state folder aside and take "
+        "one back with `rlhf restore`"
+    )
+
+
+def _damage(error: Exception) -> Exception | None:
+    """Return what SQLite says of a file that is no database, or not a whole one."""
+    import sqlite3
+
+    found = getattr(error, "orig", error)  # SQLAlchemy's error holds the driver's
+    return found if type(found) is sqlite3.DatabaseError else None
 
 
 def _quiet_logs(debug: bool) -> None:
