@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import structlog
+from pydantic import ValidationError
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings
@@ -16,6 +19,9 @@ from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 WEIGHTS = ".safetensors"
+GONE = ("extra_forbidden", "unexpected_keyword_argument")  # what pydantic calls an unknown setting
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,8 @@ def recorded_turn(
     """Return the turn the version came from, its outcome going to `work`.
 
     Files are looked for in today's state folder, so a restored one serves; they are checked
-    against the hashes of the day. Unless `exact`, what erasures have left of them will do.
+    against the hashes of the day. Unless `exact`, what erasures have left of them will do, and so
+    will what this release still knows of the recipe.
     """
     lineage = version.lineage
     missing = [key for key in ("recipe", "fingerprint", "watermark") if lineage.get(key) is None]
@@ -79,7 +86,7 @@ def recorded_turn(
             f"version {version.version} of {version.agent_id} has no {', '.join(missing)} in its "
             "lineage, so nobody knows what to train; only versions of a turn can be reproduced"
         )
-    recipe = _recorded_settings(lineage["recipe"], settings)
+    recipe = _recorded_settings(version, settings, exact=exact)
     fingerprint = str(lineage["fingerprint"])
     data = settings.agent_folder(version.agent_id) / "snapshots" / fingerprint[:16]
     erased = erased_rows(ledger.database, version.agent_id, fingerprint)
@@ -136,15 +143,40 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
     return replace(turn, settings=settings, champion=champion.path)
 
 
-def _recorded_settings(recipe: Mapping[str, Any], today: Settings) -> Settings:
-    """Return the settings of the day; places and secrets are today's."""
+def _recorded_settings(version: ModelVersion, today: Settings, *, exact: bool) -> Settings:
+    """Return the settings of the day; places and secrets are today's.
+
+    Raises RegistryError where this release does not take one, and `exact` or it is not just gone.
+    """
     here: dict[str, Any] = {
         "state_dir": today.state_dir,
         "database_url": today.database_url,
         "mlflow_uri": today.mlflow_uri,
         "notifications": {},
     }
-    return Settings.model_validate({**recipe, **here})
+    recipe = {**version.lineage["recipe"], **here}
+    try:
+        return Settings.model_validate(recipe)
+    except ValidationError as error:
+        problems = error.errors()
+    names = ", ".join(sorted(".".join(map(str, problem["loc"])) for problem in problems))
+    if exact or any(problem["type"] not in GONE for problem in problems):
+        raise RegistryError(
+            f"version {version.version} of {version.agent_id} needs the settings it was trained "
+            f"with, found {names} not among those of this release; install the release it was "
+            "trained with, or train a new version"
+        )
+    log.warning("settings left out that are no more", version=version.version, settings=names)
+    for problem in problems:
+        recipe = _without(recipe, problem["loc"])
+    return Settings.model_validate(recipe)
+
+
+def _without(tree: Mapping[str, Any], place: Sequence[int | str]) -> dict[str, Any]:
+    """Return the tree without the key at this place."""
+    key, *deeper = place
+    kept = {name: value for name, value in tree.items() if name != key}
+    return {**kept, str(key): _without(tree[str(key)], deeper)} if deeper else kept
 
 
 def _moved(path: str | None, old_state: str, settings: Settings) -> Path | None:

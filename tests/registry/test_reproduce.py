@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
@@ -57,6 +58,29 @@ def test_a_version_without_a_turn_says_so(
     settings = loop.pipeline.settings(first_turn.agent_id)
     with pytest.raises(RegistryError, match="recipe, fingerprint, watermark"):
         recorded_turn(loop.pipeline.ledger, settings, version, tmp_path)
+
+
+def test_a_recorded_setting_that_is_no_more_is_named_or_left_out(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """Nobody can train with it again; what explains or goes on from a version can do without."""
+    version = loop.version(first_turn.agent_id, 1)
+    settings, ledger = loop.pipeline.settings(first_turn.agent_id), loop.pipeline.ledger
+    before = recorded_turn(ledger, settings, version, tmp_path).settings
+    recipe = dict(version.lineage["recipe"])
+    for section in ("evaluation", "ppo"):
+        recipe[section] = {**recipe[section], "of_last_year": 1}
+    old = replace(version, lineage={**version.lineage, "recipe": recipe})
+    with pytest.raises(
+        RegistryError, match=r"evaluation\.of_last_year, ppo\.of_last_year not among"
+    ):
+        recorded_turn(ledger, settings, old, tmp_path)
+    with capture_logs() as lines:
+        assert recorded_turn(ledger, settings, old, tmp_path, exact=False).settings == before
+    assert [line["settings"] for line in lines] == ["evaluation.of_last_year, ppo.of_last_year"]
+    recipe["evaluation"] = {**version.lineage["recipe"]["evaluation"], "prompts": "many"}
+    with pytest.raises(RegistryError, match=r"evaluation\.prompts"):
+        recorded_turn(ledger, settings, old, tmp_path, exact=False)
 
 
 def test_a_moved_state_folder_still_finds_where_training_began(
