@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
@@ -92,14 +93,11 @@ class FeedbackStore:
 
     def ensure_agent(self, agent_id: str, *, recipe: str | None = None) -> None:
         """Make the agent known; one that is already known keeps its settings."""
+        # Not looked up first: on PostgreSQL another may make it known in between.
+        insert = sqlite.insert if self.database.is_sqlite else postgresql.insert
+        row = insert(db.agents).values(agent_id=agent_id, created_at=now(), recipe=recipe)
         with self.database.write() as connection:
-            known = connection.execute(
-                sa.select(db.agents.c.agent_id).where(db.agents.c.agent_id == agent_id)
-            ).first()
-            if known is None:
-                connection.execute(
-                    db.agents.insert().values(agent_id=agent_id, created_at=now(), recipe=recipe)
-                )
+            connection.execute(row.on_conflict_do_nothing())
 
     def agents(self) -> list[str]:
         """Return every agent's id, oldest first."""

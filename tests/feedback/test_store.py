@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -332,6 +333,22 @@ def test_a_vote_about_an_unknown_interaction_is_refused(store: FeedbackStore) ->
     with pytest.raises(FeedbackRefused, match="found no nobody-saw-it"):
         store.append([preference])
     assert stored_keys(store) == ["one"]
+
+
+def test_many_may_make_one_agent_known_at_once(store: FeedbackStore) -> None:
+    store.database.migrate()
+    start = threading.Barrier(12)
+
+    def ensure(_: int) -> None:
+        start.wait()
+        store.ensure_agent("tea")
+
+    for _ in range(5):
+        with ThreadPoolExecutor(12) as threads:
+            list(threads.map(ensure, range(12)))
+        assert store.agents() == ["tea"]
+        with store.database.write() as connection:
+            connection.execute(db.agents.delete())
 
 
 def test_agents_keep_their_settings(store: FeedbackStore) -> None:
