@@ -274,6 +274,12 @@ def test_a_damaged_store_is_told_in_one_line(kept: int, rlhf: Run, tmp_path: Pat
     assert len(told.splitlines()) == 1
 
 
+def test_a_key_is_for_an_agent_that_can_be(rlhf: Run) -> None:
+    told = rlhf("keys", "create", "--agent", "bad name", code=1).stderr
+    assert "found 'bad name'" in told
+    assert "no key yet" in rlhf("keys", "list").stdout
+
+
 def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: Path) -> None:
     assert "yet; `rlhf ingest` makes one known" in rlhf("status").stdout
     assert json.loads(rlhf("status", "--json").stdout) == []

@@ -22,6 +22,7 @@ from typing import Literal
 
 from rlhf_pipeline import files
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.feedback.rules import check_agent_id
 from rlhf_pipeline.records import now
 
 Role = Literal["client", "admin"]
@@ -63,12 +64,17 @@ class Keys:
         name: str = "",
         expires_at: datetime | None = None,
     ) -> tuple[ApiKey, str]:
-        """Return a new key's record and the key itself, which nobody can be shown again."""
+        """Return a new key's record and the key itself, which nobody can be shown again.
+
+        Raises ConfigError for an admin key of one agent, FeedbackRefused for no agent's id.
+        """
         if role == "admin" and agent_id is not None:
             raise ConfigError(
                 f"an admin key is for every agent, found agent {agent_id!r}; leave the agent "
                 "out or make a client key"
             )
+        if agent_id is not None:
+            check_agent_id(agent_id)
         key_id = secrets.token_hex(6)
         secret = f"rlhf_{key_id}_{secrets.token_urlsafe(32)}"
         ends = None if expires_at is None else expires_at.isoformat()
