@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -278,6 +279,16 @@ def test_a_key_is_for_an_agent_that_can_be(rlhf: Run) -> None:
     told = rlhf("keys", "create", "--agent", "bad name", code=1).stderr
     assert "found 'bad name'" in told
     assert "no key yet" in rlhf("keys", "list").stdout
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(rlhf: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = rlhf("serve", "--port", port, code=1).stderr.splitlines()
+    assert told[-1] == (
+        f"error: needed to listen on 127.0.0.1, port {port}, found Address already in use; "
+        "end what does, or name another --port"
+    )
 
 
 def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ on any other address nobody without one.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -136,7 +137,10 @@ def run(
     host: str = "127.0.0.1",
     names: Sequence[str] = (),
 ) -> None:
-    """Serve until interrupted. Raises ConfigError off loopback while no key was made."""
+    """Serve until interrupted.
+
+    Raises ConfigError where it cannot listen, and off loopback while no key was made.
+    """
     import structlog
     import uvicorn
 
@@ -154,6 +158,7 @@ def run(
         structlog.get_logger().warning(
             "OPEN: everybody on this machine may do everything; `rlhf keys create` ends that"
         )
+    _need_port(host, port)
     app = create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names])
     settle()
     gateway: Gateway = app.state.gateway
@@ -167,3 +172,16 @@ def run(
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+
+
+def _need_port(host: str, port: int) -> None:
+    """Raise ConfigError unless one can listen there: uvicorn would end the process with a 3."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"needed to listen on {host}, port {port}, found {error.strerror}; end what does, "
+                "or name another --port"
+            ) from error
