@@ -24,6 +24,8 @@ UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
+AT_WORK = [*UNFINISHED, dg.DagsterRunStatus.QUEUED]  # nobody can be dead in the queue
+PARTITION = "dagster/partition"  # run tag: the agent, also where a person began it in the UI
 
 
 def end_dead_turns(

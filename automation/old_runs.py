@@ -19,7 +19,7 @@ from pathlib import Path
 import dagster as dg
 import structlog
 
-from automation.dead import UNFINISHED
+from automation.dead import AT_WORK, PARTITION
 from automation.jobs import retrain
 from resources.pipeline import AGENT
 from rlhf_pipeline.config import Settings
@@ -32,13 +32,11 @@ log = structlog.get_logger(__name__)
 
 NO_AGENT = ""
 """The agent of runs that are about none: of a dropped file, of a prune."""
-AT_WORK = [*UNFINISHED, dg.DagsterRunStatus.QUEUED]
 ENDED = [
     dg.DagsterRunStatus.SUCCESS,
     dg.DagsterRunStatus.FAILURE,
     dg.DagsterRunStatus.CANCELED,
 ]
-PARTITION = "dagster/partition"
 PAGE = 1000  # rows asked for at once
 
 

@@ -3,11 +3,10 @@
 import dagster as dg
 
 from assets.common import agents
+from automation.due_turns import due_turns
 from automation.jobs import prune_state, request, retrain
 from resources.pipeline import Pipeline
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.continuous import Due, due
-from rlhf_pipeline.records import now
 
 
 def nightly_schedule() -> dg.ScheduleDefinition:
@@ -23,18 +22,14 @@ def nightly_schedule() -> dg.ScheduleDefinition:
         context: dg.ScheduleEvaluationContext, pipeline: Pipeline
     ) -> list[dg.RunRequest] | dg.SkipReason:
         """Ask for a turn of every agent with new feedback, however little."""
-        requests, reasons = [], []
+        requests = []
         known = set(context.instance.get_dynamic_partitions(str(agents.name)))
-        for agent_id in pipeline.store.agents():
-            settings = pipeline.settings(agent_id)
-            verdict = due(pipeline.database, agent_id, settings, at=now(), min_new_feedback=1)
-            if not isinstance(verdict, Due):
-                reasons.append(f"{agent_id}: {verdict.reason}")
-                continue
-            if agent_id not in known:
-                context.instance.add_dynamic_partitions(str(agents.name), [agent_id])
-            minutes = settings.continuous_learning.deadline_minutes
-            requests.append(request(verdict, asked_by="schedule", deadline_minutes=minutes))
+        turns, reasons = due_turns(context.instance, pipeline, min_new_feedback=1)
+        for turn in turns:
+            if turn.agent_id not in known:
+                context.instance.add_dynamic_partitions(str(agents.name), [turn.agent_id])
+            minutes = pipeline.settings(turn.agent_id).continuous_learning.deadline_minutes
+            requests.append(request(turn, asked_by="schedule", deadline_minutes=minutes))
         return requests or dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")
 
     return nightly

@@ -13,6 +13,7 @@ import structlog
 
 from assets.common import agents
 from automation.dead import end_dead_turns, runs_of
+from automation.due_turns import due_turns
 from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain
 from resources.pipeline import (
     AGENT,
@@ -23,7 +24,7 @@ from resources.pipeline import (
     bootstrap_mark,
 )
 from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts
-from rlhf_pipeline.continuous import BACK_OFF, Due, due
+from rlhf_pipeline.continuous import BACK_OFF, Due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
@@ -41,21 +42,16 @@ def enough_new_feedback(
 ) -> dg.SensorResult | dg.SkipReason:
     """Ask for a turn when an agent has enough new effective votes."""
     known = set(context.instance.get_dynamic_partitions(str(agents.name)))
-    every = pipeline.store.agents()
-    fresh = [agent_id for agent_id in every if agent_id not in known]
-    requests, reasons = [], []
-    for agent_id in every:
-        settings = pipeline.settings(agent_id)
-        verdict = due(pipeline.database, agent_id, settings, at=now())
-        if not isinstance(verdict, Due):
-            reasons.append(f"{agent_id}: {verdict.reason}")
-            continue
-        rules = settings.continuous_learning
-        ended, reason = _ended_unclaimed(context.instance, pipeline, verdict, rules.max_attempts)
+    fresh = [agent_id for agent_id in pipeline.store.agents() if agent_id not in known]
+    turns, reasons = due_turns(context.instance, pipeline)
+    requests = []
+    for turn in turns:
+        rules = pipeline.settings(turn.agent_id).continuous_learning
+        ended, reason = _ended_unclaimed(context.instance, pipeline, turn, rules.max_attempts)
         if reason is not None:
-            reasons.append(f"{agent_id}: {reason}")
+            reasons.append(f"{turn.agent_id}: {reason}")
             continue
-        asked = request(verdict, asked_by="sensor", deadline_minutes=rules.deadline_minutes)
+        asked = request(turn, asked_by="sensor", deadline_minutes=rules.deadline_minutes)
         requests.append(asked._replace(run_key=f"{asked.run_key}.{ended}") if ended else asked)
     if not requests and not fresh:
         return dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")

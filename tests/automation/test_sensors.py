@@ -15,6 +15,11 @@ from unittest.mock import patch
 import dagster as dg
 import pytest
 import structlog
+from dagster._core.remote_origin import (
+    RegisteredCodeLocationOrigin,
+    RemoteJobOrigin,
+    RemoteRepositoryOrigin,
+)
 
 from assets.common import GPU
 from automation import sensors
@@ -150,6 +155,28 @@ def test_no_second_turn_is_asked_for_while_one_runs_nor_from_the_same_votes(tick
     ticks.vote(agent, 40, start=40)
     [second] = ticks.tick("enough_new_feedback").run_requests
     assert second.run_key != request.run_key
+
+
+def test_while_a_run_waits_in_the_queue_newer_votes_ask_for_none_beside_it(ticks: Ticks) -> None:
+    agent = "queueing"
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    ticks.vote(agent, 40)
+    [first] = ticks.tick("enough_new_feedback").run_requests
+    home = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "ours")
+    run = ticks.instance.create_run_for_job(
+        definitions().resolve_job_def("retrain"),
+        status=dg.DagsterRunStatus.QUEUED,
+        tags={"dagster/partition": agent},
+        remote_job_origin=RemoteJobOrigin(home, "retrain"),
+    )
+    ticks.vote(agent, 1, start=40)  # another fingerprint: the run key alone would let it through
+    said = f"queueing: run {run.run_id[:8]} waits or is at work"
+    for tick in (ticks.tick("enough_new_feedback"), night(ticks)):
+        assert (tick.run_requests or [], tick.skip_message) == ([], said)
+
+    ticks.instance.report_run_canceled(run)
+    [second] = ticks.tick("enough_new_feedback").run_requests
+    assert second.run_key != first.run_key
 
 
 def test_a_person_who_votes_again_on_the_same_answer_is_one_vote(ticks: Ticks) -> None:

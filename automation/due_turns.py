@@ -1,0 +1,40 @@
+"""Which agents' turns should be asked for now, by the sensor and by the night alike.
+
+A run that waits in the queue holds no claim yet: until it begins, only Dagster knows of it. What
+this does not see is a run that the other of the two asks for in the same second.
+"""
+
+import dagster as dg
+
+from automation.dead import AT_WORK, PARTITION
+from automation.jobs import retrain
+from resources.pipeline import AGENT, Pipeline
+from rlhf_pipeline.continuous import Due, due
+from rlhf_pipeline.records import now
+
+
+def due_turns(
+    instance: dg.DagsterInstance, pipeline: Pipeline, *, min_new_feedback: int | None = None
+) -> tuple[list[Due], list[str]]:
+    """Return the turns to ask for, and for every other agent why none starts."""
+    turns, reasons = [], []
+    asked = _asked_for(instance)
+    for agent_id in pipeline.store.agents():
+        if agent_id in asked:
+            reasons.append(f"{agent_id}: run {asked[agent_id][:8]} waits or is at work")
+            continue
+        settings = pipeline.settings(agent_id)
+        verdict = due(
+            pipeline.database, agent_id, settings, at=now(), min_new_feedback=min_new_feedback
+        )
+        if isinstance(verdict, Due):
+            turns.append(verdict)
+        else:
+            reasons.append(f"{agent_id}: {verdict.reason}")
+    return turns, reasons
+
+
+def _asked_for(instance: dg.DagsterInstance) -> dict[str, str]:
+    """Return the id of the unfinished turn's run of each agent that has one."""
+    runs = instance.get_runs(dg.RunsFilter(job_name=retrain.name, statuses=AT_WORK))
+    return {run.tags.get(AGENT) or run.tags.get(PARTITION, ""): run.run_id for run in runs}
