@@ -86,9 +86,10 @@ def main() -> None:
 def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     from rlhf_pipeline.files import read_json
 
-    claim = pipeline.claims.last_done(agent_id)
-    if claim is None:
+    done = [claim for claim in pipeline.claims.history(agent_id) if claim.state == "done"]
+    if not done:
         return
+    claim = done[-1]
     verdicts = pipeline.claims.verdicts_before(claim)
     folder = pipeline.settings(agent_id).turn_folder(agent_id, claim.fingerprint, verdicts)
     console.print(f"verdict: {claim.reason}", highlight=False, soft_wrap=True)

@@ -59,11 +59,22 @@ class Agent:
     def newest(self) -> int:
         return snapshot.newest_seq(self.database, "tea")
 
-    def turn(self, began: datetime, minutes: float, state: Any, mark: str | None = None) -> Claim:
+    def turn(
+        self,
+        began: datetime,
+        minutes: float,
+        state: Any,
+        mark: str | None = None,
+        watermark: int | None = None,
+    ) -> Claim:
         """Leave a turn in the books that ran from `began` for so many minutes."""
         later, self.at = self.at, began
         claim = self.book.claim(
-            "tea", mark or self.mark(), self.newest(), holder="run-1234567", asked_by="sensor"
+            "tea",
+            mark or self.mark(),
+            self.newest() if watermark is None else watermark,
+            holder="run-1234567",
+            asked_by="sensor",
         )
         self.at = began + timedelta(minutes=minutes)
         self.book.beat(claim.token)
@@ -188,6 +199,13 @@ def test_version_0_from_seeds_needs_no_rest(agent: Agent) -> None:
     agent.turn(agent.at - timedelta(minutes=2), 1, "done", mark="bootstrap")  # watermark 0
     agent.send(5)
     assert isinstance(agent.asks(), Due)
+
+
+def test_version_0_made_again_makes_no_votes_new_again(agent: Agent) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(hours=2), 1, "done")
+    agent.turn(agent.at - timedelta(hours=1), 1, "done", mark="bootstrap", watermark=0)
+    assert agent.refusal() == "0 new votes of the 5 needed"
 
 
 def test_the_budget_of_a_day_is_kept(agent: Agent) -> None:

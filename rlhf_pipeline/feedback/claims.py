@@ -207,12 +207,16 @@ class ClaimBook:
             return _one(connection, query)
 
     def last_done(self, agent_id: str) -> Claim | None:
-        """Return the newest claim that was trained to its verdict, or None."""
+        """Return the newest claim that was trained to its verdict, or None.
+
+        Version 0 from seeds counts only where no votes were trained on: made again later, it takes
+        none of them back.
+        """
         c = db.claims.c
         query = (
             db.claims.select()
             .where(c.agent_id == agent_id, c.state == "done")
-            .order_by(c.token.desc())
+            .order_by((c.watermark > 0).desc(), c.token.desc())
             .limit(1)
         )
         with self.database.read() as connection:

@@ -113,6 +113,20 @@ def test_what_the_old_holder_writes_is_refused(book: ClaimBook, clock: Clock) ->
     assert done.holder == "run-2"
 
 
+def test_version_0_made_again_is_no_newer_turn_than_that_from_votes(book: ClaimBook) -> None:
+    def trained(mark: str, watermark: int) -> Claim:
+        made = book.claim("tea", mark, watermark, holder=mark, asked_by="person")
+        book.finish(made.token, "done")
+        done = book.last_done("tea")
+        assert done is not None
+        return done
+
+    assert trained("seeds", 0).fingerprint == "seeds"
+    assert trained("votes", 10).fingerprint == "votes"
+    assert trained("seeds again", 0).fingerprint == "votes"
+    assert trained("more votes", 20).fingerprint == "more votes"
+
+
 def test_a_heartbeat_keeps_the_claim(book: ClaimBook, clock: Clock) -> None:
     made = claim(book)
     for _ in range(5):
