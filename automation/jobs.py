@@ -1,5 +1,6 @@
 """The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,20 +61,23 @@ class DroppedFile(dg.Config):
 
 @dg.op
 def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipeline) -> None:
-    """Store the file's feedback, then move the file aside. Taking it twice stores nothing twice."""
+    """Store the file's feedback, then move the file aside. Taking it twice stores nothing twice.
+
+    A file that was written to, or that another took the name of, meanwhile stays where it is: the
+    sensor asks for it again.
+    """
     from rlhf_pipeline.feedback.ingest import ingest
 
     path = Path(config.path)
-    if not path.exists():
+    before = _stamp(path)
+    if before is None:
         context.log.info(f"{path} was taken in by an earlier run")
         return
     summary = ingest(pipeline.store, [path], config.agent_id)
-    done = path.parent / INBOX_DONE
-    done.mkdir(exist_ok=True)
-    target = done / path.name
-    if target.exists():  # another day's file of the same name
-        target = done / f"{path.stem}.{time.time_ns()}{path.suffix}"
-    path.replace(target)
+    if _stamp(path) != before:
+        context.log.info(f"{path} has changed since; what is new in it is taken in next")
+    else:
+        _set_aside(path)
     context.add_output_metadata(
         {
             "read": summary.read,
@@ -82,6 +86,27 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
             "quarantined": dg.MetadataValue.json(dict(summary.quarantined)),
         }
     )
+
+
+def stamp_of(stat: os.stat_result) -> str:
+    """Return what another file of the name, or another state of the file, differs in."""
+    return f"{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _stamp(path: Path) -> str | None:
+    try:
+        return stamp_of(path.stat())
+    except FileNotFoundError:
+        return None
+
+
+def _set_aside(path: Path) -> None:
+    done = path.parent / INBOX_DONE
+    done.mkdir(exist_ok=True)
+    target = done / path.name
+    if target.exists():  # another day's file of the same name
+        target = done / f"{path.stem}.{time.time_ns()}{path.suffix}"
+    path.replace(target)
 
 
 @dg.job(executor_def=LIGHT, description="Take in one JSONL file that was dropped into the inbox.")

@@ -14,7 +14,7 @@ import structlog
 from assets.common import agents
 from automation.dead import end_dead_turns, runs_of
 from automation.due_turns import due_turns
-from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain
+from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain, stamp_of
 from resources.pipeline import (
     AGENT,
     ASKED_BY,
@@ -34,6 +34,7 @@ from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
 
 log = structlog.get_logger()
 RUNNING = dg.DefaultSensorStatus.RUNNING
+SETTLED = timedelta(minutes=1)  # since a dropped file was written to: longer than a writer's pause
 
 
 @dg.sensor(jobs=[retrain], minimum_interval_seconds=5, default_status=RUNNING)
@@ -88,7 +89,7 @@ def _ended_unclaimed(
 
 @dg.sensor(job=ingest_file, minimum_interval_seconds=15, default_status=RUNNING)
 def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SensorResult:
-    """Take in JSONL files that lie in <state>/inbox/<agent>/, once they have stopped growing."""
+    """Take in JSONL files that lie in <state>/inbox/<agent>/, once they have settled."""
     settings = pipeline.settings()
     inbox = settings.state_dir / settings.feedback.drop_folder
     before: dict[str, int] = json.loads(context.cursor or "{}")
@@ -103,9 +104,11 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
             sizes[str(path)] = stat.st_size
             if before.get(str(path)) != stat.st_size:
                 continue  # seen for the first time, or still being written
+            if abs(now().timestamp() - stat.st_mtime) < SETTLED.total_seconds():
+                continue  # whoever writes it may only pause; where clocks differ it is near too
             requests.append(
                 dg.RunRequest(
-                    run_key=f"{path}:{stat.st_size}:{stat.st_mtime_ns}",
+                    run_key=f"{path}:{stamp_of(stat)}",
                     run_config={
                         "ops": {
                             "take_in": {"config": {"agent_id": path.parent.name, "path": str(path)}}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -372,8 +374,10 @@ def _count(told: Row, lived: Lived) -> None:
 
 
 def drop(path: Path, lines: Iterable[bytes]) -> None:
-    """Put a file into the inbox in one step."""
+    """Put a file into the inbox in one step, as old as one that was written some time ago."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".writing")
     half.write_bytes(b"\n".join(lines) + b"\n")
+    written = time.time() - 3600  # it comes whole, and is taken in without a wait for more of it
+    os.utime(half, (written, written))
     half.replace(path)

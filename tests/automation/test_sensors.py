@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,11 +25,13 @@ from dagster._core.remote_origin import (
 from assets.common import GPU
 from automation import sensors
 from automation.jobs import FINGERPRINT
+from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
 from tests.loopback import answering
@@ -257,6 +260,12 @@ def line(number: int) -> str:
     )
 
 
+def settle(path: Path) -> None:
+    """Let a minute pass since the file was written to."""
+    written = path.stat().st_mtime - SETTLED.total_seconds()
+    os.utime(path, (written, written))
+
+
 def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) -> None:
     agent = "dropping"
     inbox = ticks.state / "inbox" / agent
@@ -273,7 +282,10 @@ def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) ->
     path.write_text("\n".join([line(1), line(2), "{not json", line(3)]) + "\n")
     second = ticks.tick("dropped_files", first.cursor)
     assert second.run_requests == []  # still being written
-    third = ticks.tick("dropped_files", second.cursor)
+    paused = ticks.tick("dropped_files", second.cursor)
+    assert paused.run_requests == []  # its writer may go on
+    settle(path)
+    third = ticks.tick("dropped_files", paused.cursor)
     [request] = third.run_requests
     assert definitions().resolve_sensor_def("dropped_files").job_name == "ingest_file"
     [same] = ticks.tick("dropped_files", third.cursor).run_requests
@@ -309,6 +321,7 @@ def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks)
     for number in (1, 2):
         path = inbox / "votes.jsonl"
         path.write_text(line(number) + "\n")
+        settle(path)
         seen = ticks.tick("dropped_files")
         [request] = ticks.tick("dropped_files", seen.cursor).run_requests
         assert take_in(ticks, request).success
@@ -316,11 +329,49 @@ def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks)
     assert {p.read_text().strip() for p in kept} == {line(1), line(2)}
 
 
+@pytest.mark.parametrize("sender", ["renames", "appends"])
+def test_what_comes_while_a_file_is_taken_in_is_taken_in_next(
+    ticks: Ticks, sender: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = f"hurried-{sender}"
+    path = ticks.state / "inbox" / agent / "votes.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(line(1) + "\n")
+    settle(path)
+    seen = ticks.tick("dropped_files")
+    [first] = ticks.tick("dropped_files", seen.cursor).run_requests
+
+    def come_after(*given: Any) -> IngestSummary:
+        summary = ingest(*given)
+        if sender == "appends":
+            with path.open("a") as file:
+                file.write(line(2) + "\n")
+        else:
+            new = path.with_suffix(".part")
+            new.write_text(line(2) + "\n")  # as long as the one before
+            new.replace(path)
+        return summary
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rlhf_pipeline.feedback.ingest.ingest", come_after)
+        assert take_in(ticks, first).success
+    assert path.exists()
+    settle(path)
+    seen = ticks.tick("dropped_files", seen.cursor)
+    [second] = ticks.tick("dropped_files", seen.cursor).run_requests
+    assert second.run_key != first.run_key
+    assert take_in(ticks, second).success
+    assert not path.exists()
+    assert ticks.pipeline.store.counts(agent) == {"preference": 2}
+
+
 def test_files_wait_while_feedback_is_switched_off(ticks: Ticks) -> None:
     ticks.set(feedback={"enabled": False})
     inbox = ticks.state / "inbox" / "off"
     inbox.mkdir(parents=True)
-    (inbox / "votes.jsonl").write_text(line(1) + "\n")
+    path = inbox / "votes.jsonl"
+    path.write_text(line(1) + "\n")
+    settle(path)
     seen = ticks.tick("dropped_files")
     assert ticks.tick("dropped_files", seen.cursor).run_requests == []
 
