@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 INBOX_DONE = "done"  # folder beside the dropped files
 FINGERPRINT = "rlhf/fingerprint"  # run tag: which votes a run was asked to train from
+DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked to take in
+MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
+SHORT = {MAX_RUNTIME: str(60 * 60)}  # of what keeps no heartbeat; what is done by then stays done
 
 
 @dg.failure_hook(required_resource_keys={"pipeline"})
@@ -109,7 +112,11 @@ def _set_aside(path: Path) -> None:
     path.replace(target)
 
 
-@dg.job(executor_def=LIGHT, description="Take in one JSONL file that was dropped into the inbox.")
+@dg.job(
+    executor_def=LIGHT,
+    tags=SHORT,
+    description="Take in one JSONL file that was dropped into the inbox.",
+)
 def ingest_file() -> None:
     """Take in one dropped file."""
     take_in()
@@ -147,7 +154,7 @@ def _row(item: "Item") -> dict[str, str]:
     }
 
 
-@dg.job(executor_def=LIGHT, description="Remove what is old and nothing points at.")
+@dg.job(executor_def=LIGHT, tags=SHORT, description="Remove what is old and nothing points at.")
 def prune_state() -> None:
     """Remove what is old and nothing points at."""
     remove_what_is_old()
@@ -171,6 +178,6 @@ def request(
             ASKED_BY: asked_by,
             FINGERPRINT: turn.fingerprint[:32],
             "rlhf/new_votes": str(turn.votes),
-            "dagster/max_runtime": str(60 * deadline_minutes),
+            MAX_RUNTIME: str(60 * deadline_minutes),
         },
     )

@@ -6,6 +6,7 @@ cool-down) and by `rlhf pause`, which work the same with and without the UI.
 
 import json
 import urllib.request
+from collections.abc import Sequence
 from datetime import UTC, timedelta
 
 import dagster as dg
@@ -14,7 +15,15 @@ import structlog
 from assets.common import agents
 from automation.dead import end_dead_turns, runs_of
 from automation.due_turns import due_turns
-from automation.jobs import FINGERPRINT, bootstrap, ingest_file, request, retrain, stamp_of
+from automation.jobs import (
+    DROPPED,
+    FINGERPRINT,
+    bootstrap,
+    ingest_file,
+    request,
+    retrain,
+    stamp_of,
+)
 from resources.pipeline import (
     AGENT,
     ASKED_BY,
@@ -77,14 +86,20 @@ def _ended_unclaimed(
         )
     )
     ended = [r for r in records if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
-    if not ended:
-        return 0, None
-    words = f"{len(ended)} runs for {turn.fingerprint[:16]} failed before they began"
-    if len(ended) >= most:
-        return len(ended), f"{words}; a person must look"
-    latest = max(record.update_timestamp for record in ended).replace(tzinfo=UTC)
-    wait = latest + BACK_OFF * 2 ** (len(ended) - 1) - now()
-    return len(ended), f"{words}; next in {wait}" if wait > timedelta() else None
+    words = f"runs for {turn.fingerprint[:16]} failed before they began"
+    return len(ended), _why_wait(ended, most, words)
+
+
+def _why_wait(failed: Sequence[dg.RunRecord], most: int, words: str) -> str | None:
+    """Return why none starts now after these: each doubles the wait, the last one ends it."""
+    if not failed:
+        return None
+    words = f"{len(failed)} {words}"
+    if len(failed) >= most:
+        return f"{words}; a person must look"
+    latest = max(record.update_timestamp for record in failed).replace(tzinfo=UTC)
+    wait = latest + BACK_OFF * 2 ** (len(failed) - 1) - now()
+    return f"{words}; next in {wait}" if wait > timedelta() else None
 
 
 @dg.sensor(job=ingest_file, minimum_interval_seconds=15, default_status=RUNNING)
@@ -94,8 +109,9 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     inbox = settings.state_dir / settings.feedback.drop_folder
     before: dict[str, int] = json.loads(context.cursor or "{}")
     sizes: dict[str, int] = {}
-    requests = []
+    requests, reasons = [], []
     if settings.feedback.enabled:
+        failed = _failed_files(context.instance)
         for path in sorted(inbox.glob("*/*.json*")):
             try:
                 stat = path.stat()
@@ -106,9 +122,16 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                 continue  # seen for the first time, or still being written
             if abs(now().timestamp() - stat.st_mtime) < SETTLED.total_seconds():
                 continue  # whoever writes it may only pause; where clocks differ it is near too
+            key = f"{path}:{stamp_of(stat)}"
+            ended = failed.get(key, [])
+            most = settings.continuous_learning.max_attempts
+            if (reason := _why_wait(ended, most, f"runs for {path.name} failed")) is not None:
+                reasons.append(reason)
+                continue
             requests.append(
                 dg.RunRequest(
-                    run_key=f"{path}:{stamp_of(stat)}",
+                    run_key=f"{key}.{len(ended)}" if ended else key,
+                    tags={DROPPED: key},
                     run_config={
                         "ops": {
                             "take_in": {"config": {"agent_id": path.parent.name, "path": str(path)}}
@@ -116,8 +139,19 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                     },
                 )
             )
-    skip = None if requests else f"{len(sizes)} files in {inbox}, none ready to take in"
+    words = "; ".join([f"{len(sizes)} files in {inbox}, none ready to take in", *reasons])
+    skip = None if requests else words
     return dg.SensorResult(run_requests=requests, skip_reason=skip, cursor=json.dumps(sizes))
+
+
+def _failed_files(instance: dg.DagsterInstance) -> dict[str, list[dg.RunRecord]]:
+    """Return the runs that failed to take a file in, by the file; their run keys are used up."""
+    found: dict[str, list[dg.RunRecord]] = {}
+    for record in instance.get_run_records(
+        dg.RunsFilter(job_name=ingest_file.name, statuses=[dg.DagsterRunStatus.FAILURE])
+    ):
+        found.setdefault(record.dagster_run.tags.get(DROPPED, ""), []).append(record)
+    return found
 
 
 @dg.sensor(jobs=[retrain, bootstrap], minimum_interval_seconds=30, default_status=RUNNING)

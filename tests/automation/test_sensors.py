@@ -24,7 +24,7 @@ from dagster._core.remote_origin import (
 
 from assets.common import GPU
 from automation import sensors
-from automation.jobs import FINGERPRINT
+from automation.jobs import DROPPED, FINGERPRINT
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
@@ -363,6 +363,54 @@ def test_what_comes_while_a_file_is_taken_in_is_taken_in_next(
     assert take_in(ticks, second).success
     assert not path.exists()
     assert ticks.pipeline.store.counts(agent) == {"preference": 2}
+
+
+def test_a_file_whose_run_died_is_taken_in_by_another_after_a_while(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "resumed"
+    inbox.mkdir(parents=True)
+    path, other = inbox / "votes.jsonl", inbox / "other.jsonl"
+    for each in (path, other):
+        each.write_text(line(1) + "\n")
+        settle(each)
+    cursor = ticks.tick("dropped_files").cursor
+
+    def asked(after: timedelta = timedelta()) -> tuple[dict[str, dg.RunRequest], str]:
+        moment = now() + after
+        with patch.object(sensors, "now", lambda: moment):
+            tick = ticks.tick("dropped_files", cursor)
+        by_path = {
+            Path(r.run_config["ops"]["take_in"]["config"]["path"]).name: r
+            for r in tick.run_requests or []
+        }
+        return by_path, tick.skip_message or ""
+
+    def die(request: dg.RunRequest) -> None:
+        run = ticks.instance.create_run_for_job(
+            definitions().resolve_job_def("ingest_file"),
+            run_config=request.run_config,
+            status=dg.DagsterRunStatus.STARTED,
+            tags=dict(request.tags),
+        )
+        ticks.instance.report_run_failed(run)
+
+    first = asked()[0][path.name]
+    die(first)
+    assert set(asked()[0]) == {other.name}  # one bad file keeps no other one out
+    other.unlink()
+    assert "1 runs for votes.jsonl failed; next in 0:0" in asked()[1]
+    again = asked(BACK_OFF)[0][path.name]
+    assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
+    die(again)
+    die(asked(2 * BACK_OFF)[0][path.name])
+    assert "3 runs for votes.jsonl failed; a person must look" in asked(99 * BACK_OFF)[1]
+    path.write_text(line(2) + "\n")  # as they may, by putting a better one there
+    settle(path)
+    assert asked()[0][path.name].run_key == asked()[0][path.name].tags[DROPPED]
+
+
+def test_a_dead_run_without_a_heartbeat_holds_its_place_for_an_hour() -> None:
+    for job in ("ingest_file", "prune_state"):
+        assert definitions().resolve_job_def(job).run_tags["dagster/max_runtime"] == "3600"
 
 
 def test_files_wait_while_feedback_is_switched_off(ticks: Ticks) -> None:
