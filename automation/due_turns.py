@@ -1,7 +1,8 @@
 """Which agents' turns should be asked for now, by the sensor and by the night alike.
 
 A run that waits in the queue holds no claim yet: until it begins, only Dagster knows of it. What
-this does not see is a run that the other of the two asks for in the same second.
+this does not see is a run that the other of the two asks for in the same second. An agent whose own
+recipe does not load keeps no other one waiting; the sensor `alerts` tells people of it.
 """
 
 import dagster as dg
@@ -9,26 +10,32 @@ import dagster as dg
 from automation.dead import AT_WORK, PARTITION
 from automation.jobs import retrain
 from resources.pipeline import AGENT, Pipeline
+from rlhf_pipeline.config import ContinuousLearningSettings
 from rlhf_pipeline.continuous import Due, due
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import now
 
 
 def due_turns(
     instance: dg.DagsterInstance, pipeline: Pipeline, *, min_new_feedback: int | None = None
-) -> tuple[list[Due], list[str]]:
-    """Return the turns to ask for, and for every other agent why none starts."""
+) -> tuple[list[tuple[Due, ContinuousLearningSettings]], list[str]]:
+    """Return the turns to ask for, each with its agent's rules, and why no other agent's starts."""
     turns, reasons = [], []
     asked = _asked_for(instance)
     for agent_id in pipeline.store.agents():
         if agent_id in asked:
             reasons.append(f"{agent_id}: run {asked[agent_id][:8]} waits or is at work")
             continue
-        settings = pipeline.settings(agent_id)
+        try:
+            settings = pipeline.settings(agent_id)
+        except ConfigError as error:
+            reasons.append(f"{agent_id}: {error}")
+            continue
         verdict = due(
             pipeline.database, agent_id, settings, at=now(), min_new_feedback=min_new_feedback
         )
         if isinstance(verdict, Due):
-            turns.append(verdict)
+            turns.append((verdict, settings.continuous_learning))
         else:
             reasons.append(f"{agent_id}: {verdict.reason}")
     return turns, reasons

@@ -10,7 +10,7 @@ import dagster as dg
 from assets.common import table
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
 from rlhf_pipeline.continuous import Due
-from rlhf_pipeline.errors import ClaimLost
+from rlhf_pipeline.errors import ClaimLost, ConfigError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.retention import Item
@@ -124,25 +124,36 @@ def ingest_file() -> None:
 
 @dg.op
 def remove_what_is_old(context: dg.OpExecutionContext, pipeline: Pipeline) -> None:
-    """Remove what the settings let go, of every agent whose settings let anything go by itself."""
+    """Remove what the settings let go, of every agent whose settings let anything go by itself.
+
+    Raises dg.Failure at the end, the others' done, where an agent's recipe does not load.
+    """
     from automation.old_runs import NO_AGENT, prune_runs
     from rlhf_pipeline.retention import prune
 
-    agents = [a for a in pipeline.store.agents() if pipeline.settings(a).retention.enabled]
+    agents, unsound = [], []
+    for agent_id in pipeline.store.agents():
+        try:
+            if pipeline.settings(agent_id).retention.enabled:
+                agents.append(agent_id)
+        except ConfigError as error:
+            unsound.append(f"{agent_id}: {error}")
     items = prune(pipeline.registry, pipeline.settings, agents=agents)
     if pipeline.settings().retention.enabled:
         agents.append(NO_AGENT)
     ledger = pipeline.registry.ledger
     items += prune_runs(context.instance, ledger, pipeline.settings, agents=agents)
     gone = [item for item in items if item.stays is None]
-    context.add_output_metadata(
-        {
-            "removed": len(gone),
-            "MiB": sum(item.bytes for item in gone) / 2**20,
-            "gone": table([_row(item) for item in gone]),
-            "stays": table([_row(item) for item in items if item.stays is not None]),
-        }
-    )
+    told: dict[str, int | float | dg.MetadataValue] = {
+        "removed": len(gone),
+        "MiB": sum(item.bytes for item in gone) / 2**20,
+        "gone": table([_row(item) for item in gone]),
+        "stays": table([_row(item) for item in items if item.stays is not None]),
+    }
+    if unsound:
+        words = f"needed every agent's recipe to load, found {'; '.join(unsound)}; correct it"
+        raise dg.Failure(words, metadata=told, allow_retries=False)
+    context.add_output_metadata(told)
 
 
 def _row(item: "Item") -> dict[str, str]:

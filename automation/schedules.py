@@ -25,11 +25,11 @@ def nightly_schedule() -> dg.ScheduleDefinition:
         requests = []
         known = set(context.instance.get_dynamic_partitions(str(agents.name)))
         turns, reasons = due_turns(context.instance, pipeline, min_new_feedback=1)
-        for turn in turns:
+        for turn, rules in turns:
             if turn.agent_id not in known:
                 context.instance.add_dynamic_partitions(str(agents.name), [turn.agent_id])
-            minutes = pipeline.settings(turn.agent_id).continuous_learning.deadline_minutes
-            requests.append(request(turn, asked_by="schedule", deadline_minutes=minutes))
+            asked = request(turn, asked_by="schedule", deadline_minutes=rules.deadline_minutes)
+            requests.append(asked)
         return requests or dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")
 
     return nightly

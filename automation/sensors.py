@@ -35,6 +35,7 @@ from resources.pipeline import (
 from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts
 from rlhf_pipeline.continuous import BACK_OFF, Due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
 from rlhf_pipeline.overview import overview
@@ -55,8 +56,7 @@ def enough_new_feedback(
     fresh = [agent_id for agent_id in pipeline.store.agents() if agent_id not in known]
     turns, reasons = due_turns(context.instance, pipeline)
     requests = []
-    for turn in turns:
-        rules = pipeline.settings(turn.agent_id).continuous_learning
+    for turn, rules in turns:
         ended, reason = _ended_unclaimed(context.instance, pipeline, turn, rules.max_attempts)
         if reason is not None:
             reasons.append(f"{turn.agent_id}: {reason}")
@@ -164,8 +164,12 @@ def dead_runs(
     for claim in end_dead_turns(context.instance, pipeline):
         if claim.asked_by in (ASKED_BY_ERASURE, ASKED_BY_PRUNE):
             continue  # whoever asked for it asks again; there is nothing to train
-        settings, row = pipeline.settings(claim.agent_id), pipeline.store.agent(claim.agent_id)
-        rules = settings.continuous_learning
+        try:
+            settings = pipeline.settings(claim.agent_id)
+        except ConfigError as error:  # `alerts` tells of it; the other claims were given up too
+            log.warning("not asked for again", agent=claim.agent_id, error=str(error))
+            continue
+        row, rules = pipeline.store.agent(claim.agent_id), settings.continuous_learning
         if (
             claim.attempt >= rules.max_attempts
             or not (settings.training.enabled and rules.enabled)
@@ -256,8 +260,14 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
 def _alerts(pipeline: Pipeline) -> list[Alert]:
     every = disk_alerts(pipeline.settings())
     for agent_id in pipeline.store.agents():
+        try:
+            settings = pipeline.settings(agent_id)
+        except ConfigError as error:
+            words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
+            every.append(Alert("settings_unsound", agent_id, words))
+            continue
         found = overview(pipeline.store, pipeline.ledger, agent_id)
-        every += alerts_of(found, pipeline.settings(agent_id), at=now())
+        every += alerts_of(found, settings, at=now())
     return every
 
 

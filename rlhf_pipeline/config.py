@@ -943,8 +943,8 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
         )
     try:
         tree = read_yaml(path) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not YAML that can be read: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold settings by name, found {type(tree).__name__}")
     presets = tree.pop("presets", None) or []

@@ -70,6 +70,14 @@ def test_large_models_train_adapters_and_share_the_trunk() -> None:
         assert not settings.promotion.automatic
 
 
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xff", b"a: [", b"- a"])
+def test_what_is_no_recipe_is_refused_with_its_path(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "odd.yaml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"odd\.yaml"):
+        load_settings(path)
+
+
 def test_a_recipe_that_is_not_there_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"known: tiny, .*did you mean 'phi-2'"):
         load_settings("phi2")

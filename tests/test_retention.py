@@ -492,6 +492,30 @@ def test_the_nightly_job_leaves_agents_alone_whose_settings_say_so(
     assert [folder.exists() for folder in failed] == [False, True]
 
 
+def test_the_nightly_job_serves_the_others_and_fails_where_a_recipe_has_gone(
+    state: State, tmp_path: Path
+) -> None:
+    tree = {"state_dir": str(state.folder), "retention": json.loads(GREEDY.model_dump_json())}
+    recipe = tmp_path / "greedy.yaml"
+    recipe.write_text(json.dumps(tree))  # JSON is YAML
+    agent, without = state.new_agent(), state.new_agent()
+    store = FeedbackStore(state.database)
+    state.trained(agent, "failed", state="failed")
+    store.set_agent(agent, recipe=str(recipe))
+    store.set_agent(without, recipe="/srv/gone.yaml")
+    run = prune_state.execute_in_process(
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        resources={"pipeline": Pipeline(recipe=str(recipe))},
+        raise_on_error=False,
+    )
+    store.set_agent(without, recipe=str(recipe))  # the state is every test's
+    [failure] = [e for e in run.all_events if e.is_step_failure]
+    assert f"{without}: needed a recipe, found no /srv/gone.yaml" in str(
+        failure.event_specific_data
+    )
+    assert not state.settings.turn_folder(agent, hashed(agent, "failed")).exists()
+
+
 def test_traces_outlast_the_votes_on_them() -> None:
     with pytest.raises(
         (ConfigError, ValueError), match=r"traces\.days must be 30 or more, found 7"

@@ -221,6 +221,30 @@ def test_each_agent_follows_its_own_recipe(ticks: Ticks, tmp_path: Path) -> None
     assert [r.partition_key for r in ticks.tick("enough_new_feedback").run_requests] == ["eager"]
 
 
+def test_an_agent_whose_recipe_has_gone_keeps_no_other_one_waiting(ticks: Ticks) -> None:
+    agents = ["gone", "here"]
+    ticks.instance.add_dynamic_partitions("agents", agents)
+    for agent in agents:
+        ticks.vote(agent, 40)
+    ticks.pipeline.store.set_agent("gone", recipe="/srv/recipes/gone.yaml")
+    for asked in (ticks.tick("enough_new_feedback"), night(ticks)):
+        assert [r.partition_key for r in asked.run_requests] == ["here"]
+    ticks.pipeline.store.set_agent("here", paused_reason="enough")
+    skipped = ticks.tick("enough_new_feedback").skip_message
+    assert "gone: needed a recipe, found no /srv/recipes/gone.yaml" in skipped
+    told = ticks.tick("alerts")
+    assert json.loads(told.cursor) == ["gone/settings_unsound"]
+
+    ticks.pipeline.store.set_agent("here", paused_reason=None)
+    for agent in agents:
+        run = ticks.start_run(agent, job="retrain")
+        mark = snapshot.fingerprint(ticks.pipeline.database, agent, 80)
+        ticks.pipeline.claims.claim(
+            agent, mark, 80, holder=run.run_id, asked_by="sensor", lease=EXPIRED
+        )
+    assert [r.partition_key for r in ticks.tick("dead_runs").run_requests] == ["here"]
+
+
 def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks) -> None:
     agent = "stillborn"
     ticks.instance.add_dynamic_partitions("agents", [agent])
