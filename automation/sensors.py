@@ -5,7 +5,6 @@ cool-down) and by `rlhf pause`, which work the same with and without the UI.
 """
 
 import json
-import urllib.request
 from collections.abc import Sequence
 from datetime import UTC, timedelta
 
@@ -13,6 +12,7 @@ import dagster as dg
 import structlog
 
 from assets.common import agents
+from automation import outbox
 from automation.dead import end_dead_turns, runs_of
 from automation.due_turns import due_turns
 from automation.jobs import (
@@ -237,17 +237,24 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
 
 @dg.sensor(target=None, minimum_interval_seconds=300, default_status=RUNNING)
 def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
-    """Tell people of what is worth a look, once when it begins; the cursor holds what was told."""
-    told = set(json.loads(context.cursor or "[]"))
+    """Tell people of what is worth a look, once when it begins; the cursor holds what was told.
+
+    What `run_failed` could not tell is told here too.
+    """
+    told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
     standing, failed = set(), []
+    try:
+        outbox.send_kept(settings)
+    except outbox.AWAY as error:
+        failed.append(f"a failed run was not told: {type(error).__name__}")
     for alert in _alerts(pipeline):
         key = f"{alert.agent_id}/{alert.name}"
         if key not in told:
             log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
             text = f"{alert.agent_id}: {alert.name.replace('_', ' ')}"
             try:
-                _tell(pipeline, {"text": text, "message": alert.words})
-            except OSError as error:  # told again at the next tick
+                outbox.tell(settings, {"text": text, "message": alert.words})
+            except outbox.AWAY as error:  # told again at the next tick
                 failed.append(f"{key} was not told: {type(error).__name__}")
                 continue
         standing.add(key)
@@ -273,23 +280,14 @@ def _alerts(pipeline: Pipeline) -> list[Alert]:
 
 @dg.run_failure_sensor(minimum_interval_seconds=30, default_status=RUNNING)
 def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
-    """Tell people: a log line always, a webhook where one is set."""
-    run = context.dagster_run
+    """Tell people: a log line always, a webhook where one is set.
+
+    An error shows in the sensor's tick; this is not called again for the run, so what was not told
+    waits in the outbox.
+    """
+    run, settings = context.dagster_run, pipeline.settings()
     log.error("run failed", job=run.job_name, run=run.run_id, agent=run.tags.get(AGENT, ""))
     text = f"{run.job_name} of {run.tags.get(AGENT, 'no agent')} failed"
     message = context.failure_event.message or ""
-    _tell(pipeline, {"text": text, "run": run.run_id, "message": message})
-
-
-def _tell(pipeline: Pipeline, body: dict[str, str]) -> None:
-    """Send it to the webhook, where one is set. An error shows in the sensor's tick."""
-    webhook = pipeline.settings().notifications.webhook
-    if webhook is None:
-        return
-    call = urllib.request.Request(
-        webhook.get_secret_value(),
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(call, timeout=10):
-        pass
+    outbox.keep(settings, {"text": text, "run": run.run_id, "message": message})
+    outbox.send_kept(settings)

@@ -23,7 +23,7 @@ from dagster._core.remote_origin import (
 )
 
 from assets.common import GPU
-from automation import sensors
+from automation import outbox, sensors
 from automation.jobs import DROPPED, FINGERPRINT
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
@@ -652,12 +652,14 @@ class Hook(BaseHTTPRequestHandler):
 
     received: list[dict[str, Any]]
     answer = 200
+    refuses: str | None = None  # the text it answers 400 to
 
     def do_POST(self) -> None:
         """Keep the body."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.received.append(json.loads(body))
-        self.send_response(self.answer)
+        refused = self.received[-1]["text"] == self.refuses
+        self.send_response(400 if refused else self.answer)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -724,6 +726,44 @@ def test_a_webhook_that_refuses_shows_in_the_sensors_tick(
     ticks.set(notifications={"webhook": url})
     with pytest.raises(urllib.error.HTTPError, match="500"):
         fail(ticks, "unheard")
+
+
+def test_a_failed_run_is_told_once_the_webhook_is_back(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": "http://127.0.0.1:9/nobody-listens"})
+    ticks.vote("calm", 3)
+    for agent in ("first", "second"):
+        with pytest.raises(urllib.error.URLError):
+            fail(ticks, agent)
+    assert "a failed run was not told: URLError" in ticks.tick("alerts").skip_message
+    ticks.set(notifications={"webhook": url})
+    for _ in range(2):
+        assert "not told" not in ticks.tick("alerts").skip_message
+    assert [body["text"] for body in kept.received] == [
+        "bootstrap of first failed",
+        "bootstrap of second failed",
+    ]
+    assert list((ticks.state / "outbox").iterdir()) == []
+
+
+def test_a_message_that_is_refused_keeps_no_later_one_back(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    settings = ticks.pipeline.settings()
+    for text in ("too long", "short"):
+        outbox.keep(settings, {"text": text})
+    kept.refuses = "too long"
+    with pytest.raises(urllib.error.HTTPError):
+        outbox.send_kept(settings)
+    assert [body["text"] for body in kept.received] == ["too long", "short"]
+    kept.refuses = None
+    outbox.send_kept(settings)
+    outbox.send_kept(settings)
+    assert [body["text"] for body in kept.received] == ["too long", "short", "too long"]
 
 
 # -- nightly ----------------------------------------------------------------------------------

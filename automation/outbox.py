@@ -1,0 +1,64 @@
+"""What people are to hear of by webhook, kept in <state>/outbox until the webhook has taken it.
+
+A sensor hears of a failed run once; what it could not tell is told when the next run fails, or at
+the next tick of `alerts`. A message may come twice where this process ends between sending and
+removing it. Where no webhook is set nothing is kept.
+"""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.files import write_json
+from rlhf_pipeline.records import uuid7
+
+AWAY = (OSError, http.client.HTTPException)  # what `tell` raises where the webhook took nothing
+OUTBOX = "outbox"  # folder in the state
+
+
+def keep(settings: Settings, body: Mapping[str, str]) -> None:
+    """Keep a message until `send_kept` has told it."""
+    if settings.notifications.webhook is not None:
+        write_json(settings.state_dir / OUTBOX / f"{uuid7()}.json", dict(body))
+
+
+def send_kept(settings: Settings) -> None:
+    """Tell what is kept, oldest first. One that is refused keeps no later one back.
+
+    Raises what `tell` raised first, once all were tried; where nobody answers, at once.
+    """
+    refused: urllib.error.HTTPError | None = None
+    for path in sorted((settings.state_dir / OUTBOX).glob("[!.]*.json")):
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue  # told by another sensor since the folder was listed
+        try:
+            tell(settings, body)
+        except urllib.error.HTTPError as error:
+            refused = refused or error
+        else:
+            path.unlink(missing_ok=True)
+    if refused is not None:
+        raise refused
+
+
+def tell(settings: Settings, body: Mapping[str, str]) -> None:
+    """Send it to the webhook, where one is set. Raises one of AWAY where it was not taken."""
+    webhook = settings.notifications.webhook
+    if webhook is None:
+        return
+    call = urllib.request.Request(
+        webhook.get_secret_value(),
+        data=json.dumps(dict(body)).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(call, timeout=10):
+            pass
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
