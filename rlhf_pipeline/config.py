@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_pipeline.cron import checked_cron
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
@@ -41,6 +42,9 @@ BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-c
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
+Days = Annotated[float, Field(ge=0, le=36_500)]  # a century: a date that far back can be told
+Hours = Annotated[float, Field(ge=0, le=24 * 36_500)]
+Minutes = Annotated[float, Field(ge=0, le=60 * 24 * 36_500)]
 Endpoint = Annotated[
     str,
     Field(
@@ -48,6 +52,15 @@ Endpoint = Annotated[
         description="Ends with /v1, as clients take it; its key is in `key_variable`.",
     ),
 ]
+
+
+Cron = Annotated[str, AfterValidator(checked_cron)]
+
+
+def _is_address(secret: SecretStr) -> SecretStr:
+    if re.fullmatch(r"https?://[^\s/]\S*", secret.get_secret_value()) is None:
+        raise ValueError("needed an address that begins with http:// or https://; correct it")
+    return secret
 
 
 def _absolute(path: Path) -> Path:
@@ -489,8 +502,8 @@ class ContinuousLearningSettings(Section):
     min_age_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0, description="Quiet time after the newest vote, so that a burst is taken whole."
     )
-    cool_down_minutes: Annotated[float, Field(ge=0)] = 60.0
-    nightly_cron: str = "0 2 * * *"
+    cool_down_minutes: Minutes = 60.0
+    nightly_cron: Cron = Field("0 2 * * *", description="In UTC.")
     deadline_minutes: Positive = Field(480, description="A run that takes longer is ended.")
     gpu_minutes_per_night: Positive = Field(480, description="Turns start only within this budget.")
     max_attempts: Positive = Field(3, description="Tries at one fingerprint before a person looks.")
@@ -512,8 +525,8 @@ class ExperimentSettings(Section):
     users_per_step: Positive = Field(
         30, description="Challenger users at a step of the ramp before the next."
     )
-    minutes_per_step: Annotated[float, Field(ge=0)] = 60.0
-    days: Annotated[float, Field(gt=0)] = Field(14.0, description="Then the champion stays.")
+    minutes_per_step: Minutes = 60.0
+    days: Annotated[Days, Field(gt=0)] = Field(14.0, description="Then the champion stays.")
     promote: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.05, description="Largest chance to promote a challenger that is no better."
     )
@@ -651,17 +664,17 @@ class ServingSettings(Section):
 class NotificationSettings(Section):
     """Who hears of failures and alerts: the log always, a webhook where one is set."""
 
-    webhook: SecretStr | None = None
+    webhook: Annotated[SecretStr, AfterValidator(_is_address)] | None = None
 
 
 class AlertSettings(Section):
     """From when on something is worth a person's look."""
 
-    quiet_hours: Annotated[float, Field(gt=0)] = Field(
+    quiet_hours: Annotated[Hours, Field(gt=0)] = Field(
         48.0, description="Without a vote, where there were votes in the last 30 days."
     )
     refused_in_a_row: Positive = Field(3, description="Newest versions that the gate all refused.")
-    overdue_days: Annotated[float, Field(gt=0)] = Field(
+    overdue_days: Annotated[Days, Field(gt=0)] = Field(
         7.0, description="Since the last turn, while enough votes for the next one wait."
     )
     busiest_share: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -709,14 +722,14 @@ class KeptSettings(Section):
     """What stays of one kind: the newest, however old, and the young, however many."""
 
     newest: int = Field(ge=0, description="So many of each agent stay.")
-    days: float = Field(ge=0, description="Nothing younger goes.")
+    days: Days = Field(description="Nothing younger goes.")
 
 
 class RetentionSettings(Section):
     """What is removed at night; nothing that the ledger points at ever is (retention.py)."""
 
     enabled: bool = Field(True, description="False: `rlhf prune` alone removes anything.")
-    cron: str = Field("30 4 * * *", description="When the daemon prunes, in UTC.")
+    cron: Cron = Field("30 4 * * *", description="When the daemon prunes, in UTC.")
     checkpoints: KeptSettings = Field(
         KeptSettings(newest=1, days=7), description="Of turns that came to their verdict."
     )

@@ -278,6 +278,69 @@ def test_a_message_about_a_secret_does_not_tell_it(recipe: Any, text: str) -> No
     assert "hunter2" not in str(caught.value)
 
 
+# -- what would stop the loop ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["0 2 * * *", "*/15 0-6,22 * * *", "0 9-17/2 1,15 jan-mar MON-fri", "5 04 29 2 7", "@daily"],
+)
+def test_what_a_cron_line_is_dagster_takes_too(recipe: Any, line: str) -> None:
+    from dagster._utils.schedules import is_valid_cron_string
+
+    rules = load_settings(recipe(f"continuous_learning: {{nightly_cron: '{line}'}}"))
+    assert rules.continuous_learning.nightly_cron == line
+    assert is_valid_cron_string(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("0 2 * *", "needed five fields, .*found '0 2 . .'"),
+        ("0 0 2 * * *", "needed five fields"),
+        ("60 2 * * *", "needed minutes from 0 to 59, .*found '60'"),
+        ("0 22-2 * * *", "needed hours from 0 to 23, .*a rising range"),
+        ("*/0 2 * * *", "found './0'"),
+        ("0 2 * foo *", "needed months from 1 to 12"),
+        ("0 2 , * *", "needed days from 1 to 31"),
+        ("0 2 30 2 *", "needed a day that its months have"),
+        ("@nightly", "needed five fields"),
+    ],
+)
+@pytest.mark.parametrize("place", ["continuous_learning: {nightly_cron", "retention: {cron"])
+def test_a_line_that_is_no_cron_is_refused_before_dagster_sees_it(
+    recipe: Any, place: str, line: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(recipe(f"{place}: '{line}'}}"))
+
+
+def test_a_webhook_that_is_no_address_is_refused_and_not_told(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_WEBHOOK", "hooks.example/hunter2")
+    with pytest.raises(ConfigError, match=r"notifications\.webhook: needed an address") as caught:
+        load_settings(recipe(""))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "continuous_learning: {cool_down_minutes: 1.0e+300}",
+        "experiments: {days: 1.0e+300}",
+        "experiments: {days: 0}",
+        "experiments: {minutes_per_step: 1.0e+300}",
+        "alerts: {quiet_hours: 1.0e+300}",
+        "alerts: {overdue_days: 1.0e+300}",
+        "retention: {turns: {newest: 1, days: 1000000}}",
+    ],
+)
+def test_a_time_that_no_calendar_holds_is_refused(recipe: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"less than or equal to|greater than 0"):
+        load_settings(recipe(text))
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().__setattr__("recipe", "other")
