@@ -1002,7 +1002,7 @@ def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
         )
     try:
         functions = read_yaml(file)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: reward.preset needs a YAML file at {file}: {error}") from error
     if not isinstance(functions, dict):
         raise ConfigError(

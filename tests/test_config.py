@@ -421,6 +421,14 @@ def test_a_reward_function_nobody_knows_is_refused_at_load(
         load_settings(recipe(f"reward: {{{text}}}"))
 
 
+def test_a_preset_that_is_no_text_is_refused_like_one_that_is_not_there(
+    recipe: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="needs a YAML file"):
+        load_settings(recipe("reward: {preset: odd.yaml}"))
+
+
 def test_functions_that_dpo_would_not_maximise_are_refused(recipe: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions are for what samples"):
         load_settings(recipe("{ppo: {estimator: dpo}, reward: {functions: {length: 1}}}"))
