@@ -52,9 +52,7 @@ class Backup:
     bytes: int
     created_at: str  # ISO 8601, UTC
     state_dir: str  # where the state was
-    damaged: tuple[
-        str, ...
-    ] = ()  # in words: versions out of use whose files were not as registered
+    damaged: tuple[str, ...] = ()  # versions out of use whose files were not as registered
 
 
 def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
