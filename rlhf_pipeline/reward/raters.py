@@ -49,6 +49,9 @@ PRIOR_RATERS = 5  # that the prior is worth beside those who were asked gold que
 JUDGED_VOTES = 5  # a rater with fewer decided pairs counts as any other
 JUDGED_RATERS = 10  # with so many votes; fewer cannot outvote each other
 TURN_ALPHA = 1e-4
+# The careful slip at the surest pair too, one time in twenty as at a gold question. Odds as sure as
+# the head's would take one slip of an honest rater for a turn, and all they say after it for none.
+SUREST = math.log(GOLD_RIGHT / (1 - GOLD_RIGHT))  # log-odds that one vote says at most
 WIDEST = 256  # directions of the features that raters are judged in
 
 
@@ -145,15 +148,17 @@ def vote_weights(
 def turn_of(sure: Sequence[float]) -> int | None:
     """Return how many votes a rater gave before they turned; None where nothing says they did.
 
-    `sure` are the log-odds with which a careful rater says what this one said, vote by vote.
-    Two CUSUMs, M = max(M, 1) L, with L how much likelier a careless or a contrary rater says it,
-    .5 / p and (1 - p) / p; it is a turn once their mean reaches 1 / TURN_ALPHA, and it began where
-    the larger one was last below 1. E[L] is 1 for a careful rater, so the mean is no larger than
-    an e-detector. Source: the CUSUM e-detector of Shin, Ramdas and Rinaldo, arXiv:2203.03532.
+    `sure` are the log-odds with which a careful rater says what this one said, vote by vote; what
+    lies beyond SUREST on either side counts as SUREST. Two CUSUMs, M = max(M, 1) L, with L how much
+    likelier a careless or a contrary rater says it, .5 / p and (1 - p) / p; it is a turn once their
+    mean reaches 1 / TURN_ALPHA, and it began where the larger one was last below 1. E[L] is at most
+    1 for a careful rater, so the mean is no larger than an e-detector. Source: the CUSUM e-detector
+    of Shin, Ramdas and Rinaldo, arXiv:2203.03532.
     """
     logs, began = [0.0, 0.0], [0, 0]
-    for vote, odds in enumerate(sure):
-        careful = -math.log1p(math.exp(-odds)) if odds > -30 else odds
+    for vote, said in enumerate(sure):
+        odds = max(-SUREST, min(SUREST, said))
+        careful = -math.log1p(math.exp(-odds))
         for i, other in enumerate((math.log(0.5), careful - odds)):
             if logs[i] <= 0:
                 logs[i], began[i] = 0.0, vote

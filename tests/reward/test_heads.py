@@ -345,4 +345,22 @@ def test_a_careful_rater_is_seldom_taken_for_one_who_turned() -> None:
     assert missed == 0
     assert statistics.median(late) <= 2
     assert turn_of([5.0] * 50) is None
-    assert turn_of([-800.0] * 3) == 0
+    assert turn_of([-800.0] * 4) == 0
+
+
+def test_a_slip_at_a_pair_the_head_is_sure_of_is_no_turn() -> None:
+    assert turn_of([3.0] * 20 + [-12.0] + [3.0] * 20) is None
+    rng = random.Random(1)
+    false = missed = 0
+    for _ in range(200):
+        odds = [rng.gauss(0, 6) for _ in range(200)]
+        slips = [rng.random() < 0.05 for _ in odds]  # whatever they think, they press one of two
+        sure = [rng.random() < 1 / (1 + math.exp(-o)) for o in odds]
+        said = [
+            o if (rng.random() < 0.5 if slip else right) else -o
+            for o, slip, right in zip(odds, slips, sure, strict=True)
+        ]
+        false += turn_of(said) is not None
+        missed += turn_of([*said[:100], *(-o for o in said[100:])]) is None
+    assert false <= 200 * 200 * TURN_ALPHA
+    assert missed == 0
