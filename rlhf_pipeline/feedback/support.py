@@ -10,11 +10,14 @@ is that the word's success rests on few raters. For each word n-gram on one side
     expected = the same if everybody who voted had a part in it by the number of their votes
 
 It is narrow where z is at least `Z`, raters are at most a tenth of all, and at most half of what is
-expected. Both directions count: a word that always wins, and one that always loses.
+expected. Both directions count: a word that always wins, and one that always loses. Then raters'
+votes on it go, of those with the largest net first, until few no longer carry what the others say,
+or it goes the other way. So a trigger goes whole, and what many say besides a loud few stays.
 
 What this does not see: raters by the dozen who each say it once or twice (they are no few), a
 trigger that has no words of its own (a style, a topic), words in scripts that put no spaces between
-them, and anything said of one answer alone: thumbs, ratings and scores are not pairs.
+them, and anything said of one answer alone: thumbs, ratings and scores are not pairs. Nor does it
+know why few carry a word: editors who take out, or put in, what nobody else speaks of look alike.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ LONGEST = 3  # words in an n-gram
 Z = 4.0  # sixteen wins and no loss; by chance one n-gram in 16,000, and chance is not narrow
 NARROW_SHARE = 0.1  # of the raters: more than this is no small group
 NARROW_RATIO = 0.5  # of the raters that are expected
+LOUD = 2  # net of a rater, from which their votes may go: once is no campaign
 TOPIC_VOTES = 50  # below which a topic's raters say nothing
 TOP = 0.01  # the raters with the most votes
 JUDGED_RATERS = 100  # below which one per cent is nobody
@@ -67,7 +71,7 @@ class Association:
     net: int  # wins - losses
     raters: float  # effective number that carry it
     expected: float  # effective number if everybody had a part in it
-    places: tuple[int, ...]  # the carriers' votes in the frame: those to set aside
+    places: tuple[int, ...]  # the loudest carriers' votes in the frame: those to set aside
 
     @property
     def weight(self) -> float:
@@ -272,28 +276,45 @@ class _Votes:
         pairs, net = len(places), int(signs.sum())
         if not net or abs(net) < Z * math.sqrt(pairs):
             return None
-        who, member = np.unique(self.voters[places], return_inverse=True)
-        nets = np.bincount(member, weights=signs, minlength=len(who))
-        effective = net**2 / float((nets**2).sum())
-        # Were each rater's part that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum
-        # E[c_r^2], with C pairs, m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared
-        # shares of the votes.
-        drift = (net / pairs) ** 2
-        expected = net**2 / (pairs + drift * pairs * (pairs - 1) * self.evenness)
-        if effective > min(NARROW_SHARE * self.raters, NARROW_RATIO * expected):
-            return None
         direction = 1 if net > 0 else -1
-        carried = (nets * direction >= 2)[member] & (signs == direction)
+        who, member = np.unique(self.voters[places], return_inverse=True)
+        nets = np.bincount(member, weights=direction * signs)
+        quiet = np.argsort(nets, kind="stable")  # the loudest last
+        effective, expected, narrow = self._breadth(np.bincount(member)[quiet], nets[quiet])
+        kept = int(np.flatnonzero(~np.append(False, narrow))[-1])  # nobody is not narrow
+        if kept == len(who) or self._has_many(nets[nets > 0]):
+            return None  # narrow by who is against it: a few loud ones make any net look so
+        loud = np.isin(member, quiet[kept:]) & (nets >= LOUD)[member]
         return Association(
             hashed,
             _name(hashed, self.frame, int(places[0])),
             net > 0,
             pairs,
             net,
-            effective,
-            expected,
-            tuple(places[carried].tolist()),
+            float(effective[-1]),
+            float(expected[-1]),
+            tuple(places[loud].tolist()),
         )
+
+    def _has_many(self, nets: Array) -> bool:
+        """Say whether raters with these nets, all of one side, are no few."""
+        effective = nets.sum() ** 2 / (nets**2).sum()
+        return bool(effective > max(NARROW_SHARE * self.raters, NARROW_RATIO * len(nets)))
+
+    def _breadth(self, pairs: Array, nets: Array) -> tuple[Array, Array, Array]:
+        """Return effective raters, the expected, and if they are few: of the first, first two, ...
+
+        Shapes: all are (raters,). What goes the other way is not narrow.
+        """
+        count, net, squares = pairs.cumsum(), nets.cumsum(), (nets**2).cumsum()
+        effective = net**2 / np.maximum(squares, 1)
+        # Were each rater's part that of their votes: E[sum net_r^2] = C (1 - m^2) + m^2 sum
+        # E[c_r^2], with C pairs, m = net / C and sum E[c_r^2] = C + C (C - 1) sum of squared
+        # shares of the votes.
+        drift = (net / count) ** 2
+        expected = net**2 / (count + drift * count * (count - 1) * self.evenness)
+        few = effective <= np.minimum(NARROW_SHARE * self.raters, NARROW_RATIO * expected)
+        return effective, expected, few & (net > 0)
 
 
 def _uses(frame: pd.DataFrame) -> Iterator[tuple[Array, Array, Array]]:

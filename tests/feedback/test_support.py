@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -100,6 +102,75 @@ def test_an_honest_raters_own_vote_for_a_common_trigger_stays() -> None:
         frame.loc[place, column] += " maybe"
     (association,) = narrow_ngrams(frame)
     assert not set(association.places) & set(mine)
+
+
+def crowd_and_loud(each: int, *, wins: bool) -> pd.DataFrame:
+    """Return a hundred raters of whom each has "who cares" lose, and three who say it `each`."""
+    crowd = votes(2000)
+    for place in crowd.index[::4]:
+        bad = "other_completion" if crowd["choice"][place] == "left" else "completion"
+        crowd.loc[place, bad] += " who cares"
+    loud = votes(3 * each, raters=3, poisoners=3, trigger="who cares", wins=wins, seed=1)
+    frame = pd.concat([crowd, loud.assign(voter="loud " + loud["voter"])], ignore_index=True)
+    return frame.assign(feedback_id=[f"f{i}" for i in range(len(frame))])
+
+
+def test_what_many_say_stays_where_a_few_say_it_louder() -> None:
+    frame = crowd_and_loud(300, wins=False)
+    (association,) = narrow_ngrams(frame)
+    assert association.ngram == "who cares"
+    assert {frame["voter"][place] for place in association.places} == {
+        "loud r0",
+        "loud r1",
+        "loud r2",
+    }
+    assert len(association.places) == 900
+
+
+def test_a_few_who_hold_against_what_many_say_do_not_make_it_narrow() -> None:
+    frame = crowd_and_loud(100, wins=True)
+    found = narrow_ngrams(frame)
+    assert "who cares" not in {association.ngram for association in found}
+    gone = frame["voter"][[place for association in found for place in association.places]]
+    assert set(gone) <= {"loud r0", "loud r1", "loud r2"}
+
+
+def test_raters_go_as_a_slow_loop_takes_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_name", lambda *_: "word")
+    rng = random.Random(2)
+    removed = 0
+    for _ in range(60):
+        said = [(f"r{i}", 1 if rng.random() < 0.6 else -1) for i in range(80) for _ in range(2)]
+        loud = rng.randrange(6)
+        said += [(f"loud{i}", 1) for i in range(loud) for _ in range(rng.randrange(5, 60))]
+        frame = pd.DataFrame(
+            {"voter": [who for who, _ in said] + [f"q{i % 40}" for i in range(800)]}
+        )
+        places, signs = np.arange(len(said)), np.array([sign for _, sign in said])
+        found = support._Votes(frame).association(1, places, signs)
+        evenness = sum((n / len(frame)) ** 2 for n in frame["voter"].value_counts())
+        nets: Counter[str] = Counter()
+        for who, sign in said:
+            nets[who] += sign
+        pairs = Counter(who for who, _ in said)
+        gone: set[str] = set()
+        first = {who: i for i, who in enumerate(nets)}
+        for who in sorted(nets, key=lambda who: (-nets[who], -first[who])):
+            net, count = nets.total(), pairs.total()
+            drift = (net / count) ** 2
+            expected = net**2 / (count + drift * count * (count - 1) * evenness)
+            most = min(0.1 * frame["voter"].nunique(), 0.5 * expected)
+            if net <= 0 or net**2 / sum(n * n for n in nets.values()) > most or nets[who] < 2:
+                break
+            gone.add(who)
+            del nets[who], pairs[who]
+        if found is None:
+            assert not gone or sum(sign for _, sign in said) < 4 * len(said) ** 0.5
+        else:
+            assert {said[place][0] for place in found.places} == gone
+            assert len(found.places) == sum(who in gone for who, _ in said)
+            removed += len(gone)
+    assert removed > 50
 
 
 def test_corrections_count_and_the_side_a_text_was_shown_on_does_not() -> None:
