@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LONG = 64  # characters from which a text's share of letters says something
+# Origins of which every row is one request, click or assessment: what unsigned people say there may
+# be the same, or the opposite. In a file the same again is a repeat.
+LIVE = ("api", "chat", "mlflow", "policies", "review", "terminal")
 REPEATED = 16  # from this length on, one character over and over is no text
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -101,7 +104,8 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
         "text": text,
         "number": number,
     }
-    inline = frame["interaction_id"].isna().to_numpy()
+    lone = (codes["rater"] < 0) & frame["origin"].isin(LIVE).to_numpy()
+    inline = frame["interaction_id"].isna().to_numpy() & ~lone
     columns["is_repeated"] = _repeated(codes, inline)
     decided = preference & contexts_agree & paired & (completion != other)
     columns["is_contradicted"] = _contradicted(codes, inline, decided, frame)
@@ -208,7 +212,8 @@ def _repeated(
 ) -> np.ndarray[Any, Any]:
     """Return 1.0 for inline rows that say again what an earlier row of their origin said.
 
-    Rows about an interaction are never duplicates: many people may say the same of one answer.
+    Rows about an interaction are never duplicates: many people may say the same of one answer. Nor
+    are unsigned ones of LIVE origins, which are not among `inline`.
     """
     rows = np.flatnonzero(inline)
     repeated = np.zeros(len(inline))
@@ -225,8 +230,8 @@ def _contradicted(
 ) -> np.ndarray[Any, Any]:
     """Return 1.0 for preferences whose opposite is there too.
 
-    From the same rater; of unsigned inline rows from the same origin. Unsigned votes on
-    interactions come from people we cannot tell apart, who may disagree.
+    From the same rater; of unsigned inline rows from the same file. Unsigned votes on interactions,
+    or from LIVE origins, come from people we cannot tell apart, who may disagree.
     """
     import pandas as pd
 

@@ -202,6 +202,24 @@ def test_a_voter_who_prefers_both_ways_loses_both_votes() -> None:
     assert rules_of(report) == dict.fromkeys(["id-0", "id-1", "id-2", "id-3"], "contradiction")
 
 
+def test_unsigned_people_of_the_api_may_say_the_same_and_the_opposite() -> None:
+    api = {"origin": "api"}
+    signed = {**THUMBS, **api, "rater_id": "ann"}
+    frame = frame_of(
+        *({**THUMBS, **api, "number": float(i > 0)} for i in range(9)),
+        *({**PAIR, **api, "choice": "right" if i else "left"} for i in range(9)),
+        *({**PAIR, "origin": "mlflow"} for _ in range(2)),
+        signed,
+        signed,  # 21: one person, twice
+        {**PAIR, **api, "rater_id": "bo"},  # 22
+        {**PAIR, **api, "rater_id": "bo", "choice": "right"},  # 23: one person, both ways
+    )
+    assert rules_of(validate(frame)) == {
+        "id-21": "duplicate",
+        **dict.fromkeys(["id-22", "id-23"], "contradiction"),
+    }
+
+
 def test_lopsided_labels_warn_and_do_not_block() -> None:
     def many(row: dict[str, Any], numbers: list[float]) -> list[dict[str, Any]]:
         return [
