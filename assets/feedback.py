@@ -127,29 +127,39 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
     check_specs=[dg.AssetCheckSpec("feedback_is_stable", asset="feedback_profile")],
 )
 def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
-    """How this feedback differs from what the agent was last trained on (Evidently)."""
+    """How the votes since the turn before differ from all that it was trained on (Evidently)."""
     from rlhf_pipeline.feedback.drift import feedback_drift
 
     with pipeline.turn(context) as turn:
-        before = pipeline.claims.last_done(turn.agent_id)
+        # Asked for `again`, a turn is beside the one before its first time, not beside itself.
+        before = pipeline.claims.last_done(turn.agent_id, other_than=turn.fingerprint)
         folder = turn.data.parent / before.fingerprint[:16] if before else None
-        if folder is None or not (folder / VALIDATED).exists():
+        if before is None or folder is None or not (folder / VALIDATED).exists():
             write_json(turn.data / DRIFT, {"drifted": False, "compared_with": None})
-            return dg.MaterializeResult(
-                metadata={"compared with": "nothing: no feedback was trained on yet"},
-                check_results=[dg.AssetCheckResult(passed=True, check_name="feedback_is_stable")],
-            )
+            return _stable({"compared with": "nothing: no feedback was trained on yet"})
+        votes, trained_on = (snapshot.read(each / VALIDATED) for each in (turn.data, folder))
+        new = votes[votes["seq"] > before.watermark]
+        compared = {"compared_with": folder.name, "votes": len(new), "with_votes": len(trained_on)}
+        sides: dict[str, str | int] = {
+            "compared with": folder.name,
+            "new votes": len(new),
+            "its votes": len(trained_on),
+        }
+        if not len(new) or not len(trained_on):
+            same = {"drifted": False, "psi": {}, "features": []}
+            write_json(turn.data / DRIFT, {**compared, **same})
+            return _stable(sides)
         report = feedback_drift(
-            snapshot.read(turn.data / VALIDATED),
-            snapshot.read(folder / VALIDATED),
+            new,
+            trained_on,
             threshold_psi=turn.settings.drift.threshold_psi,
             html_path=turn.data / DRIFT_PAGE,
         )
         write_json(
             turn.data / DRIFT,
             {
+                **compared,
                 "drifted": report.drifted,
-                "compared_with": folder.name,
                 "psi": report.psi,
                 "features": [name for name, f in report.features.items() if f.drifted],
             },
@@ -168,7 +178,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
     ]
     return dg.MaterializeResult(
         metadata={
-            "compared with": folder.name,
+            **sides,
             "features": table(rows),
             "report": dg.MetadataValue.path(report.html_path),
         },
@@ -180,4 +190,12 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
                 metadata={name: float(psi) for name, psi in report.psi.items()},
             )
         ],
+    )
+
+
+def _stable(compared: dict[str, str | int]) -> Materialized:
+    """Return the profile of a turn that has nothing to compare, or nothing to compare with."""
+    return dg.MaterializeResult(
+        metadata=compared,
+        check_results=[dg.AssetCheckResult(passed=True, check_name="feedback_is_stable")],
     )

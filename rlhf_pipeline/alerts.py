@@ -52,7 +52,7 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
         most = max(overview.drift["psi"].items(), key=lambda item: item[1])
         alert(
             "drift",
-            f"the newest snapshot differs from the one before, most in {most[0]} "
+            f"the newest snapshot's new votes differ from the votes before, most in {most[0]} "
             f"(PSI {most[1]:.2f}); its report is beside it",
         )
     judged = [standing.passed for standing in overview.standings if standing.passed is not None]

@@ -240,7 +240,9 @@ class DriftSettings(Section):
     """When feedback has changed so much that promotion waits for a person."""
 
     threshold_psi: Annotated[float, Field(gt=0)] = Field(
-        0.2, description="Population stability index of any feature; above it promotion is manual."
+        0.2,
+        description="Population stability index of any feature of the votes since the last turn; "
+        "above it promotion is manual.",
     )
 
 

@@ -206,16 +206,16 @@ class ClaimBook:
         with self.database.read() as connection:
             return _one(connection, query)
 
-    def last_done(self, agent_id: str) -> Claim | None:
+    def last_done(self, agent_id: str, *, other_than: str = "") -> Claim | None:
         """Return the newest claim that was trained to its verdict, or None.
 
         Version 0 from seeds counts only where no votes were trained on: made again later, it takes
-        none of them back.
+        none of them back. `other_than` is a fingerprint whose claims do not count.
         """
         c = db.claims.c
         query = (
             db.claims.select()
-            .where(c.agent_id == agent_id, c.state == "done")
+            .where(c.agent_id == agent_id, c.state == "done", c.fingerprint != other_than)
             .order_by((c.watermark > 0).desc(), c.token.desc())
             .limit(1)
         )

@@ -6,6 +6,10 @@ variable with bins - 1 degrees of freedom (B. Yurdakul, "Statistical Properties 
 Stability Index", 2018), so a few hundred rows cross a fixed 0.2 by chance. A feature has drifted
 where its PSI is above both the threshold and what chance gives once in a thousand times.
 
+The votes since the last turn are compared with all that it had, not with themselves and those
+again: beside a long history nothing new would be seen. Then one side may be a handful of votes, and
+a bin that is empty by chance weighs much; so bins are as wide as the smaller side needs.
+
 What this does not see: a change of meaning at the same lengths, words and ratings. Rows that depend
 on each other (one person's thousand votes) make chance look smaller than it is.
 """
@@ -33,7 +37,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 100_000  # of each side that are compared
 CHANCE = 0.001  # how often chance alone may call a feature drifted
 BINS = 10  # of a number: the reference's deciles; fewer where rows are few
-FEWEST_PER_BIN = 15  # of both sides together, so that none is empty by chance; the rest is one bin
+FEWEST_PER_BIN = (
+    15  # expected on the smaller side, were both alike, so that none is empty by chance
+)
 WORD_BUCKETS = 16  # of prompts by their longest word: a topic of sorts, in any language
 OTHERS = "(others)"
 
@@ -58,7 +64,7 @@ class FeatureDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """What changed between two snapshots; any drifted feature makes the whole drifted."""
+    """What changed between two frames of votes; any drifted feature makes the whole drifted."""
 
     features: Mapping[str, FeatureDrift]
     not_compared: Sequence[str]  # one side has no values
@@ -85,10 +91,11 @@ def feedback_drift(
     threshold_psi: float = 0.2,
     html_path: str | Path,
 ) -> DriftReport:
-    """Compare two snapshot frames and write Evidently's page and its JSON beside it.
+    """Compare two frames of votes and write Evidently's page and its JSON beside it.
 
-    Both sides are sampled down to MOST_ROWS rows. The page needs no network. Raises
-    ValidationFailed where a side has no rows.
+    `current` are votes that the turn of `reference` had not, `reference` all that it had; both are
+    sampled down to MOST_ROWS rows. The page needs no network. Raises ValidationFailed where a side
+    has no rows.
     """
     html_path = Path(html_path)
     if not len(current) or not len(reference):
@@ -174,8 +181,12 @@ def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
             most = min(now[name].count(), before[name].count()) // FEWEST_PER_BIN
             edges = _edges(before[name], min(BINS, max(2, int(most))))
             now[name], before[name] = _intervals(now[name], edges), _intervals(before[name], edges)
-        counts = now[name].value_counts().add(before[name].value_counts(), fill_value=0)
-        rare = counts.index[counts < FEWEST_PER_BIN]
+        shares = [side[name].value_counts(normalize=True) for side in (now, before)]
+        middle = shares[0].add(shares[1], fill_value=0).sort_values() / 2
+        expected = middle * min(now[name].count(), before[name].count())
+        rarer = expected.cumsum() - expected  # joined until they are enough
+        few = (expected < FEWEST_PER_BIN) | (rarer > 0) & (rarer < FEWEST_PER_BIN)
+        rare = few.index[few]
         for side in (now, before):
             side[name] = side[name].mask(side[name].isin(rare), OTHERS)
     return now, before

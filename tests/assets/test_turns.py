@@ -9,7 +9,10 @@ import pytest
 
 from resources.compute import Compute
 from resources.pipeline import Pipeline, bootstrap_mark
+from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import Claim
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
 from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
 
@@ -103,6 +106,40 @@ def test_promotion_waits_for_a_person_by_default_and_after_drift(
     run = loop.pipeline.registry.client.get_run(loop.version(agent, 2).mlflow_run_id)
     psi = {k: v for k, v in run.data.metrics.items() if k.startswith("drift/")}
     assert max(psi.values()) > 0.2
+
+
+def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
+    agent = loop.agent("drifting")
+    claims, store = loop.pipeline.claims, loop.pipeline.store
+
+    def profiled(**config: Any) -> tuple[bool, dict[str, Any], Claim]:
+        steps = ["feedback_snapshot", "validated_feedback", "feedback_profile"]
+        result = loop.run("retrain", agent, snapshot=config, only=steps)
+        assert result.success, failures(result)
+        claim = claims.history(agent)[-1]
+        claims.finish(claim.token, "done")
+        folder = loop.pipeline.settings(agent).agent_folder(agent) / "snapshots"
+        told = read_json(folder / claim.fingerprint[:16] / DRIFT)
+        return evaluation_of(result, "feedback_is_stable").passed, told, claim
+
+    chat(store, agent, 300)
+    stable, told, first = profiled()
+    assert (stable, told["compared_with"]) == (True, None)
+    again = profiled(again=True)
+    assert again[:2] == (stable, told)  # not with itself
+
+    before = sum(store.counts(agent).values())
+    chat(store, agent, 60, seed=1, pair_share=0.0)
+    new = sum(store.counts(agent).values()) - before
+    stable, told, _ = profiled()
+    assert not stable
+    assert "kind" in told["features"]
+    assert told["compared_with"] == first.fingerprint[:16]
+    assert (told["votes"], told["with_votes"]) == (new, before)
+    assert profiled(again=True)[:2] == (False, told)
+
+    stable, told, _ = profiled(watermark=first.watermark, again=True)
+    assert (stable, told["votes"], told["psi"]) == (True, 0, {})
 
 
 def test_too_few_clean_rows_stop_the_turn_before_it_trains(

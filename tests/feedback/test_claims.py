@@ -111,6 +111,8 @@ def test_what_the_old_holder_writes_is_refused(book: ClaimBook, clock: Clock) ->
     done = book.last_done("tea")
     assert done is not None
     assert done.holder == "run-2"
+    assert book.last_done("tea", other_than="another") == done
+    assert book.last_done("tea", other_than=done.fingerprint) is None
 
 
 def test_version_0_made_again_is_no_newer_turn_than_that_from_votes(book: ClaimBook) -> None:

@@ -337,6 +337,8 @@ def _drift(found: Mapping[str, Any] | None) -> str:
     if found is None or not found.get("psi"):
         return "<p>Nothing to compare yet.</p>"
     told = '<b class="bad">Drifted.</b>' if found["drifted"] else "No drift."
+    if "votes" in found:  # not in what was written by a version that compared whole snapshots
+        told += f" {found['votes']:,} new votes, beside the {found['with_votes']:,} before."
     most = sorted(found["psi"].items(), key=lambda item: -item[1])[:5]
     return f"<p>{told}</p>" + table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
 
