@@ -127,8 +127,10 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
     check_specs=[dg.AssetCheckSpec("feedback_is_stable", asset="feedback_profile")],
 )
 def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
-    """How the votes since the turn before differ from all that it was trained on (Evidently)."""
-    from rlhf_pipeline.feedback.drift import feedback_drift
+    """How the votes since the turn before differ from the newest that it was trained on
+    (Evidently).
+    """
+    from rlhf_pipeline.feedback.drift import feedback_drift, newest_of
 
     with pipeline.turn(context) as turn:
         # Asked for `again`, a turn is beside the one before its first time, not beside itself.
@@ -139,6 +141,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             return _stable({"compared with": "nothing: no feedback was trained on yet"})
         votes, trained_on = (snapshot.read(each / VALIDATED) for each in (turn.data, folder))
         new = votes[votes["seq"] > before.watermark]
+        trained_on = newest_of(trained_on, len(new))
         compared = {"compared_with": folder.name, "votes": len(new), "with_votes": len(trained_on)}
         sides: dict[str, str | int] = {
             "compared with": folder.name,

@@ -6,9 +6,13 @@ variable with bins - 1 degrees of freedom (B. Yurdakul, "Statistical Properties 
 Stability Index", 2018), so a few hundred rows cross a fixed 0.2 by chance. A feature has drifted
 where its PSI is above both the threshold and what chance gives once in a thousand times.
 
-The votes since the last turn are compared with all that it had, not with themselves and those
-again: beside a long history nothing new would be seen. Then one side may be a handful of votes, and
-a bin that is empty by chance weighs much; so bins are as wide as the smaller side needs.
+The votes since the last turn are compared with the newest that it had, not with themselves and all
+those again: beside a long history nothing new would be seen, and what once had changed for good
+would be called a change turn after turn. One side may be a handful of votes, where a bin that is
+empty by chance weighs much; so bins are as wide as the smaller side needs.
+
+What a version's answers move (their lengths, what people think of them) is compared among votes on
+versions that both sides have. A better champion is liked better; that alone is no drift.
 
 What this does not see: a change of meaning at the same lengths, words and ratings. Rows that depend
 on each other (one person's thousand votes) make chance look smaller than it is.
@@ -37,9 +41,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 100_000  # of each side that are compared
 CHANCE = 0.001  # how often chance alone may call a feature drifted
 BINS = 10  # of a number: the reference's deciles; fewer where rows are few
-FEWEST_PER_BIN = (
-    15  # expected on the smaller side, were both alike, so that none is empty by chance
-)
+FEWEST_BEFORE = 1000  # votes of the last turn that even one new vote is compared with
+# Expected on the smaller side, were both alike, so that none is empty by chance.
+FEWEST_PER_BIN = 15
 WORD_BUCKETS = 16  # of prompts by their longest word: a topic of sorts, in any language
 OTHERS = "(others)"
 
@@ -49,6 +53,8 @@ NUMBERS = (
 )
 WORDS = ("kind", "thumbs", "rating", "source", "signed", "topic", "word_bucket", "prompt_asks")
 FEATURES = (*NUMBERS, *WORDS)
+OF_ANSWERS = ["completion_characters", "correction_characters", "score", "thumbs", "rating"]
+ELSEWHERE = -1  # the version of answers that this pipeline did not give
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def feedback_drift(
 ) -> DriftReport:
     """Compare two frames of votes and write Evidently's page and its JSON beside it.
 
-    `current` are votes that the turn of `reference` had not, `reference` all that it had; both are
+    `current` are votes that the last turn had not, `reference` its newest (`newest_of`); both are
     sampled down to MOST_ROWS rows. The page needs no network. Raises ValidationFailed where a side
     has no rows.
     """
@@ -103,7 +109,13 @@ def feedback_drift(
             f"drift needs rows on both sides, found {len(current)} and {len(reference)}; "
             "compare snapshots that hold feedback"
         )
-    now, before = _binned(_features(_sampled(current)), _features(_sampled(reference)))
+    sides = _sampled(current), _sampled(reference)
+    on = [side["model_version"].fillna(ELSEWHERE) for side in sides]
+    both = set(on[0]) & set(on[1])
+    now, before = (_features(side) for side in sides)
+    for features, versions in zip((now, before), on, strict=True):
+        features.loc[~versions.isin(both), OF_ANSWERS] = None
+    now, before = _binned(now, before)
     counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
     compared = [name for name in FEATURES if min(counts[name])]
     thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
@@ -136,6 +148,11 @@ def feedback_drift(
         html_path=str(html_path),
         json_path=str(json_path),
     )
+
+
+def newest_of(frame: pd.DataFrame, new: int) -> pd.DataFrame:
+    """Return the newest votes of the last turn's frame, as many as are new but FEWEST_BEFORE."""
+    return frame.nlargest(max(new, FEWEST_BEFORE), "seq")
 
 
 def _sampled(frame: pd.DataFrame) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.errors import ValidationFailed
 from rlhf_pipeline.feedback import drift
-from rlhf_pipeline.feedback.drift import FEATURES, feedback_drift
+from rlhf_pipeline.feedback.drift import FEATURES, feedback_drift, newest_of
 from rlhf_pipeline.records import prompt_to_json, user_prompt
 
 WORDS = ["tea", "water", "kettle", "morning", "leaves", "sugar", "porcelain", "steam"]
@@ -37,6 +37,8 @@ def snapshot(rows: int, seed: int, **changes: Any) -> pd.DataFrame:
             "source": "human",
             "rater_id": pd.Series(rng.choice(["ann", "bo"], rows)).where(rng.random(rows) < 0.5),
             "topic": rng.choice(["green", "black"], rows),
+            "model_version": pd.Series([0] * rows, dtype="Int64"),
+            "seq": range(rows),
         }
     )
     return frame.assign(**changes)
@@ -147,6 +149,28 @@ def test_a_few_new_votes_of_another_kind_are_seen_beside_a_long_history() -> Non
         words = sorted({*now[feature], *then[feature]})
         p, q = (np.array([max((s[feature] == w).mean(), 1e-4) for w in words]) for s in (now, then))
         assert psi(p, q) > drift._threshold(now, then, feature, 0.2)
+
+
+def test_what_a_better_champion_says_and_is_liked_for_is_no_drift(tmp_path: Path) -> None:
+    page, better = tmp_path / "d.html", {"kind": "thumbs", "number": 1.0, "completion": "tea!"}
+    before = snapshot(1200, 1, kind="thumbs", number=np.arange(1200) % 2.0)
+    same = feedback_drift(snapshot(600, 2, **better), before, html_path=page)
+    assert {n for n, f in same.features.items() if f.drifted} == {"completion_characters", "thumbs"}
+    for version in (1, pd.NA):
+        of_it = pd.Series([version] * 600, dtype="Int64")
+        new = snapshot(600, 2, model_version=of_it, **better)
+        other = feedback_drift(new, before, html_path=page)
+        assert not other.drifted
+        assert {"completion_characters", "thumbs"} <= set(other.not_compared)
+        asked = feedback_drift(new.assign(topic="football"), before, html_path=page)
+        assert [n for n, f in asked.features.items() if f.drifted] == ["topic"]
+
+
+def test_new_votes_are_held_against_the_newest_before_them() -> None:
+    before = snapshot(5000, 1)
+    assert newest_of(before, 60)["seq"].min() == 4000
+    assert newest_of(before, 3000)["seq"].min() == 2000
+    assert len(newest_of(before, 9000)) == 5000
 
 
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
