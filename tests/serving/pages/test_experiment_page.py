@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,7 +49,10 @@ def test_the_bounds_say_it_in_words(
     assert verdict_on(metric, difference(low, high)) == words
 
 
-def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(tmp_path: Path) -> None:
+def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.experiment.book.LOOK_APART", timedelta(0))  # keep them all
     database = Database(f"sqlite:///{tmp_path}/feedback.db")
     store, book = FeedbackStore(database), ExperimentBook(database)
     store.ensure_agent("tea")
