@@ -16,7 +16,7 @@ from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.records import hash_rater, prompt_from_json
 from rlhf_pipeline.registry.models import model_name
-from rlhf_pipeline.registry.traces import INTERACTION, PAGE
+from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files
 from rlhf_pipeline.registry.tracking import mlflow_refusals, sqlite_file
 from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
 
@@ -87,7 +87,7 @@ def _delete_traces(registry: ModelRegistry, agent_id: str, traces: Sequence[Any]
     with mlflow_refusals("deleting traces"):
         for info in traces:
             # MLflow deletes a trace's rows and leaves its file; the file goes first.
-            _delete_files(registry, client._get_artifact_repo_for_trace(info))
+            _delete_files(registry, trace_files(registry, info))
         for start in range(0, len(traces), PAGE):
             ids = [info.trace_id for info in traces[start : start + PAGE]]
             client.delete_traces(registry.experiment(agent_id), trace_ids=ids)

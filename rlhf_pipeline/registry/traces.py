@@ -12,6 +12,7 @@ most. What this does not see: assessments whose trace names no interaction.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
     without saying when it failed. Raises RegistryError where MLflow does not take it.
     """
     from mlflow.entities import LiveSpan, TraceData, TraceInfo, TraceLocation, TraceState
+    from mlflow.tracing.utils import TraceJSONEncoder
     from opentelemetry.sdk.trace import TracerProvider
 
     messages = as_messages(interaction.prompt)
@@ -92,8 +94,23 @@ def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
                 },
             )
         )
-        client._upload_trace_data(info, TraceData(spans=[span.to_immutable_span()]))
+        data = TraceData(spans=[span.to_immutable_span()]).to_dict()
+        words = json.dumps(data, cls=TraceJSONEncoder, ensure_ascii=False)
+        trace_files(registry, info).upload_trace_data(words)
     return trace_id
+
+
+def trace_files(registry: ModelRegistry, info: Any) -> Any:
+    """Return MLflow's repository of the trace's files.
+
+    MLflow's client, asked for it, looks on the server of the process's own tracking URI, which
+    need not be the registry's.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+    from mlflow.tracing.utils.artifact_utils import get_artifact_uri_for_trace
+
+    place = get_artifact_uri_for_trace(info)
+    return get_artifact_repository(place, tracking_uri=registry.tracking_uri)
 
 
 def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -> Read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -16,9 +17,12 @@ import pytest
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
+from rlhf_pipeline.records import Interaction, now, user_prompt
 from rlhf_pipeline.registry.bases import base_folder
+from rlhf_pipeline.registry.forgetting import forget_traces, traces_of
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.registry.traces import log_interaction, trace_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +134,28 @@ def test_another_ledgers_model_is_fetched_once_and_held_against_its_digest(
         base_folder(other, "models:/rlhf-b@champion")
     for database in databases:
         database.close()
+
+
+@pytest.mark.slow
+def test_a_trace_goes_to_the_server_and_from_it_whatever_the_process_tracks(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    registry = ModelRegistry(PromotionLedger(database), server, tmp_path / "mlflow")
+    said = Interaction(
+        interaction_id="i1",
+        agent_id="c",
+        prompt=user_prompt("how much is the kettle?"),
+        completion="9 coins",
+        model_version=0,
+        created_at=now(),
+    )
+    log_interaction(registry, said)
+    [info], _ = traces_of(registry, "c", ["i1"], "nobody")
+    files = trace_files(registry, info)
+    assert "9 coins" in json.dumps(files.download_trace_data())
+    assert forget_traces(registry, "c", ["i1"], "nobody")["traces"] == 1
+    assert files.list_artifacts() == []
+    assert traces_of(registry, "c", ["i1"], "nobody")[0] == []
+    database.close()
