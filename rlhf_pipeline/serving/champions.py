@@ -99,14 +99,8 @@ class Champions:
         return False
 
     def _load_beside(self, agent_id: str, arm: Arm) -> None:
-        try:
-            self._look(agent_id, arm)
-        except RegistryError as error:  # an experiment is over
-            log.info("an arm is empty", agent=agent_id, why=str(error))
-        except Exception:  # asked for again with the next request
-            log.exception("not loaded beside", agent=agent_id)
-        finally:
-            self._beside.discard((agent_id, arm))
+        self._look_if_possible(agent_id, arm)
+        self._beside.discard((agent_id, arm))
 
     def preload(self) -> None:
         """Load every champion that answers here, and every challenger that people meet, so that no
@@ -117,10 +111,7 @@ class Champions:
         arms: list[tuple[str, Arm]] = [(agent_id, "champion") for agent_id in sorted(here)]
         arms += [(e.agent_id, "challenger") for e in running if e.agent_id in here]
         for agent_id, arm in arms:
-            try:
-                self._look(agent_id, arm)
-            except Exception:  # the service goes on; the first request finds out and says so
-                log.exception("not loaded ahead", agent=agent_id, arm=arm)
+            self._look_if_possible(agent_id, arm)
 
     def decoders(self) -> list[Decoder]:
         """Return every decoder in service."""
@@ -136,6 +127,15 @@ class Champions:
             self._seats.clear()
 
     # -- looking ----------------------------------------------------------------------------------
+
+    def _look_if_possible(self, agent_id: str, arm: Arm) -> None:
+        """Look, where no request waits for what comes of it: the next one finds out and says so."""
+        try:
+            self._look(agent_id, arm)
+        except RegistryError as error:  # an experiment is over
+            log.info("an arm is empty", agent=agent_id, arm=arm, why=str(error))
+        except Exception:  # a ledger that cannot be read now; what is loaded goes on
+            log.exception("an arm could not be looked at", agent=agent_id, arm=arm)
 
     def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
         """Bring one arm up to what the ledger says and return it."""
@@ -226,12 +226,7 @@ class Champions:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY_SECONDS):
             for agent_id, arm in list(self._seats):
-                try:
-                    self._look(agent_id, arm)
-                except RegistryError as error:  # an experiment is over
-                    log.info("an arm is empty", agent=agent_id, why=str(error))
-                except Exception:  # a ledger that cannot be read now; what is loaded goes on
-                    log.exception("the ledger could not be read", agent=agent_id)
+                self._look_if_possible(agent_id, arm)
 
 
 def _version_of(seat: Seat | _Unfit) -> int:
