@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
-from rlhf_pipeline.errors import ChatAway, ChatRefused, PipelineError, PromptRefused
+from rlhf_pipeline.errors import (
+    ChatAway,
+    ChatRefused,
+    ConfigError,
+    PipelineError,
+    PromptRefused,
+)
 from rlhf_pipeline.records import Interaction, Prompt, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
@@ -28,7 +34,7 @@ from rlhf_pipeline.serving.trials import Trials
 from rlhf_pipeline.serving.upstream import upstream_pieces
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import Settings, UpstreamSettings
+    from rlhf_pipeline.config import ExperimentSettings, Settings, UpstreamSettings
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.models import ModelRegistry
     from rlhf_pipeline.serving.metrics import Metrics
@@ -100,9 +106,7 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
-        self.trials = Trials(
-            store.database, lambda agent_id: self.champions.settings_of(agent_id).experiments
-        )
+        self.trials = Trials(store.database, self._rules_of_trials)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
 
@@ -208,8 +212,14 @@ class Gateway:
             raise first
         took = time.monotonic() - began
         extra = note(done.text, done.others) if note else {}
-        in_trial = {} if trial is None else {"challenger_share": trial.share, "ending": done.ending}
-        in_trial |= {} if trial is None else {"fell_back": done.arm != arm or bool(done.broken)}
+        in_trial: dict[str, Any] = {}
+        if trial is not None:
+            fell_back = done.arm != arm or done.broken is not None
+            in_trial = {
+                "challenger_share": trial.share,
+                "ending": done.ending,
+                "fell_back": fell_back,
+            }
         interaction = Interaction(
             interaction_id=interaction_id,
             agent_id=agent_id,
@@ -242,6 +252,13 @@ class Gateway:
     def close(self) -> None:
         """Let the models go."""
         self.champions.close()
+
+    def _rules_of_trials(self, agent_id: str) -> ExperimentSettings:
+        """Return the rules of the agent's own recipe; where that has gone, the service's."""
+        try:
+            return self.champions.settings_of(agent_id).experiments
+        except ConfigError:  # an answer is not lost to it: the baseline has written one
+            return self.settings.experiments
 
     # -- one arm ----------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Trials:
         self.book = ExperimentBook(database)
         self.settings_of = settings_of  # by agent: a recipe of its own may say otherwise
         self._running: dict[str, Experiment] = {}
+        self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
         self._answers: dict[str, deque[bool]] = {}  # by experiment: whether the baseline had to
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
@@ -55,7 +56,9 @@ class Trials:
 
     def tell(self, experiment: Experiment, *, fell_back: bool) -> None:
         """Hear of an answer of the challenger's; too many that the baseline had to give end it."""
-        settings = self.settings_of(experiment.agent_id)
+        settings = self._rules.get(experiment.experiment_id)
+        if settings is None:
+            settings = self._rules[experiment.experiment_id] = self.settings_of(experiment.agent_id)
         most = settings.trouble_answers
         with self._lock:
             answers = self._answers.setdefault(experiment.experiment_id, deque(maxlen=most))

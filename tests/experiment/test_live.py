@@ -18,7 +18,10 @@ from rlhf_pipeline.experiment.live import look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.trials import Trials
+from tests.assets.world import write_recipe
 from tests.experiment.world import AGENT, SETTINGS, begin, ledger_of_two, meet
 
 
@@ -307,6 +310,19 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
     [ended] = book.history(AGENT)
     assert ended.state == "rolled_back"
     assert ended.reason == "the baseline had to answer 2 of the latest 10 times"
+
+
+def test_trouble_is_what_the_agents_own_recipe_says_and_one_that_has_gone_costs_no_answer(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "own.yaml", tmp_path, experiments={"trouble_answers": 7})
+    store.ensure_agent("own", recipe=str(recipe))
+    store.ensure_agent("astray", recipe=str(tmp_path / "gone.yaml"))
+    settings = load_settings("tiny", {"state_dir": str(tmp_path)})
+    gateway = Gateway(settings, store, ModelRegistry(ledger, "sqlite:////nowhere", tmp_path))
+    assert gateway.trials.settings_of("own").trouble_answers == 7
+    assert gateway.trials.settings_of("astray") == settings.experiments
+    gateway.close()
 
 
 def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
