@@ -122,8 +122,10 @@ def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Ov
     )
 
 
-def _newest_votes(agent_id: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
-    f = db.feedback.c
+def _newest(f: Any, agent_id: str, *columns: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    """Return the query of the agent's newest votes; `f` are the columns of all or of those that
+    count.
+    """
     return (
         sa.select(*columns).where(f.agent_id == agent_id).order_by(f.seq.desc()).limit(NEWEST_VOTES)
     )
@@ -139,7 +141,7 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     counted, newest = 0, None
     with database.read() as connection:
         for kind, received, rater in connection.execute(
-            _newest_votes(agent_id, f.kind, f.received_at, f.rater_id)
+            _newest(f, agent_id, f.kind, f.received_at, f.rater_id)
         ):
             counted, newest = counted + 1, newest or received
             if (n := place.get(received.date())) is not None:
@@ -208,13 +210,7 @@ def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:
     one answer the newest counts.
     """
     f, i = db.effective_feedback.c, db.interactions.c
-    newest = (
-        sa.select(f.interaction_id, f.voter, f.kind, f.number)
-        .where(f.agent_id == agent_id)
-        .order_by(f.seq.desc())
-        .limit(NEWEST_VOTES)
-        .subquery()
-    )
+    newest = _newest(f, agent_id, f.interaction_id, f.voter, f.kind, f.number).subquery()
     on_scale = sa.case(
         (newest.c.kind == FeedbackKind.rating, (newest.c.number - 1) / 4), else_=newest.c.number
     )

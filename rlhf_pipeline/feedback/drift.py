@@ -151,7 +151,7 @@ def feedback_drift(
 
 
 def newest_of(frame: pd.DataFrame, new: int) -> pd.DataFrame:
-    """Return the newest votes of the last turn's frame, as many as are new but FEWEST_BEFORE."""
+    """Return the last turn's newest votes: as many as are new, FEWEST_BEFORE at least."""
     return frame.nlargest(max(new, FEWEST_BEFORE), "seq")
 
 
