@@ -135,9 +135,9 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 def test_what_is_refused_is_one_line_on_stderr(rlhf: Run) -> None:
     result = rlhf("versions", "--agent", "tea", code=1)
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: agent 'tea' needs a version, found none registered")
-    assert "bootstrap" in line
+    assert result.stderr.startswith("error: agent 'tea' needs a version, found none registered")
+    assert "bootstrap" in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
 
 
 def test_debug_shows_where_it_happened(rlhf: Run) -> None:
