@@ -12,7 +12,8 @@ would be called a change turn after turn. One side may be a handful of votes, wh
 empty by chance weighs much; so bins are as wide as the smaller side needs.
 
 What a version's answers move (their lengths, what people think of them) is compared among votes on
-versions that both sides have. A better champion is liked better; that alone is no drift.
+one version, the one that both sides have most of. A better champion is liked better, and where two
+answer side by side one may have more of the new votes than before; neither alone is drift.
 
 What this does not see: a change of meaning at the same lengths, words and ratings. Rows that depend
 on each other (one person's thousand votes) make chance look smaller than it is.
@@ -111,10 +112,11 @@ def feedback_drift(
         )
     sides = _sampled(current), _sampled(reference)
     on = [side["model_version"].fillna(ELSEWHERE) for side in sides]
-    both = set(on[0]) & set(on[1])
+    # Where both sides have no version in common one is left without votes, and is not compared.
+    version = on[0].value_counts().combine(on[1].value_counts(), min, fill_value=0).idxmax()
     now, before = (_features(side) for side in sides)
     for features, versions in zip((now, before), on, strict=True):
-        features.loc[~versions.isin(both), OF_ANSWERS] = None
+        features.loc[versions != version, OF_ANSWERS] = None
     now, before = _binned(now, before)
     counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
     compared = [name for name in FEATURES if min(counts[name])]

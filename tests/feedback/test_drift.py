@@ -166,6 +166,24 @@ def test_what_a_better_champion_says_and_is_liked_for_is_no_drift(tmp_path: Path
         assert [n for n, f in asked.features.items() if f.drifted] == ["topic"]
 
 
+def test_that_another_of_two_versions_has_most_votes_now_is_no_drift(tmp_path: Path) -> None:
+    """As where an experiment's ramp has grown, or a champion was rolled back."""
+
+    def votes(rows: int, seed: int, challenged: float) -> pd.DataFrame:
+        rng = np.random.default_rng(seed)
+        version = (rng.random(rows) < challenged).astype(int)
+        said = [("tea!" if v else "A kettle, perhaps.") * 3 for v in version]
+        up = (rng.random(rows) < np.where(version, 0.9, 0.5)).astype(float)
+        on = pd.Series(version, dtype="Int64")
+        return snapshot(rows, seed, kind="thumbs", number=up, completion=said, model_version=on)
+
+    before = votes(1200, 1, 0.1)
+    for challenged in (0.5, 0.95):
+        found = feedback_drift(votes(800, 2, challenged), before, html_path=tmp_path / "d.html")
+        assert not found.drifted
+        assert {"completion_characters", "thumbs"} <= set(found.features)
+
+
 def test_new_votes_are_held_against_the_newest_before_them() -> None:
     before = snapshot(5000, 1)
     assert newest_of(before, 60)["seq"].min() == 4000
