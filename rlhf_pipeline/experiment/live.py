@@ -10,7 +10,8 @@ challenger.) What it costs is the numbers of smaller steps; people who come agai
 Arms are drawn by the hash, never by what people thought. A fallback answer stays in its arm.
 
 Opinions are counted by who has them: an annotator who judges the answers of a thousand people is
-one opinion in either arm, not a thousand.
+one opinion in either arm, not a thousand. What is counted by the person who was answered (how much
+of it got a vote, how much a thumb down) hears each voter on one person's answers in either arm.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def measured(
     met: dict[str, tuple[float, Arm]] = {}  # user -> share and arm when first seen
     where: dict[str, tuple[str, Arm]] = {}
     opinions: dict[tuple[str, Arm], list[float]] = defaultdict(list)  # by who voted
+    heard_on: dict[tuple[str, Arm], str] = {}  # who voted -> the user on whose answers they count
     for row in _interactions(database, experiment):
         user, arm = row.user_id or row.session_id, row.arm
         if user is None or arm not in ("champion", "challenger"):
@@ -117,11 +119,12 @@ def measured(
         if place is None:
             continue
         user, arm = place
-        person = people[place]
-        person.heard.add(vote.interaction_id)
-        said = opinions[vote.rater_id or user, arm]
+        voter = vote.rater_id or user
+        said = opinions[voter, arm]
+        if heard_on.setdefault((voter, arm), user) == user:
+            people[place].heard.add(vote.interaction_id)
+            people[place].downs += vote.kind == "thumbs" and vote.number == 0
         if vote.kind == "thumbs":
-            person.downs += vote.number == 0
             said.append(vote.number)
         elif vote.kind == "rating":
             said.append((vote.number - 1) / 4)
@@ -257,6 +260,7 @@ def _votes(database: db.Database, experiment: Experiment) -> Iterable[Any]:
             db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)
         )
         .where(i.experiment == experiment.experiment_id, f.source == "human")
+        .order_by(f.seq)
     )
     with database.read() as connection:
         return connection.execute(query).all()

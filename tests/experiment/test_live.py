@@ -124,14 +124,17 @@ def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
     assert arms["length"].champion.mean == pytest.approx(5 / SETTINGS.long_words)
 
 
+@pytest.mark.parametrize("likes", [(0.0, 1.0), (1.0, 0.0)])
 def test_one_rater_of_many_people_s_answers_is_one_opinion(
-    store: FeedbackStore, ledger: PromotionLedger
+    store: FeedbackStore, ledger: PromotionLedger, likes: tuple[float, float]
 ) -> None:
     book, experiment = begin(store, 0.5)
-    meet(store, experiment, range(700), likes=(0.0, 1.0), answers=1, rater="ann")
+    meet(store, experiment, range(700), likes=likes, answers=1, rater="ann")
     verdict, _ = look(book, ledger, experiment, SETTINGS)
     found = verdict.differences["satisfaction"]
     assert (found.challenger_users, found.champion_users) == (1, 1)
+    for metric in ("thumbs_down", "feedback_rate"):  # of one person in either arm
+        assert abs(verdict.differences[metric].value) < 0.01
     assert verdict.action == "continue"
     assert champion(ledger) == 0
 
