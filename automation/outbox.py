@@ -2,7 +2,8 @@
 
 A sensor hears of a failed run once; what it could not tell is told when the next run fails, or at
 the next tick of `alerts`. A message may come twice where this process ends between sending and
-removing it. Where no webhook is set nothing is kept.
+removing it. Of more than MOST the oldest go: the log has them, and a webhook that has moved for
+good would be sent all of them at every tick. Where no webhook is set nothing is kept.
 """
 
 import http.client
@@ -10,6 +11,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.files import write_json
@@ -17,21 +19,31 @@ from rlhf_pipeline.records import uuid7
 
 AWAY = (OSError, http.client.HTTPException)  # what `tell` raises where the webhook took nothing
 OUTBOX = "outbox"  # folder in the state
+MOST = 50  # messages that wait
 
 
 def keep(settings: Settings, body: Mapping[str, str]) -> None:
     """Keep a message until `send_kept` has told it."""
-    if settings.notifications.webhook is not None:
-        write_json(settings.state_dir / OUTBOX / f"{uuid7()}.json", dict(body))
+    if settings.notifications.webhook is None:
+        return
+    write_json(settings.state_dir / OUTBOX / f"{uuid7()}.json", dict(body))
+    for path in _kept(settings)[:-MOST]:
+        path.unlink(missing_ok=True)
+
+
+def _kept(settings: Settings) -> list[Path]:
+    """Return the messages that wait, oldest first."""
+    return sorted((settings.state_dir / OUTBOX).glob("[!.]*.json"))
 
 
 def send_kept(settings: Settings) -> None:
     """Tell what is kept, oldest first. One that is refused keeps no later one back.
 
-    Raises what `tell` raised first, once all were tried; where nobody answers, at once.
+    Raises what `tell` raised first, once all were tried; at once where nobody answers, or the
+    answer (from 500 on) says that the webhook is in trouble whatever it is told.
     """
     refused: urllib.error.HTTPError | None = None
-    for path in sorted((settings.state_dir / OUTBOX).glob("[!.]*.json")):
+    for path in _kept(settings):
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -39,6 +51,8 @@ def send_kept(settings: Settings) -> None:
         try:
             tell(settings, body)
         except urllib.error.HTTPError as error:
+            if error.code >= 500:
+                raise
             refused = refused or error
         else:
             path.unlink(missing_ok=True)

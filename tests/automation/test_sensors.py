@@ -766,6 +766,23 @@ def test_a_message_that_is_refused_keeps_no_later_one_back(
     assert [body["text"] for body in kept.received] == ["too long", "short", "too long"]
 
 
+def test_messages_that_nobody_takes_neither_pile_up_nor_fill_a_tick(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    settings = ticks.pipeline.settings()
+    for number in range(outbox.MOST + 3):
+        outbox.keep(settings, {"text": str(number)})
+    kept.answer = 503
+    with pytest.raises(urllib.error.HTTPError):
+        outbox.send_kept(settings)
+    assert [body["text"] for body in kept.received] == ["3"]
+    kept.answer = 200
+    outbox.send_kept(settings)
+    assert len(kept.received) == 1 + outbox.MOST
+
+
 # -- nightly ----------------------------------------------------------------------------------
 
 
