@@ -111,7 +111,6 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     sizes: dict[str, int] = {}
     requests, reasons = [], []
     if settings.feedback.enabled:
-        failed = _failed_files(context.instance)
         for path in sorted(inbox.glob("*/*.json*")):
             try:
                 stat = path.stat()
@@ -123,7 +122,7 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
             if abs(now().timestamp() - stat.st_mtime) < SETTLED.total_seconds():
                 continue  # whoever writes it may only pause; where clocks differ it is near too
             key = f"{path}:{stamp_of(stat)}"
-            ended = failed.get(key, [])
+            ended = _failed_to_take_in(context.instance, key)
             most = settings.continuous_learning.max_attempts
             if (reason := _why_wait(ended, most, f"runs for {path.name} failed")) is not None:
                 reasons.append(reason)
@@ -144,14 +143,11 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     return dg.SensorResult(run_requests=requests, skip_reason=skip, cursor=json.dumps(sizes))
 
 
-def _failed_files(instance: dg.DagsterInstance) -> dict[str, list[dg.RunRecord]]:
-    """Return the runs that failed to take a file in, by the file; their run keys are used up."""
-    found: dict[str, list[dg.RunRecord]] = {}
-    for record in instance.get_run_records(
-        dg.RunsFilter(job_name=ingest_file.name, statuses=[dg.DagsterRunStatus.FAILURE])
-    ):
-        found.setdefault(record.dagster_run.tags.get(DROPPED, ""), []).append(record)
-    return found
+def _failed_to_take_in(instance: dg.DagsterInstance, key: str) -> Sequence[dg.RunRecord]:
+    """Return the runs that failed to take the file in as it is; their run keys are used up."""
+    return instance.get_run_records(
+        dg.RunsFilter(tags={DROPPED: key}, statuses=[dg.DagsterRunStatus.FAILURE])
+    )
 
 
 @dg.sensor(jobs=[retrain, bootstrap], minimum_interval_seconds=30, default_status=RUNNING)

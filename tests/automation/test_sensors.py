@@ -432,6 +432,11 @@ def test_a_file_whose_run_died_is_taken_in_by_another_after_a_while(ticks: Ticks
     assert asked()[0][path.name].run_key == asked()[0][path.name].tags[DROPPED]
 
 
+def test_an_inbox_with_nothing_ready_asks_for_no_runs_of_the_past(ticks: Ticks) -> None:
+    with patch.object(dg.DagsterInstance, "get_run_records", side_effect=AssertionError):
+        assert ticks.tick("dropped_files").run_requests == []
+
+
 def test_a_dead_run_without_a_heartbeat_holds_its_place_for_an_hour() -> None:
     for job in ("ingest_file", "prune_state"):
         assert definitions().resolve_job_def(job).run_tags["dagster/max_runtime"] == "3600"
