@@ -49,11 +49,15 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             "`rlhf feedback export`",
         )
     if overview.drift is not None and overview.drift["drifted"]:
-        most = max(overview.drift["psi"].items(), key=lambda item: item[1])
+        # Of those that changed beyond chance: where votes are few, another's PSI may be larger.
+        # What an early release wrote does not name them.
+        every = overview.drift["psi"]
+        psi = {name: every[name] for name in overview.drift.get("features", every)}
+        most = max(psi, key=lambda name: psi[name])
         alert(
             "drift",
-            f"the newest snapshot's new votes differ from the votes before, most in {most[0]} "
-            f"(PSI {most[1]:.2f}); its report is beside it",
+            f"the newest snapshot's new votes differ from the votes before, most in {most} "
+            f"(PSI {psi[most]:.2f}); its report is beside it",
         )
     judged = [standing.passed for standing in overview.standings if standing.passed is not None]
     refused = len(list(takewhile(lambda passed: not passed, judged)))

@@ -43,6 +43,7 @@ CALM = Overview(
     drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
 )
 ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)
+PSI = {"topic": 0.4, "rating": 0.6}  # of few ratings, so within chance
 REFUSED = [standing(n, False) for n in (4, 3, 2)] + [standing(1, True)]
 
 
@@ -69,8 +70,8 @@ def test_a_calm_agent_has_none() -> None:
         ),
         (
             "drift",
-            {"drift": {"drifted": True, "psi": {"topic": 0.4, "kind": 0.1}}},
-            {"drift": {"drifted": False, "psi": {"topic": 0.4, "kind": 0.1}}},
+            {"drift": {"drifted": True, "psi": PSI, "features": ["topic"]}},
+            {"drift": {"drifted": False, "psi": PSI, "features": []}},
         ),
         ("gate_refuses", {"standings": REFUSED}, {"standings": REFUSED[1:]}),
         (
@@ -90,6 +91,15 @@ def test_each_begins_at_its_limit(
 ) -> None:
     assert names(replace(CALM, **changes)) == [name]
     assert names(replace(CALM, **nearly)) == []
+
+
+def test_the_drift_that_is_told_is_what_drifted() -> None:
+    drifted: dict[str, Any] = {"drifted": True, "psi": PSI, "features": ["topic"]}
+    [alert] = alerts_of(replace(CALM, drift=drifted), Settings(), at=AT)
+    assert "most in topic (PSI 0.40)" in alert.words
+    del drifted["features"]  # as an early release wrote it
+    [alert] = alerts_of(replace(CALM, drift=drifted), Settings(), at=AT)
+    assert "most in rating (PSI 0.60)" in alert.words
 
 
 def test_what_cannot_be_told_is_no_alert() -> None:
