@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.overview import Overview
 
+DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody has to be asked
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -66,16 +68,26 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             "gate_refuses",
             f"the newest {refused} versions were refused; `rlhf explain VERSION` says why",
         )
+    experiment = overview.experiment
+    met = experiment.challenger if experiment and experiment.state == "running" else None
+    for standing in overview.standings:
+        number, agent_id = standing.version, overview.agent_id
+        waits = "challenger" in standing.roles and number != met
+        if waits and at - standing.created_at > DECIDED:
+            alert(
+                "version_waits",
+                f"version {number} passed the gate and waits for a person: `rlhf promote {number} "
+                f"--agent {agent_id}`, or /candidates/{agent_id} in the service",
+            )
     last, enough = overview.last_turn, settings.continuous_learning.min_new_feedback
     if last is not None and overview.paused is None and overview.waiting_votes >= enough:
-        overdue = at - last.created_at
-        if overdue > timedelta(days=rules.overdue_days):
+        if at - last.created_at > timedelta(days=rules.overdue_days):
             alert(
                 "reward_model_stale",
                 f"{overview.waiting_votes:,} votes wait and the last turn began "
-                f"{overdue.days} days ago; look at its sensor in Dagster, or `make train`",
+                f"{(at - last.created_at).days} days ago; look at its sensor in Dagster, or "
+                "`make train`",
             )
-    experiment = overview.experiment
     if experiment is not None and experiment.state == "invalid":
         alert("experiment_imbalance", experiment.reason)
     return found

@@ -43,7 +43,12 @@ CALM = Overview(
     drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
 )
 ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)
+RUNNING = replace(ENDED, state="running", ended_at=None)
 PSI = {"topic": 0.4, "rating": 0.6}  # of few ratings, so within chance
+WAITING = [
+    replace(standing(2, True), roles=("challenger",), created_at=AT - HOUR),
+    standing(1, True),
+]
 REFUSED = [standing(n, False) for n in (4, 3, 2)] + [standing(1, True)]
 
 
@@ -80,6 +85,11 @@ def test_a_calm_agent_has_none() -> None:
             {"last_turn": turn(AT - 8 * DAY), "waiting_votes": 99},
         ),
         (
+            "version_waits",
+            {"standings": WAITING},
+            {"standings": [replace(WAITING[0], created_at=AT - HOUR / 10), *WAITING[1:]]},
+        ),
+        (
             "experiment_imbalance",
             {"experiment": ENDED},
             {"experiment": replace(ENDED, state="stopped")},
@@ -91,6 +101,15 @@ def test_each_begins_at_its_limit(
 ) -> None:
     assert names(replace(CALM, **changes)) == [name]
     assert names(replace(CALM, **nearly)) == []
+
+
+def test_a_version_that_waits_comes_with_the_way_to_decide() -> None:
+    [alert] = alerts_of(replace(CALM, standings=WAITING), Settings(), at=AT)
+    assert "`rlhf promote 2 --agent tea`, or /candidates/tea" in alert.words
+    assert names(replace(CALM, standings=WAITING, experiment=RUNNING)) == []  # people decide
+    assert names(replace(CALM, standings=WAITING, experiment=replace(RUNNING, challenger=1))) == [
+        "version_waits"
+    ]
 
 
 def test_the_drift_that_is_told_is_what_drifted() -> None:
