@@ -81,7 +81,10 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             )
     last, enough = overview.last_turn, settings.continuous_learning.min_new_feedback
     if last is not None and overview.paused is None and overview.waiting_votes >= enough:
-        if at - last.created_at > timedelta(days=rules.overdue_days):
+        could = last.created_at
+        if experiment is not None:  # no turn starts beside one that runs
+            could = max(could, experiment.ended_at or at)
+        if at - could > timedelta(days=rules.overdue_days):
             alert(
                 "reward_model_stale",
                 f"{overview.waiting_votes:,} votes wait and the last turn began "

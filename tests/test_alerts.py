@@ -112,6 +112,15 @@ def test_a_version_that_waits_comes_with_the_way_to_decide() -> None:
     ]
 
 
+def test_no_turn_is_overdue_that_an_experiment_keeps_from_starting() -> None:
+    old = replace(CALM, last_turn=turn(AT - 14 * DAY))
+    assert names(replace(old, experiment=RUNNING)) == []
+    lately = replace(RUNNING, state="stopped", ended_at=AT - 6 * DAY)
+    assert names(replace(old, experiment=lately)) == []
+    long_ago = replace(lately, ended_at=AT - 8 * DAY)
+    assert names(replace(old, experiment=long_ago)) == ["reward_model_stale"]
+
+
 def test_the_drift_that_is_told_is_what_drifted() -> None:
     drifted: dict[str, Any] = {"drifted": True, "psi": PSI, "features": ["topic"]}
     [alert] = alerts_of(replace(CALM, drift=drifted), Settings(), at=AT)
