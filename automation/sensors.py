@@ -32,7 +32,7 @@ from resources.pipeline import (
     Pipeline,
     bootstrap_mark,
 )
-from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts
+from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts, unsound
 from rlhf_pipeline.continuous import BACK_OFF, Due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError
@@ -266,8 +266,7 @@ def _alerts(pipeline: Pipeline) -> list[Alert]:
         try:
             settings = pipeline.settings(agent_id)
         except ConfigError as error:
-            words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
-            every.append(Alert("settings_unsound", agent_id, words))
+            every.append(unsound(agent_id, error))
             continue
         found = overview(pipeline.store, pipeline.ledger, agent_id)
         every += alerts_of(found, settings, at=now())

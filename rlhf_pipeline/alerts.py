@@ -12,6 +12,7 @@ from rlhf_pipeline.overview import HUNDREDTH
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.errors import ConfigError
     from rlhf_pipeline.overview import Overview
 
 DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody has to be asked
@@ -94,6 +95,12 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     if experiment is not None and experiment.state == "invalid":
         alert("experiment_imbalance", experiment.reason)
     return found
+
+
+def unsound(agent_id: str, error: ConfigError) -> Alert:
+    """Return the one alert of an agent whose recipe does not load: no limit is known."""
+    words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
+    return Alert("settings_unsound", agent_id, words)
 
 
 def disk_alerts(settings: Settings) -> list[Alert]:

@@ -311,6 +311,18 @@ def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: 
     assert last.endswith(" UTC: oom")
 
 
+def test_status_shows_the_others_where_an_agents_recipe_has_gone(rlhf: Run, tmp_path: Path) -> None:
+    votes = str(write(tmp_path / "votes.jsonl", THUMBS))
+    for agent in ("coffee", "tea"):
+        rlhf("ingest", votes, "--agent", agent)
+    Workspace().store.set_agent("coffee", recipe="/srv/gone.yaml")
+    without, sound = json.loads(rlhf("status", "--json").stdout)
+    assert without["next_turn"].startswith("none until its recipe loads: needed a recipe, found no")
+    assert (without["automatic_promotion"], without["votes"]) == (None, {"thumbs": 1})
+    assert sound["next_turn"] == "1 new votes of the 100 needed"
+    assert cells(rlhf("status", "--agent", "coffee").stdout)["promotion"] == "unknown"
+
+
 def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
     assert (

@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.common import (
 )
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.claims import Claim
     from rlhf_pipeline.registry.ledger import Promotion
 
@@ -80,30 +81,40 @@ def automatic(
 
 
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
-    from rlhf_pipeline.continuous import Due, due
-    from rlhf_pipeline.records import now
+    from rlhf_pipeline.errors import ConfigError
 
-    row, settings = here.store.agent(agent_id), here.settings_of(agent_id)
+    row = here.store.agent(agent_id)
+    automatic: bool | None = None
+    try:
+        settings = here.settings_of(agent_id)
+        automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
+    except ConfigError as error:  # the other agents are shown all the same
+        next_turn = f"none until its recipe loads: {error}"
     standing = here.ledger.standing(agent_id)
     turns = here.claims.history(agent_id)
-    verdict = due(here.database, agent_id, settings, at=now())
     chosen = row.automatic_promotion if row is not None else None
     return {
         "agent": agent_id,
         "paused": row.paused_reason if row is not None else None,
-        "automatic_promotion": settings.promotion.automatic if chosen is None else bool(chosen),
+        "automatic_promotion": automatic if chosen is None else bool(chosen),
         "votes": here.store.counts(agent_id),
         "quarantine": here.store.quarantined(agent_id),
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
         "last_promotion": _promotion(standing.history[-1]) if standing.history else None,
         "last_turn": _turn(turns[-1]) if turns else None,
-        "next_turn": (
-            f"due now: {verdict.votes} new votes, attempt {verdict.attempt}"
-            if isinstance(verdict, Due)
-            else verdict.reason
-        ),
+        "next_turn": next_turn,
     }
+
+
+def _next_turn(here: Workspace, agent_id: str, settings: Settings) -> str:
+    from rlhf_pipeline.continuous import Due, due
+    from rlhf_pipeline.records import now
+
+    verdict = due(here.database, agent_id, settings, at=now())
+    if isinstance(verdict, Due):
+        return f"due now: {verdict.votes} new votes, attempt {verdict.attempt}"
+    return verdict.reason
 
 
 def _promotion(entry: Promotion) -> str:
@@ -130,7 +141,9 @@ def _print_status(values: dict[str, Any]) -> None:
         if champion is None
         else f"version {champion}; {values['last_promotion']}",
         "challenger": "none" if challenger is None else f"version {challenger} waits",
-        "promotion": "automatic" if values["automatic_promotion"] else "asks a person",
+        "promotion": {None: "unknown", True: "automatic", False: "asks a person"}[
+            values["automatic_promotion"]
+        ],
         "last turn": values["last_turn"] or "none yet",
         "next turn": values["next_turn"],
     }

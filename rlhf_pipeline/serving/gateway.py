@@ -106,7 +106,7 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
-        self.trials = Trials(store.database, self._rules_of_trials)
+        self.trials = Trials(store.database, self.rules_of_trials)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
 
@@ -253,11 +253,11 @@ class Gateway:
         """Let the models go."""
         self.champions.close()
 
-    def _rules_of_trials(self, agent_id: str) -> ExperimentSettings:
+    def rules_of_trials(self, agent_id: str) -> ExperimentSettings:
         """Return the rules of the agent's own recipe; where that has gone, the service's."""
         try:
             return self.champions.settings_of(agent_id).experiments
-        except ConfigError:  # an answer is not lost to it: the baseline has written one
+        except ConfigError:  # neither an answer that was written nor a page is lost to it
             return self.settings.experiments
 
     # -- one arm ----------------------------------------------------------------------------------

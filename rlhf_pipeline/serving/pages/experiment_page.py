@@ -59,8 +59,7 @@ def add_experiment_page(
         if not chosen:
             words = "No such experiment." if every else "No experiment of such an agent yet."
             return answer(_whole(agent_id, f"<p>{words}</p>", nonce), nonce, 404)
-        settings = gateway.champions.settings_of(agent_id).experiments
-        metrics = [PRIMARY, *guardrails_under(settings)]
+        metrics = [PRIMARY, *guardrails_under(gateway.rules_of_trials(agent_id))]
         looks = book.looks(chosen[0].experiment_id)
         return answer(render(chosen[0], looks, metrics, every, nonce), nonce)
 

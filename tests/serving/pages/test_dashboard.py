@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -247,3 +248,11 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
     assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text
     assert client.get("/dashboard/%3Cb%3E").status_code == 404
+
+    def gone(_: str) -> Settings:
+        raise ConfigError("needed a recipe, found no gone.yaml")
+
+    champions.settings_of = gone
+    page = client.get("/dashboard/tea")
+    assert page.status_code == 200
+    assert "<b>settings unsound</b>: no turn starts and nothing is pruned until" in page.text

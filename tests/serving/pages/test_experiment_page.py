@@ -66,8 +66,7 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     line = figure.axes[1].lines[0]
     assert np.asarray(line.get_ydata()).tolist() == [0.01] * 3
     app = FastAPI()
-    champions = SimpleNamespace(settings_of=lambda agent_id: Settings())
-    gateway = SimpleNamespace(store=store, champions=champions)
+    gateway = SimpleNamespace(store=store, rules_of_trials=lambda _: Settings().experiments)
     add_experiment_page(app, cast("Any", gateway), store.agents)
     client = TestClient(app)
     page = client.get("/experiments/tea")
