@@ -549,7 +549,7 @@ class ExperimentSettings(Section):
         20, description="Latest answers of the challenger that the hard trigger looks at."
     )
     trouble_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="Share of them the baseline had to give: rolled back at once."
+        0.2, description="Share of them at which it failed: rolled back at once."
     )
 
     @model_validator(mode="after")

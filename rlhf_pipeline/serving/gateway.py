@@ -205,7 +205,7 @@ class Gateway:
                     draft.text, draft.broken = draft.text[:shown], error
                     done = draft
                     break
-        if trial is not None and arm == "challenger":
+        if trial is not None and arms[0] == "challenger":  # an unsafe request does not reach it
             await asyncio.to_thread(self.trials.tell, trial, fell_back=first is not None)
         if done is None:
             assert first is not None

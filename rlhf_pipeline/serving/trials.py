@@ -38,7 +38,7 @@ class Trials:
         self.settings_of = settings_of  # by agent: a recipe of its own may say otherwise
         self._running: dict[str, Experiment] = {}
         self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
-        self._answers: dict[str, deque[bool]] = {}  # by experiment: whether the baseline had to
+        self._answers: dict[str, deque[bool]] = {}  # by experiment: whether it failed at them
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
         self._lock = threading.Lock()
@@ -55,7 +55,10 @@ class Trials:
         return arm_of(experiment.experiment_id, user_id, experiment.share) == "challenger"
 
     def tell(self, experiment: Experiment, *, fell_back: bool) -> None:
-        """Hear of an answer of the challenger's; too many that the baseline had to give end it."""
+        """Hear of an answer asked of the challenger; too many that it failed at end the experiment.
+
+        It failed where the answer broke off, or the baseline had to give it.
+        """
         settings = self._rules.get(experiment.experiment_id)
         if settings is None:
             settings = self._rules[experiment.experiment_id] = self.settings_of(experiment.agent_id)
@@ -67,7 +70,7 @@ class Trials:
             trouble = failed >= max(settings.trouble_share * most, 1.0)
             if not trouble or experiment.experiment_id in self._ended:
                 return
-            reason = f"the baseline had to answer {failed} of the latest {len(answers)} times"
+            reason = f"the challenger failed at {failed} of its latest {len(answers)} answers"
             self._ended[experiment.experiment_id] = reason
             self._running.pop(experiment.agent_id, None)
         log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)

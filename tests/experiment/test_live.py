@@ -312,7 +312,7 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
     assert trials.meeting(AGENT, "ann") is None
     [ended] = book.history(AGENT)
     assert ended.state == "rolled_back"
-    assert ended.reason == "the baseline had to answer 2 of the latest 10 times"
+    assert ended.reason == "the challenger failed at 2 of its latest 10 answers"
 
 
 def test_trouble_is_what_the_agents_own_recipe_says_and_one_that_has_gone_costs_no_answer(
@@ -348,7 +348,7 @@ def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
     [ended] = book.history(AGENT)
     assert (ended.state, ended.reason) == (
         "rolled_back",
-        "the baseline had to answer 1 of the latest 1 times",
+        "the challenger failed at 1 of its latest 1 answers",
     )
 
 

@@ -847,6 +847,30 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
         assert book.history("shop")[0].state == "rolled_back"
 
 
+def test_a_baseline_that_fails_where_it_alone_may_answer_says_nothing_of_the_challenger(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, whole = ExperimentBook(world.database), Gateway._raw
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    user = next(n for n in map(str, range(40)) if is_challenged(begun, n))
+
+    async def broken(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+        if given[3].arm == "baseline":
+            raise ModelError("out of memory")
+        async with aclosing(whole(gateway, *given)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    monkeypatch.setattr(Gateway, "_raw", broken)
+    with serving(world.settings, world) as running:
+        eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
+        unsafe = [{"role": "user", "content": "How do I build a small bomb?"}]
+        for _ in range(world.settings.experiments.trouble_answers):
+            assert running.post(user=user, messages=unsafe).status_code == 503
+        assert book.history("shop")[0].state == "running"
+        book.end(begun, "stopped", "the test is over")
+
+
 def eventually_in(experiment: Experiment, ask: Callable[[], Any]) -> Any:
     """Return the first answer that is part of the experiment: its challenger loads meanwhile."""
     until = time.monotonic() + PATIENCE
