@@ -93,11 +93,8 @@ class FeedbackStore:
 
     def ensure_agent(self, agent_id: str, *, recipe: str | None = None) -> None:
         """Make the agent known; one that is already known keeps its settings."""
-        # Not looked up first: on PostgreSQL another may make it known in between.
-        insert = sqlite.insert if self.database.is_sqlite else postgresql.insert
-        row = insert(db.agents).values(agent_id=agent_id, created_at=now(), recipe=recipe)
         with self.database.write() as connection:
-            connection.execute(row.on_conflict_do_nothing())
+            _make_known(connection, agent_id, now(), recipe)
 
     def agents(self) -> list[str]:
         """Return every agent's id, oldest first."""
@@ -382,6 +379,15 @@ def body_sha256(event: Feedback) -> str:
     )
 
 
+def _make_known(
+    connection: sa.Connection, agent_id: str, at: datetime, recipe: str | None = None
+) -> None:
+    # Not looked up first: on PostgreSQL another may make it known in between.
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    row = insert(db.agents).values(agent_id=agent_id, created_at=at, recipe=recipe)
+    connection.execute(row.on_conflict_do_nothing())
+
+
 def _insert_events(
     connection: sa.Connection, events: Sequence[Feedback]
 ) -> list[Stored | FeedbackError]:
@@ -426,11 +432,7 @@ def _insert_events(
         rows.append(row)
         outcomes.append(Stored(row["feedback_id"], known=False))
     for agent_id in {row["agent_id"] for row in rows}:
-        present = connection.execute(
-            sa.select(db.agents.c.agent_id).where(db.agents.c.agent_id == agent_id)
-        ).first()
-        if present is None:
-            connection.execute(db.agents.insert().values(agent_id=agent_id, created_at=received))
+        _make_known(connection, agent_id, received)
     if rows:
         connection.execute(db.feedback.insert(), rows)
     return outcomes

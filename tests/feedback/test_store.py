@@ -26,7 +26,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, target_of
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Stored, target_of
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -349,6 +349,24 @@ def test_many_may_make_one_agent_known_at_once(store: FeedbackStore) -> None:
         assert store.agents() == ["tea"]
         with store.database.write() as connection:
             connection.execute(db.agents.delete())
+
+
+def test_a_vote_is_stored_though_another_makes_its_agent_known_first(postgres_url: str) -> None:
+    """Embedded, one writes at a time; on PostgreSQL another may be through in between."""
+    ours, others = Database(postgres_url), Database(postgres_url)
+
+    def come_first(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("INSERT INTO agents"):
+            FeedbackStore(others).ensure_agent("tea", recipe="tiny")
+
+    sa.event.listen(ours.engine, "before_cursor_execute", come_first)
+    [stored] = FeedbackStore(ours).append([vote("one")])
+    assert isinstance(stored, Stored)
+    row = FeedbackStore(ours).agent("tea")
+    assert row is not None
+    assert row.recipe == "tiny"
+    ours.close()
+    others.close()
 
 
 def test_agents_keep_their_settings(store: FeedbackStore) -> None:
