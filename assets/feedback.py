@@ -138,7 +138,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
         folder = turn.data.parent / before.fingerprint[:16] if before else None
         if before is None or folder is None or not (folder / VALIDATED).exists():
             write_json(turn.data / DRIFT, {"drifted": False, "compared_with": None})
-            return _stable({"compared with": "nothing: no feedback was trained on yet"})
+            return _stable({"compared with": "nothing: no votes of a turn before are there"})
         votes, trained_on = (snapshot.read(each / VALIDATED) for each in (turn.data, folder))
         new = votes[votes["seq"] > before.watermark]
         trained_on = newest_of(trained_on, len(new))

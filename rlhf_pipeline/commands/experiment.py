@@ -30,7 +30,7 @@ def start(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Also a version that the gate refused, or one rolled back from."
+            "--force", help="Also a version that the gate refused, or one that was rolled back."
         ),
     ] = False,
 ) -> None:
@@ -84,7 +84,7 @@ def status(agent: AgentArgument, as_json: AsJson = False) -> None:
     for each in found:
         typer.echo(
             f"version {each['challenger']} beside {each['champion']}: {each['state']}, "
-            f"{each['share']:.0%} of the people, {each['looks']} looks"
+            f"{each['share']:.0%} of the people, {each['looks']} looks kept"
             + (f"\n  {each['reason']}" if each["reason"] else "")
         )
         differences = (each["latest"] or {}).get("differences", {})

@@ -76,14 +76,16 @@ def promote(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Although the gate refused or never judged it; the ledger says so."
+            "--force",
+            help="Although the gate refused or never judged it, or it was rolled back; the ledger "
+            "says so.",
         ),
     ] = False,
 ) -> None:
     """Make a version the champion: from the next request on it answers.
 
     Its files are checked against the registered hashes first. A version that the gate refused, or
-    that was rolled back from, needs --force.
+    that was rolled back, as champion or in an experiment, needs --force.
     """
     here = workspace()
     wanted, champion = here.version(agent, version), here.version(agent, "champion")

@@ -107,7 +107,8 @@ def add_approval_page(
 
 def _list(agent_id: str, waiting: Sequence[ModelVersion]) -> str:
     if not waiting:
-        return "<p>No version waits: none newer than the champion passed the gate.</p>"
+        words = "none newer than the champion passed the gate without being rolled back since"
+        return f"<p>No version waits: {words}.</p>"
     lines = "".join(
         f'<li><a href="{PATH}/{quote(agent_id)}?version={v.version}">Version {v.version}</a> '
         f"({inert(v.label)}), registered {when(v.created_at)} UTC</li>"

@@ -42,7 +42,7 @@ WORDS = {
     "rolled_back": "ended: the challenger was rolled back",
     "timed_out": "ended: time was up and the champion stayed",
     "invalid": "ended without a verdict: users did not arrive as planned",
-    "stopped": "was stopped by hand",
+    "stopped": "was stopped",
 }
 
 
