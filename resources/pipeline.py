@@ -253,6 +253,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             automatic = bool(row.automatic_promotion)
         if not version.passed_gate:
             return f"version {version.version} was refused; version {champion.version} stays"
+        if why := self.ledger.standing(turn.agent_id).withdrawn.get(version.version):
+            # The same votes, trained on again, may come to the files of an earlier version.
+            return f"version {version.version} passed, but {why}; version {champion.version} stays"
         began = self._began_from(turn.agent_id, turn.work)
         if began is not None and began.version != champion.version:
             return (

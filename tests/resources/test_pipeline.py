@@ -22,7 +22,7 @@ from resources.pipeline import (
 )
 from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.errors import ClaimLost, RegistryError
-from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import write_recipe
@@ -140,13 +140,13 @@ def test_a_stalled_turn_that_wakes_after_another_ended_it_writes_nothing(
     claim = pipeline.claims.claim("a", stalled.fingerprint, 1, holder="run 2", asked_by="watchdog")
     pipeline.promote_if_due(pipeline._turn(claim), drifted=False)
     ledger = pipeline.ledger
-    ledger.rollback("a", actor="ann", reason="worse")
+    ledger.promote("a", 0, actor="ann", reason="worse", expected_champion=1)
     pipeline.claims.finish(claim.token, "done")
     story = ledger.history("a")
     assert [(p.action, p.version, p.token) for p in story] == [
         ("baseline", 0, stalled.token),
         ("promote", 1, claim.token),
-        ("rollback", 0, None),
+        ("promote", 0, None),
     ]
     with pytest.raises(ClaimLost, match=f"found the newer token {claim.token}"):
         pipeline.promote_if_due(stalled, drifted=False)
@@ -224,7 +224,22 @@ def test_a_turn_goes_on_from_the_champion_that_it_began_with(
     assert pipeline.promote_if_due(again, drifted=False) == "version 1 is the champion"
 
 
-def test_an_experiment_that_ended_is_not_begun_again(pipeline: Pipeline, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (
+            "rolled_back",
+            "version 1 passed, but was rolled back in an experiment (it is over); version 0 stays",
+        ),
+        (
+            "timed_out",
+            "version 1 passed and has met people; that timed out: it is over; a person decides",
+        ),
+    ],
+)
+def test_an_experiment_that_ended_is_not_begun_again(
+    pipeline: Pipeline, tmp_path: Path, state: State, words: str
+) -> None:
     turn = judged(pipeline, tmp_path, PASSED)
     pipeline.store.set_agent("a", automatic_promotion=True)
     met = turn.settings.experiments.model_copy(update={"enabled": True})
@@ -233,13 +248,26 @@ def test_an_experiment_that_ended_is_not_begun_again(pipeline: Pipeline, tmp_pat
     book = ExperimentBook(pipeline.database)
     running = book.running("a")
     assert running is not None
-    book.end(running, "rolled_back", "thumbs_down is worse")
+    book.end(running, state, "it is over")
+    assert pipeline.promote_if_due(turn, drifted=False) == words
+    assert [e.state for e in book.history("a")] == [state]
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_what_was_rolled_back_is_not_promoted_again(
+    pipeline: Pipeline, tmp_path: Path, met: bool
+) -> None:
+    """As where the same votes are trained on again, and come to the same files."""
+    turn = judged(pipeline, tmp_path, PASSED)
+    ledger, book = pipeline.ledger, ExperimentBook(pipeline.database)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    trials = turn.settings.experiments.model_copy(update={"enabled": met})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": trials}))
+    ledger.promote("a", 1, actor="ann", reason="reads well", expected_champion=0)
+    ledger.rollback("a", actor="ann", reason="it does not")
     said = pipeline.promote_if_due(turn, drifted=False)
-    assert said == (
-        "version 1 passed and has met people; that rolled back: thumbs_down is worse; a person "
-        "decides"
-    )
-    assert [e.state for e in book.history("a")] == ["rolled_back"]
+    assert said == "version 1 passed, but was rolled back from; version 0 stays"
+    assert book.history("a") == []
 
 
 def test_a_person_decides_where_the_feedback_is_in_doubt(
