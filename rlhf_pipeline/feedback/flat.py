@@ -102,8 +102,9 @@ def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
     with _opened(path) as file:
         reader = csv.reader(file)
         lines = ((reader.line_num, cells) for cells in reader)
-        damage = (EOFError, gzip.BadGzipFile, zlib.error)
-        yield from _rows(_whole(lines, "gzip file", damage), position)
+        unpacked = _whole(lines, "gzip file", (EOFError, gzip.BadGzipFile, zlib.error))
+        # A cell over the limit, as where a quote that is not closed takes in what follows.
+        yield from _rows(_whole(unpacked, "table", (csv.Error,)), position)
     position.bytes_read = position.bytes_total
 
 

@@ -6,7 +6,6 @@ on after a bad row. What it does not protect against: a file that lies about who
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Pa
                 yield row.line, _shown(row), parse(row)
             except FeedbackRefused as refusal:
                 yield row.line, _shown(row), refusal
-    except (OSError, csv.Error) as error:
+    except OSError as error:
         raise SourceError(
             f"a readable file is needed at {path}, found none ({error}); check the path"
         ) from error

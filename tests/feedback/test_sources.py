@@ -626,6 +626,15 @@ def test_a_table_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
     assert "needed a whole workbook, found: " in aside[0].detail
 
 
+def test_a_table_with_a_cell_too_long_gives_what_came_before(tmp_path: Path) -> None:
+    path, row = tmp_path / "open.csv", "thumbs,up,Why?,Because.,ann\n"
+    path.write_text(f'{TABLE}{row}thumbs,up,"Why not?,Because.,bob\n{row * 300_000}')
+    events, aside = read_all(path)
+    assert [event.rater_id for event in events] == [hash_rater("tea", "ann")]
+    assert rules_of(aside) == [(3, "damaged_file")]
+    assert "needed a whole table, found: field larger than" in aside[0].detail
+
+
 def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
     path, deep = tmp_path / "deep.csv", "[" * 100_000
     path.write_text(f"{TABLE}thumbs,up,{deep},Because.,ann\nthumbs,up,Why?,Because.,ann\n")
