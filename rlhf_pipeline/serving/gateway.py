@@ -214,11 +214,10 @@ class Gateway:
         extra = note(done.text, done.others) if note else {}
         in_trial: dict[str, Any] = {}
         if trial is not None:
-            fell_back = done.arm != arm or done.broken is not None
             in_trial = {
                 "challenger_share": trial.share,
                 "ending": done.ending,
-                "fell_back": fell_back,
+                "fell_back": done.arm != arm or first is not None,  # it broke off, or was cut off
             }
         interaction = Interaction(
             interaction_id=interaction_id,

@@ -811,8 +811,9 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
         book.end(begun, "stopped", "the test is over")
 
 
+@pytest.mark.parametrize("how", ["fails", "is blocked"])
 def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
-    world: Workspace, monkeypatch: pytest.MonkeyPatch
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     book = ExperimentBook(world.database)
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
@@ -825,9 +826,9 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
             async for _ in pieces:
                 pass
         yield "It costs nine "
-        if draft.arm == "challenger":
+        if draft.arm == "challenger" and how == "fails":
             raise ModelError("out of memory")
-        yield "euros."
+        yield "euros." if draft.arm == "champion" else "euros; ask bob@example.com for more."
 
     with serving(world.settings, world) as running:
         eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
@@ -839,10 +840,13 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
             address = f"{running.address}/v1/chat/completions"
             with httpx.stream("POST", address, json=body, timeout=30) as answer:
                 lines = [json.loads(x[6:]) for x in answer.iter_lines() if x[:7] == "data: {"]
-            assert "error" in lines[-1]
+            ended = "error" if how == "fails" else "choices"
+            assert ended in lines[-1]
             kept = world.store.interaction(lines[0]["id"])
             assert kept is not None
-            assert (kept.arm, kept.completion) == ("challenger", "It costs nine ")
+            assert kept.arm == "challenger"
+            assert kept.completion.startswith("It costs nine ")
+            assert "bob" not in kept.completion
             assert kept.sampling["fell_back"] is True
         assert book.history("shop")[0].state == "rolled_back"
 
