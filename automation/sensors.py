@@ -35,7 +35,7 @@ from resources.pipeline import (
 from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts, unsound
 from rlhf_pipeline.continuous import BACK_OFF, Due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
 from rlhf_pipeline.overview import overview
@@ -205,9 +205,16 @@ def dead_runs(
 def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Keep MLflow's aliases in step with the ledger; a person's move is adopted or set back."""
     said: list[str] = []
+    failed: list[str] = []
     for agent_id in pipeline.store.agents():
-        if pipeline.ledger.champion(agent_id) is not None:
+        if pipeline.ledger.champion(agent_id) is None:
+            continue
+        try:
             said += pipeline.registry.reconcile(agent_id).changes
+        except PipelineError as error:  # the others' are kept in step all the same
+            failed.append(f"{agent_id}: {error}")
+    if failed:
+        raise RuntimeError("; ".join(["aliases that could not be set", *failed, *said]))
     return dg.SkipReason("; ".join(said) or "aliases and ledger agree")
 
 

@@ -649,6 +649,30 @@ def test_a_champion_chosen_in_mlflow_is_adopted_or_set_back(loop: Loop, tmp_path
     assert len(loop.pipeline.ledger.history(agent)) == 2
 
 
+def test_an_agent_whose_files_are_lost_keeps_no_others_aliases_back(
+    loop: Loop, tmp_path: Path
+) -> None:
+    registry = loop.pipeline.registry
+    lost, sound = loop.agent("lost"), loop.agent("sound")
+    for agent in (lost, sound):
+        files = folder(tmp_path / agent, agent)
+        registry.register_baseline(agent, files, label="v0", lineage={}, actor="test")
+    registry.client.delete_registered_model(f"rlhf-{lost}")
+    aside = (tmp_path / lost).rename(tmp_path / "aside")
+    registry.client.delete_registered_model_alias(f"rlhf-{sound}", "champion")
+
+    def tick() -> None:
+        with dg.build_sensor_context(resources={"pipeline": loop.pipeline}) as context:
+            sensors.aliases_moved_by_hand(context)
+
+    with pytest.raises(RuntimeError, match=f"{lost}: "):
+        tick()
+    assert loop.aliases(sound) == {"champion": 0}
+    aside.rename(tmp_path / lost)  # the loop is every test's
+    tick()
+    assert loop.aliases(lost) == {"champion": 0}
+
+
 # -- run_failed -------------------------------------------------------------------------------
 
 
