@@ -47,7 +47,12 @@ PRIVATE_KEY = re.compile(  # one that breaks off is one to the end of the text
 )
 GROUPS = r"(?=(?:[ -]?\d){13})\d+(?:[ -]\d+)*"  # all digits in a row: a card may be among them
 CARD = re.compile(rf"{BEFORE}(?<!\.){GROUPS}{AFTER}(?!\.\d)")
-CARD_BEGINS = re.compile(r"4|5[0-8]|3[0-9]|6|22|2[3-6]|27[0-2]")
+ISSUED = re.compile(  # by whom: how a card's number begins, and how many digits it has
+    r"4(?:\d{12}|\d{15}|\d{18})"  # Visa
+    r"|5[1-5]\d{14}|(?:22[2-9]|2[3-6]\d|27[01])\d{13}|2720\d{12}"  # Mastercard
+    r"|3[47]\d{13}|3[0689]\d{12,17}|35\d{14,17}"  # American Express, Diners Club, JCB
+    r"|(?:5[0678]|6\d)\d{14,17}"  # Maestro, Discover, UnionPay and others
+)
 CARD_SHAPES = ((4, 4, 4, 4, 3), (4, 4, 4, 4), (4, 6, 5), (4, 6, 4))  # digits in each group
 CARD_DIGITS = range(13, 20)  # in a card's number
 IP4 = re.compile(rf"{BEFORE}(?<!\.)(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
@@ -112,9 +117,8 @@ def _always(_: str) -> bool:
 def cards_in(run: str) -> list[Span]:
     """Return where cards' numbers are in groups of digits (GROUPS): the whole of it, or some.
 
-    The whole may be grouped in any way. Among other numbers (a date, a code) a card's begins as
-    one does and is a group of its own, or groups as they stand on cards: any others would make
-    cards out of lists of numbers.
+    The whole may be grouped in any way. Among other numbers (a date, a code) a card's is a group of
+    its own, or groups as they stand on cards: any others would make cards out of lists of numbers.
     """
     groups = [found.span() for found in re.finditer(r"\d+", run)]
     sizes = [stop - start for start, stop in groups]
@@ -128,7 +132,7 @@ def cards_in(run: str) -> list[Span]:
             if tuple(sizes[i : i + len(shape)]) == shape:
                 start, stop = groups[i][0], groups[i + len(shape) - 1][1]
                 digits = _digits(run[start:stop])
-                if CARD_BEGINS.match(digits) and _is_card(digits):
+                if _is_card(digits):
                     found.append((start, stop))
                     i += len(shape) - 1
                     break
@@ -141,8 +145,12 @@ def _digits(text: str) -> str:
 
 
 def _is_card(digits: str) -> bool:
-    """Say whether the digits are a card's: a known first digit, not one alone, and Luhn's sum."""
-    return digits[0] in "23456" and len(set(digits)) > 1 and passes_luhn(digits)
+    """Say whether the digits are a card's: its issuer's, not one sign alone, and Luhn's sum right.
+
+    The sum is right by chance in one number out of ten: in moments, bar codes, order numbers.
+    """
+    issued = ISSUED.fullmatch(digits) is not None and len(set(digits)) > 1
+    return issued and passes_luhn(digits)
 
 
 def passes_luhn(digits: str) -> bool:
