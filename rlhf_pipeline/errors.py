@@ -112,7 +112,7 @@ class ModelError(PipelineError):
 
 
 class PromptRefused(ModelError):
-    """A model cannot read a prompt: the order or the roles of its messages."""
+    """A model cannot read a prompt: the order or the roles of its messages, or their length."""
 
 
 class EvaluationError(PipelineError):

@@ -97,13 +97,19 @@ class RemoteReward:
 def bearer_token(variable: str | None, whose: str, remedy: str) -> str | None:
     """Return the API key in an environment variable; None where none is named.
 
-    Raises ModelError, with whose key it is and what to do, where the variable is not set.
+    Raises ModelError, with whose key it is and what to do, where the variable is not set or holds
+    what no header does: a file's last line break, which is then in the secret, or a typed sign.
     """
     if variable is None:
         return None
     token = os.environ.get(variable)
     if not token:
         raise ModelError(f"{whose} needs its key in {variable}, found it unset; {remedy}")
+    if not (token.isascii() and token.isprintable()):
+        raise ModelError(
+            f"{whose} needs its key in {variable}, found a line break or a sign beyond ASCII in "
+            f"it; {remedy}"
+        )
     return token
 
 

@@ -1,12 +1,15 @@
 """Completions from an OpenAI-compatible server (vLLM and the like), streamed through.
 
 Its key comes from the environment and stands in no message. What it answers is checked as far as it
-is used: an upstream that says something else is an error, never an empty answer.
+is used: an upstream that says something else is an error, never an empty answer. Taken is what such
+servers do beside the rules: choices without a delta (Azure's filter), no [DONE] (llama.cpp and TGI
+for years) where a finish_reason has said that the text is whole.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.errors import ModelError, PromptRefused
 from rlhf_pipeline.records import Prompt, as_messages
 from rlhf_pipeline.reward.remote import bearer_token
 
@@ -26,6 +29,9 @@ CONNECT_SECONDS = 5.0
 LONGEST_LINE = 1 << 20  # bytes
 MOST_TOKENS = 2**31
 COUNTED = ("prompt_tokens", "completion_tokens")
+TOO_LONG = re.compile(rb"context[ _](?:length|size|window)", re.IGNORECASE)
+"""What a refusal has in it where the conversation is longer than the model's context: OpenAI's and
+vLLM's "maximum context length", llama.cpp's "exceed_context_size_error"."""
 
 
 async def upstream_pieces(
@@ -34,7 +40,8 @@ async def upstream_pieces(
     """Yield the completion's text piece by piece, and last {finish_reason, usage}.
 
     `settings` are the request's own (temperature, max_tokens, ...), handed on as they are.
-    Raises ModelError where the upstream fails, TimeoutError at the deadline (time.monotonic()).
+    Raises ModelError where the upstream fails, PromptRefused where the messages are longer than its
+    context, TimeoutError at the deadline (time.monotonic()).
     """
     body = {
         **settings,
@@ -57,6 +64,11 @@ async def upstream_pieces(
             ) as answer,
         ):
             if answer.status_code != 200:
+                if answer.status_code in (400, 413) and TOO_LONG.search(await _beginning(answer)):
+                    raise PromptRefused(
+                        "messages within the upstream's context are needed, found longer ones; "
+                        "send fewer, or ask for fewer tokens"
+                    )
                 raise ModelError(
                     f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; "
                     "look at its log"
@@ -74,12 +86,24 @@ async def upstream_pieces(
                     yield piece
     except httpx.TimeoutException as error:
         raise TimeoutError from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ModelError(
             f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "
             "or correct serving.upstreams"
         ) from error
-    raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
+    if last["finish_reason"] is None:
+        raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
+    yield last
+
+
+async def _beginning(answer: httpx.Response) -> bytes:
+    """Return the first LONGEST_LINE bytes of a refusal, or less."""
+    found = b""
+    async for some in answer.aiter_bytes():
+        found += some
+        if len(found) >= LONGEST_LINE:
+            break
+    return found
 
 
 async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
@@ -98,18 +122,18 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
     """Return one event's text and take its ending into `last`."""
     try:
         event = json.loads(data)
-        if "error" in event:
+        if event.get("error"):
             raise ModelError("the upstream failed while it wrote; look at its log")
         if usage := event.get("usage"):
             last["usage"] = {name: _count(usage.get(name)) for name in COUNTED}
         text = ""
         for choice in event.get("choices") or ():
-            text += choice["delta"].get("content") or ""
+            text += (choice.get("delta") or {}).get("content") or ""
             last["finish_reason"] = choice.get("finish_reason") or last["finish_reason"]
         if "\x00" in text:
             raise ValueError("no database keeps NUL")
         text.encode()  # nor half a surrogate pair
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             "the upstream must send chat completion chunks, found something else; check that its "
             "address ends with /v1"

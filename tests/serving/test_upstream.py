@@ -1,0 +1,148 @@
+"""What OpenAI-compatible servers answer in the wild, and what is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.config import UpstreamSettings, load_settings
+from rlhf_pipeline.errors import ModelError, PromptRefused
+from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.serving.app import create_app
+from rlhf_pipeline.serving.keys import Keys
+from rlhf_pipeline.serving.upstream import upstream_pieces
+from tests.serving.doors import World
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(text: str | None, ending: str | None = None, **more: Any) -> bytes:
+    """Return one event of a stream."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": ending}
+    return event({"choices": [choice], **more})
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[UpstreamSettings]:
+    """Run a server that answers everything so."""
+
+    class Upstream(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Upstream)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield UpstreamSettings(url=f"http://127.0.0.1:{server.server_port}/v1", model="any")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def pieces_of(upstream: UpstreamSettings) -> list[str | dict[str, Any]]:
+    async def all_of_them() -> list[str | dict[str, Any]]:
+        deadline = time.monotonic() + 20
+        return [
+            p async for p in upstream_pieces(upstream, user_prompt("hi"), {}, deadline=deadline)
+        ]
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chunk("Hello ") + chunk("you", "stop") + event(USAGE) + DONE,
+        # llama.cpp and text-generation-inference ended so for years.
+        chunk("Hello ") + chunk("you") + chunk(None, "stop") + event(USAGE),
+        # Azure's asynchronous filter sends choices without a delta.
+        chunk("Hello you", "stop")
+        + event({"choices": [{"index": 0, "finish_reason": None, "content_filter_offsets": {}}]})
+        + event({"choices": [{"index": 0, "delta": None}]})
+        + event(USAGE)
+        + DONE,
+        b": ping\r\n\r\n"
+        + (chunk("Hello you", "stop", error=None) + event(USAGE) + DONE).replace(b"\n", b"\r\n"),
+    ],
+)
+def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
+    with answering(200, body) as upstream:
+        *texts, last = pieces_of(upstream)
+    assert "".join(map(str, texts)) == "Hello you"
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    assert last == {"finish_reason": "stop", "usage": usage}
+
+
+@pytest.mark.parametrize("rest", [b"", event({"error": {"message": "no memory"}}) + DONE])
+def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
+    with answering(200, chunk("Hello ") + rest) as upstream, pytest.raises(ModelError):
+        pieces_of(upstream)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("This model's maximum context length is 8 tokens. However, you", PromptRefused),
+        ("request exceeds the available context size", PromptRefused),
+        ("temperature must be at most 1", ModelError),
+    ],
+)
+def test_messages_beyond_its_context_are_the_requests_fault(
+    said: str, error: type[Exception]
+) -> None:
+    body = json.dumps({"object": "error", "message": said, "code": 400}).encode()
+    with answering(400, body) as upstream, pytest.raises(ModelError) as raised:
+        pieces_of(upstream)
+    assert raised.type is error
+
+
+def test_who_sends_too_much_for_an_upstream_is_told_so_and_need_not_come_again(
+    tmp_path: Path,
+) -> None:
+    body = b'{"error": {"code": "context_length_exceeded", "message": "too long"}}'
+    with answering(400, body) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        settings = load_settings("tiny", {"state_dir": tmp_path, "serving": serving})
+        world = World(create_app(settings, pages=False), Keys(tmp_path), "", "", "")
+        asked = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
+        answer = world.ask("POST", "/v1/chat/completions", None, asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "said"),
+    [
+        ("http://[::1/v1", None, "found InvalidURL"),
+        ("http://127.0.0.1:9/v1", "secret\n", "found a line break"),
+        ("http://127.0.0.1:9/v1", "sécret", "found a line break"),
+    ],
+)
+def test_an_upstream_that_cannot_be_asked_is_a_failure_like_others(
+    monkeypatch: pytest.MonkeyPatch, url: str, key: str | None, said: str
+) -> None:
+    monkeypatch.setenv("UPSTREAM_KEY", key or "")
+    variable = None if key is None else "UPSTREAM_KEY"
+    upstream = UpstreamSettings(url=url, model="any", key_variable=variable)
+    with pytest.raises(ModelError, match=said) as raised:
+        pieces_of(upstream)
+    assert "secret" not in str(raised.value)
