@@ -54,6 +54,12 @@ def input_block(prompt: Prompt, rules: GuardrailSettings) -> Blocked | None:
     newest = prompt[-1].content if prompt else ""
     if not newest.strip():
         return Blocked(Rail.prompt_empty, "needed a message with words in it, found none")
+    if prompt[-1].role != "user":  # an upstream would go on writing it, past the rules below
+        return Blocked(
+            Rail.prompt_unreadable,
+            f"a prompt must end with a user message, found one that ends with {prompt[-1].role!r}; "
+            "add the question",
+        )
     if size > rules.max_prompt_characters:
         return Blocked(
             Rail.prompt_too_long,
