@@ -511,9 +511,22 @@ async def _read(request: Request) -> ChatRequest:
     try:
         return ChatRequest.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "a field's name"
-        raise _Refused(400, f"{where}: {problem['msg']}", param=where) from error
+        place, words = _innermost(error)
+        where = ".".join(place) or "a field's name"
+        raise _Refused(400, f"{where}: {words}", param=where) from error
+
+
+def _innermost(error: ValidationError) -> tuple[list[str], str]:
+    """Return where the first field is wrong, and what is; of one that may be of several types as
+    deep in it as can be told: of a list of parts the part.
+    """
+
+    def place(loc: tuple[int | str, ...]) -> list[str]:
+        return [str(part) for part in loc if "[" not in str(part)]  # no names of our types
+
+    problems = [(place(each["loc"]), each["msg"]) for each in error.errors()]
+    first, _ = problems[0]
+    return max((p for p in problems if p[0][: len(first)] == first), key=lambda p: len(p[0]))
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
