@@ -163,12 +163,17 @@ def passes_luhn(digits: str) -> bool:
 
 
 def is_somebodys_address(text: str) -> bool:
-    """Say whether it is an IP address of somebody: `::`, loopback and 0.0.0.0 are nobody's."""
+    """Say whether it is an IP address of somebody: loopback and 0.0.0.0 are nobody's.
+
+    Nor is what was never given out: masks (255.255.255.0), and most of what looks like IPv6, as
+    `a[1::2]` in Python and `abc::def` in C++ do.
+    """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         return False
-    return not (address.is_loopback or address.is_unspecified)
+    nobodys = address.is_loopback or address.is_unspecified or address.is_reserved
+    return not (nobodys or address.is_multicast)
 
 
 def unknown_regions(regions: Sequence[str]) -> list[str]:

@@ -40,6 +40,7 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("_+49 30 1234567_ _(212) 555-0100_ _030 901820_", "_[phone]_ _[phone]_ _[phone]_"),
         ("_AKIAIOSFODNN7EXAMPLE_ _sk-" + "a1B2" * 8 + "_", "_[key]_ _[key]"),
         ("from 192.0.2.17 and 2001:db8::17.", "from [ip] and [ip]."),
+        ("10.0.0.7, 2a00:1450:4001::8a, fe80::1%eth0, fd12:3456::1", "[ip], [ip], [ip]%eth0, [ip]"),
         ("use sk-" + "a1B2" * 8 + " now", "use [key] now"),
         ("AKIAIOSFODNN7EXAMPLE", "[key]"),
         ("ghp_" + "a" * 36, "[key]"),
@@ -76,6 +77,7 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         " ".join(map(str, range(1, 60))),
         " ".join(map(str, range(1960, 2060))),
         "41111111111111112024 1 and 4111 1111 1111 11112 0",  # within a longer group
+        "a[1::2] + a[::2], abc::def, dead::beef, mask 255.255.255.0, 239.1.1.1 and ff02::1",
         # Luhn's sum is right in all of these, and no card begins so or is as long.
         "at 20241210023335, order 2024121002333500, EAN 5901234123457 and 5039621723215",
     ],

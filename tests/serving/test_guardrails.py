@@ -64,7 +64,7 @@ def test_requests(text: str, rail: Rail | None) -> None:
         ("_AKIAIOSFODNN7EXAMPLE_", Rail.personal_details),
         ("Use _sk-abcdefghij0123456789_", Rail.personal_details),
         ("It is at 10.20.30.40.", Rail.personal_details),
-        ("Version 300.20.30.40, on 127.0.0.1", None),
+        ("Version 300.20.30.40, on 127.0.0.1, mask 255.255.255.0", None),
         ("Use sk-abcdefghij0123456789", Rail.personal_details),
         ("no " * 9, Rail.repetition),
         ("no " * 8, None),
