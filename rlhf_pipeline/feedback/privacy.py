@@ -18,13 +18,32 @@ from collections.abc import Callable, Sequence
 Counts = dict[str, int]
 """How many of each kind were found."""
 
+PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
+        **{chr(wide): chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)},
+    }
+)
+"""Blanks and hyphens that web pages, phones and models put inside numbers, so that no line ends
+there, and East Asia's wide digits and signs. Each is one sign, and so is what it stands for.
+"""
+
+# Letters of scripts with no blanks between words (Thai, Lao, Burmese, Khmer, Japanese, Chinese) or
+# with endings that are written on to whatever they belong to (Korean).
+RUN_ON = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f"
+)
+SIGN = rf"[^\W{RUN_ON}]"  # of a word: a letter, a digit or _
+LETTER = rf"[^\W_{RUN_ON}]"  # or a digit
 # Around most of what is looked for: no letter and no digit, but the underscores of emphasis.
-BEFORE = r"(?<![^\W_])(?<![^\W_]_)"
-AFTER = r"(?!_?[^\W_])"
+BEFORE = rf"(?<!{LETTER})(?<!{LETTER}_)"
+AFTER = rf"(?!_?{LETTER})"
 
 EMAIL = re.compile(
-    r"(?<![\w.+-])[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}"
-    r"(?:[Xx][Nn]--[A-Za-z0-9-]{1,59}|[^\W\d_]{2,24})(?![^\W_])"
+    rf"(?:(?<!{SIGN})(?<![.+-])(?:{SIGN}|[.+-]){{1,64}}|[{RUN_ON}]{{1,64}})@(?:[\w-]{{1,63}}\.){{1,8}}"
+    rf"(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})"
 )
 KEY = re.compile(
     BEFORE
@@ -63,7 +82,8 @@ PHONE = re.compile(
         \+[0-9](?:[ ./-]?(?:\([0-9]{1,4}\)[ ]?)?[0-9]){6,13}  # +49 30 123456, +1 (212) 555-0100
         | \([0-9]{2,5}\)[ ]?[0-9]{3,4}[ -][0-9]{3,4}          # (212) 555-0100
         | [2-9][0-9]{2}-[2-9][0-9]{2}-[0-9]{4}                # 212-555-0100
-    )(?!_?[^\W_]|[.,-][0-9])""",
+    )(?![.,-][0-9])"""
+    + AFTER,
     re.VERBOSE,
 )
 DIALLED = re.compile(
@@ -89,21 +109,19 @@ def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
 def _redact_once(text: str, counts: Counts, regions: Sequence[str]) -> str:
     dialled: Rule = ("phone", DIALLED, _whole(lambda run: _is_phone(run, regions)))
     for kind, pattern, spans_in in (*RULES, dialled):
-
-        def mark(
-            found: re.Match[str],
-            kind: str = kind,
-            spans_in: Callable[[str], Sequence[Span]] = spans_in,
-        ) -> str:
-            said, end = "", 0
+        said, end = "", 0
+        for found in pattern.finditer(plain(text)):
             for start, stop in spans_in(found.group()):
                 counts[kind] = counts.get(kind, 0) + 1
-                said += f"{found.group()[end:start]}[{kind}]"
-                end = stop
-            return said + found.group()[end:]
-
-        text = pattern.sub(mark, text)
+                said += f"{text[end : found.start() + start]}[{kind}]"
+                end = found.start() + stop
+        text = said + text[end:]
     return text
+
+
+def plain(text: str) -> str:
+    """Return the text with plain signs in it (PLAIN): as long, and everything at its place."""
+    return text if text.isascii() else text.translate(PLAIN)
 
 
 def _whole(is_one: Callable[[str], bool]) -> Callable[[str], Sequence[Span]]:

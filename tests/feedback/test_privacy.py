@@ -22,6 +22,25 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("ring 07700 900123, 030 901820, (030) 901820", "ring [phone], [phone], [phone]"),
         ("au 01 42 68 53 00 ou 0049 30 901820.", "au [phone] ou [phone]."),
         ("card 4111 1111 1111 1111!", "card [card]!"),
+        # As pages and models write them: no-break blanks and hyphens, wide signs.
+        (
+            "+1\u00a0212\u00a0555\u00a00100, 212\u2011555\u20110100, +49\u202f30\u202f1234567",
+            "[phone], [phone], [phone]",
+        ),
+        (
+            "4111\u00a01111\u00a01111\u00a01111, 4111\u20111111\u20111111\u20111111",
+            "[card], [card]",
+        ),
+        (
+            "\u00a0ann＠example.org\u2011\u202fyes, ＋８１ ３ １２３４ ５６７８",
+            "\u00a0[email]\u2011\u202fyes, [phone]",
+        ),
+        # In scripts without blanks between words nothing stands around what is looked for.
+        ("请写信到ann@example.com，谢谢", "请写信到[email]，谢谢"),
+        ("我" * 99 + "的邮箱是ann@example.com谢谢。", "我" * 99 + "的邮箱是[email]谢谢。"),
+        ("卡号4111111111111111过期，电话+8613812345678。", "卡号[card]过期，电话[phone]。"),
+        ("ann@example.com입니다. 서버는 192.0.2.17입니다", "[email]입니다. 서버는 [ip]입니다"),
+        ("メールは用户@example.comです、โทร+66 2 123 4567ครับ", "[email]です、โทร[phone]ครับ"),
         ("378282246310005", "[card]"),
         ("my card 4111 1111 1111 1111 12/25", "my card [card] 12/25"),
         ("4111111111111111 123, 4111 1111 1111 1111 - 123", "[card] 123, [card] - 123"),
@@ -77,6 +96,8 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         " ".join(map(str, range(1, 60))),
         " ".join(map(str, range(1960, 2060))),
         "41111111111111112024 1 and 4111 1111 1111 11112 0",  # within a longer group
+        "le prix est de 1\u202f299\u202f000\u00a0€, 1990\u20132024, 10\u201320\u00a0%",
+        "型番4111111111111112、2024年01月31日10:30:00、価格は１２３４５６７８円です",
         "a[1::2] + a[::2], abc::def, dead::beef, mask 255.255.255.0, 239.1.1.1 and ff02::1",
         # Luhn's sum is right in all of these, and no card begins so or is as long.
         "at 20241210023335, order 2024121002333500, EAN 5901234123457 and 5039621723215",
@@ -121,7 +142,7 @@ def test_a_number_stays(number: str) -> None:
         assert redact(text) == (text, {})
 
 
-@given(st.text("ab1234567890.:-+@()[] _/", max_size=60))
+@given(st.text("ab1234567890.:-+@()[] _/邮\u00a0\u2011１", max_size=60))
 def test_cleaning_twice_is_cleaning_once(text: str) -> None:
     once, _ = redact(text)
     assert redact(once) == (once, {})
@@ -145,6 +166,11 @@ def test_cleaning_twice_is_cleaning_once(text: str) -> None:
         "4",
         "_4",
         "a@xn--",
+        "邮",
+        "邮a",
+        "邮1 ",
+        "邮@邮.",
+        "+1\u00a0",
         "-----BEGIN PRIVATE KEY-----",
     ],
 )
