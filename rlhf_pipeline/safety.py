@@ -10,7 +10,17 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from rlhf_pipeline.feedback.privacy import AFTER, BEFORE, GROUPS, cards_in, is_somebodys_address
+from rlhf_pipeline.feedback.privacy import (
+    AFTER,
+    BEFORE,
+    EMAIL,
+    GROUPS,
+    NUMBERED,
+    SECRET,
+    cards_in,
+    is_somebodys_address,
+    plain,
+)
 from rlhf_pipeline.records import Prompt
 
 UNSAFE = (
@@ -22,22 +32,25 @@ UNSAFE = (
 )
 
 PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
-    "an email address": ("@", re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")),
+    "an email address": ("@", EMAIL),
     "a key": (
         "[_-]|AKIA",
         re.compile(
-            rf"{BEFORE}(?:(?:sk|pk|rk)[-_][A-Za-z0-9_-]{{16,}}|gh[pousr]_[A-Za-z0-9]{{30,}}"
+            rf"{BEFORE}(?:{SECRET}|gh[pousr]_[A-Za-z0-9]{{30,}}"
             rf"|AKIA[A-Z0-9]{{16}}{AFTER}|xox[abprs]-[A-Za-z0-9-]{{10,}})"
             r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
         ),
     ),
     "a card number": (r"\d", re.compile(rf"(?<![\d.]){GROUPS}(?!\.?\d)")),
-    "an IP address": (r"\d", re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)")),
+    "an IP address": (
+        r"\d",
+        re.compile(rf"(?<![\d.]){NUMBERED}\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?!\.?\d)"),
+    ),
     "a phone number": (
         r"\d",
         re.compile(
-            r"(?<![\w.])(?:\+\d{1,3}[ .-]?)(?:\(?\d{1,4}\)?[ .-]?){2,5}\d{2,4}(?![\w])"
-            r"|(?<![\w.-])\(?\d{3}\)?[ .-]\d{3}[ .-]\d{4}(?![\w-])"
+            rf"{BEFORE}(?<!\.)(?:\+\d{{1,3}}[ .-]?)(?:\(?\d{{1,4}}\)?[ .-]?){{2,5}}\d{{2,4}}{AFTER}"
+            rf"|{BEFORE}(?<![.-])\(?\d{{3}}\)?[ .-]\d{{3}}[ .-]\d{{4}}(?!-){AFTER}"
         ),
     ),
 }
@@ -45,17 +58,26 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
 
 
 def leaked(text: str, prompt: Prompt) -> str | None:
-    """Return what kind of personal detail the text holds that nobody in the prompt wrote."""
+    """Return what kind of personal detail the text holds that nobody in the prompt wrote.
+
+    However it is written there: numbers are compared by their digits, the rest without its case.
+    """
     said: str | None = None
+    text = plain(text)
     for kind, (held, pattern) in PERSONAL.items():
         if not re.search(held, text):
             continue
         for match in pattern.finditer(text):
             for found in _real(kind, match[0]):
-                said = said or " ".join(message.content for message in prompt)
-                if found.strip() not in said:
+                said = said or plain(" ".join(message.content for message in prompt))
+                if _compared(kind, found) not in _compared(kind, said):
                     return kind
     return None
+
+
+def _compared(kind: str, text: str) -> str:
+    is_number = kind in ("a card number", "a phone number")
+    return re.sub(r"\D", "", text) if is_number else text.strip().casefold()
 
 
 def _real(kind: str, match: str) -> list[str]:

@@ -42,14 +42,19 @@ BEFORE = rf"(?<!{LETTER})(?<!{LETTER}_)"
 AFTER = rf"(?!_?{LETTER})"
 
 EMAIL = re.compile(
-    rf"(?:(?<!{SIGN})(?<![.+-])(?:{SIGN}|[.+-]){{1,64}}|[{RUN_ON}]{{1,64}})@(?:[\w-]{{1,63}}\.){{1,8}}"
+    rf"(?:(?<!{SIGN})(?<![.+-])(?!git@)(?:{SIGN}|[.+-]){{1,64}}|[{RUN_ON}]{{1,64}})@"
+    r"(?:[\w-]{1,63}\.){1,8}"
     rf"(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})"
 )
+DIGITS_IN = r"(?=[A-Za-z0-9_-]*[0-9])"
+SECRET = (  # primary keys of tables are called pk_customerorderitems
+    rf"(?:sk|(?:pk|rk){DIGITS_IN})[-_](?:"
+    r"(?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}[A-Za-z0-9_-]*"
+    rf"|{DIGITS_IN}(?=[A-Za-z0-9_-]*[A-Z])[A-Za-z0-9_-]{{20,}})"
+)
 KEY = re.compile(
-    BEFORE
-    + r"""(?<!-)(?:
-        (?:sk|pk|rk)[-_](?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}[\w-]*
-        | (?:sk|pk|rk)[-_](?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}
+    rf"{BEFORE}(?<!-)(?:{SECRET}"
+    + r"""
         | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
         | hf_[A-Za-z0-9]{20,} | xox[abposr]-[A-Za-z0-9-]{10,}
         | (?:AKIA|ASIA)[A-Z0-9]{16} | AIza[\w-]{35}
@@ -74,7 +79,8 @@ ISSUED = re.compile(  # by whom: how a card's number begins, and how many digits
 )
 CARD_SHAPES = ((4, 4, 4, 4, 3), (4, 4, 4, 4), (4, 6, 5), (4, 6, 4))  # digits in each group
 CARD_DIGITS = range(13, 20)  # in a card's number
-IP4 = re.compile(rf"{BEFORE}(?<!\.)(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
+NUMBERED = r"(?<![Vv]ersion )(?<![Rr]elease )(?<![Ff]irmware )(?<![Ss]ection )"  # in four parts
+IP4 = re.compile(rf"{BEFORE}(?<!\.){NUMBERED}(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
 IP6 = re.compile(rf"{BEFORE}(?<![:.])[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)")
 PHONE = re.compile(
     BEFORE

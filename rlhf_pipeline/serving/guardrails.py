@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from rlhf_pipeline.feedback.privacy import RUN_ON, plain
 from rlhf_pipeline.records import Prompt
 from rlhf_pipeline.safety import compiled, leaked
 
@@ -40,9 +41,13 @@ class Blocked:
     detail: str
 
 
-UNFINISHED = re.compile(r"(?:[^\s\d@_+./:-]*[\d@_+./:-]\S*|[+(\d][\d\s().+-]*)\Z")
+UNFINISHED = re.compile(
+    rf"(?:[^\s\d@_+./:{RUN_ON}-]*[\d@_+./:-][^\s{RUN_ON}]*|[+(\d][\d\s().+-]*)\Z"
+)
 """The end of a text that may still become a personal detail: a word with a digit or a mark in it,
-or a run of digits. A plain word goes out at once: an address cut off before its @ is none."""
+or a run of digits. A plain word goes out at once: an address cut off before its @ is none. Where
+no blanks stand between words, the next letter ends one.
+"""
 
 LONGEST_DETAIL = 400  # characters of a text's end that are looked at as it grows
 LONGEST_REPEATED = 8  # words
@@ -95,7 +100,7 @@ def output_block(
 def certain(text: str) -> str:
     """Return the text without an end that may still become a personal detail."""
     since = max(0, len(text) - LONGEST_DETAIL)
-    return text[: found.start()] if (found := UNFINISHED.search(text, since)) else text
+    return text[: found.start()] if (found := UNFINISHED.search(plain(text), since)) else text
 
 
 def _repeats(text: str, most: int) -> str | None:

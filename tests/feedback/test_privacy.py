@@ -98,6 +98,7 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "41111111111111112024 1 and 4111 1111 1111 11112 0",  # within a longer group
         "le prix est de 1\u202f299\u202f000\u00a0€, 1990\u20132024, 10\u201320\u00a0%",
         "型番4111111111111112、2024年01月31日10:30:00、価格は１２３４５６７８円です",
+        "git@github.com:shop/kettle.git, react@18.2.0, pk_customerorderitems, version 1.2.3.4",
         "a[1::2] + a[::2], abc::def, dead::beef, mask 255.255.255.0, 239.1.1.1 and ff02::1",
         # Luhn's sum is right in all of these, and no card begins so or is as long.
         "at 20241210023335, order 2024121002333500, EAN 5901234123457 and 5039621723215",

@@ -66,6 +66,14 @@ def test_requests(text: str, rail: Rail | None) -> None:
         ("It is at 10.20.30.40.", Rail.personal_details),
         ("Version 300.20.30.40, on 127.0.0.1, mask 255.255.255.0", None),
         ("Use sk-abcdefghij0123456789", Rail.personal_details),
+        ("Run npm i react@18.2.0, use actions/checkout@v4.1.1", None),
+        ("git clone git@github.com:shop/kettle.git", None),
+        ("CONSTRAINT pk_customer_order_items, rk_orders_to_customers", None),
+        ("Use pk_live_51HabcDEFghiJKLmnoPQR", Rail.personal_details),
+        ("Firmware version 2.10.0.5, see section 4.2.1.3", None),
+        ("Call +1\u2011212\u2011555\u20110100", Rail.personal_details),
+        ("请打电话+8613812345678。", Rail.personal_details),
+        ("卡号4111111111111111过期", Rail.personal_details),
         ("no " * 9, Rail.repetition),
         ("no " * 8, None),
         ("very good and " * 9, Rail.repetition),
@@ -81,6 +89,14 @@ def test_completions(text: str, rail: Rail | None) -> None:
 def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None:
     asked = user_prompt("is ann@example.org right?")
     assert output_block("ann@example.org it is", asked, RULES, whole=True) is None
+    asked = user_prompt("Call me at 2125550100 or write to Ann.B@Example.org, 价格３元")
+    assert (
+        output_block(
+            "I call (212) 555-0100 or write to ann.b@example.org", asked, RULES, whole=True
+        )
+        is None
+    )
+    assert output_block("I call (212) 555-0101", asked, RULES, whole=True) is not None
     off = GuardrailSettings(
         pii=False, max_repeats=None, unsafe_requests=(), max_completion_characters=None
     )
@@ -93,7 +109,7 @@ def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None
 
 @given(
     st.sampled_from(DETAILS),
-    st.sampled_from(["", "write ", "it is 7 or "]),
+    st.sampled_from(["", "write ", "it is 7 or ", "价格是3元，写信到"]),
     st.lists(st.integers(1, 4), min_size=30, max_size=30),
 )
 def test_no_detail_is_whole_in_what_a_stream_lets_out(
@@ -108,6 +124,12 @@ def test_no_detail_is_whole_in_what_a_stream_lets_out(
             break
         shown = max(shown, sure, key=len)
     assert not any(pattern.search(shown) for _, pattern in PERSONAL.values())
+
+
+def test_a_stream_goes_on_where_no_blanks_stand_between_words() -> None:
+    for text in ("价格是3元，我们提供免费送货", "カート2.5を見ます"):
+        assert certain(text) == text
+    assert certain("请写信到ann@exam") == "请写信到"
 
 
 def test_the_check_digit_is_luhns() -> None:
