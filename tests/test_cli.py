@@ -26,7 +26,7 @@ from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, user_prompt
@@ -615,6 +615,13 @@ def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
     out = write(tmp_path / "out.jsonl", whole + whole[:20])  # killed in its second line
     assert _answered(out, asked, {"seed": 0}) == 1
     assert out.read_text() == whole
+
+
+@pytest.mark.parametrize("value", ['"half \\ud83d"', "[" * 100_000, '[{"role": "user"}]'])
+def test_a_prompt_that_cannot_be_one_is_named_by_its_line(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path / "prompts.jsonl", f'{{"prompt": "Hello?"}}\n{{"prompt": {value}}}\n')
+    with pytest.raises(ConfigError, match=r"prompts.jsonl:2 needs"):
+        read_prompts(path)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:

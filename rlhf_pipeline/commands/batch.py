@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.commands.common import UNFIT
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import Progress, Prompt, as_messages, prompt_to_json, user_prompt
 
@@ -44,14 +45,15 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _prompt_of(line: str, path: Path, number: int) -> Prompt:
-    from rlhf_pipeline.errors import FeedbackRefused
     from rlhf_pipeline.feedback.formats import messages_of
 
     try:
         values = json.loads(line)
         name = "prompt" if "prompt" in values else "messages"
         prompt = messages_of(values[name], name)
-    except (ValueError, KeyError, TypeError, FeedbackRefused) as error:
+        for message in prompt:
+            message.content.encode()  # half a sign cannot be written
+    except UNFIT as error:
         raise ConfigError(
             f'{path}:{number} needs {{"prompt": text or messages}}, found {line[:60]!r}; mend it'
         ) from error

@@ -38,6 +38,9 @@ SOME_QUARANTINED = 3
 
 PIPE_WIDTH = 200  # columns of a table that goes to a file or another program
 
+UNFIT = (ValueError, KeyError, TypeError, AttributeError, RecursionError, FeedbackRefused)
+"""What a line of JSON that is not what a command takes may fail with."""
+
 Agent = Annotated[
     str,
     typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The agent: one line of models."),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import progress
+from rlhf_pipeline.commands.common import UNFIT, progress
 from rlhf_pipeline.config import reward_functions
-from rlhf_pipeline.errors import ConfigError, FeedbackRefused
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import (
     Progress,
     RewardFunction,
@@ -166,7 +166,9 @@ def _item(line: str, path: Path, number: int) -> RewardInput:
         prompt, completion = messages_of(values[name], name), values["completion"]
         references = values.get("references") or []
         texts = [completion, *references]
-    except (ValueError, KeyError, TypeError, AttributeError, FeedbackRefused) as error:
+        for text in (*texts, *(message.content for message in prompt)):
+            text.encode()  # half a sign, as of an emoji that was cut in two, cannot be written
+    except UNFIT as error:
         raise _no_item(line, path, number) from error
     if not isinstance(references, list) or not all(isinstance(text, str) for text in texts):
         raise _no_item(line, path, number)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands.score import read_items, weighted_terms
+from rlhf_pipeline.errors import ConfigError
 
 LINES = 70  # more than a block
 
@@ -102,6 +103,14 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "x", "completion": "y"}\n', encoding="utf-8-sig")
     assert [item.completion for item in read_items(path)] == ["y"]
+
+
+@pytest.mark.parametrize("value", ['"half \\ud83d"', "[" * 100_000, "5"])
+def test_a_completion_that_cannot_be_one_is_named_by_its_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "said.jsonl"
+    path.write_text(f'{{"prompt": "x", "completion": {value}}}\n')
+    with pytest.raises(ConfigError, match=r"said.jsonl:1 needs"):
+        read_items(path)
 
 
 def test_score_needs_a_file(tmp_path: Path) -> None:
