@@ -29,7 +29,7 @@ def serve(
     settings = workspace().settings
     from rlhf_pipeline.serving.app import run
 
-    address = f"http://{host}:{port}"
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     typer.echo(f"API     {address}/openapi.json")
     if pages:
         typer.echo(f"chat    {address}/ui/")

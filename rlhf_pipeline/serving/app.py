@@ -7,6 +7,8 @@ on any other address nobody without one.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 10  # for streams in flight when the service is asked to stop
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+NAME = re.compile(r"\*|(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+"""A name people may reach it by, without its port; `*.example.org` is every name below that."""
 
 
 def create_app(
@@ -36,6 +40,7 @@ def create_app(
 
     Without pages it is the API alone, which starts in a moment. Models load when first asked; `run`
     loads every champion ahead. `names` are host names it answers to besides this machine's own.
+    Raises ConfigError for one that no request could name.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -60,6 +65,7 @@ def create_app(
     from rlhf_pipeline.serving.tracing import Tracing
 
     settings = settings or load_settings()
+    hosts = [*HOSTS, *map(_as_sent, names)]
     database = open_database(settings.resolved_database_url)
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
@@ -123,7 +129,7 @@ def create_app(
         add_files_page(app, settings, store, store.agents)
         add_approval_page(app, registry, store.agents, keys.signing_secret())
     add_access(app, store, keys, open_without_keys=open_without_keys)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, *names])
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     add_metrics(app, metrics)
     add_contract(app, open_paths=OPEN, schemas=SCHEMAS)
     return app
@@ -172,6 +178,22 @@ def run(
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+
+
+def _as_sent(name: str) -> str:
+    """Return a name or an address as requests have it: an IPv6 address in brackets.
+
+    Raises ConfigError for what no request could name.
+    """
+    if NAME.fullmatch(name):
+        return name
+    try:
+        return f"[{ipaddress.IPv6Address(name)}]"
+    except ValueError as error:
+        raise ConfigError(
+            "needed a host's name to answer to, as chat.example.org or *.example.org, without "
+            f"http:// and port, found {name!r}; correct --host or --answers-to"
+        ) from error
 
 
 def _need_port(host: str, port: int) -> None:

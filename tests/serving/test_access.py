@@ -375,6 +375,30 @@ def test_a_body_of_untold_length_is_no_longer_than_others(
     database.close()
 
 
+def test_it_answers_to_its_names_alone_and_to_each_of_them(tmp_path: Path) -> None:
+    settings = load_settings("tiny", {"state_dir": tmp_path})
+    names = ("chat.example.org", "*.shop.example", "2001:db8::17")
+    named = World(create_app(settings, pages=False, names=names), Keys(tmp_path), "", "", "")
+    for host, code in (
+        ("Chat.example.org:8443", 200),
+        ("a.shop.example", 200),
+        ("[2001:db8::17]:8080", 200),
+        ("[::1]:8080", 200),
+        ("shop.example", 400),
+        ("[2001:db8::18]", 400),
+    ):
+        assert named.ask("GET", "/health", host=host).status_code == code, host
+    for wrong in (
+        "a*b",
+        "https://chat.example.org",
+        "chat.example.org:8443",
+        "chat.example.org/",
+        "",
+    ):
+        with pytest.raises(ConfigError, match="needed a host's name"):
+            create_app(settings, pages=False, names=[wrong])
+
+
 def test_the_service_is_open_until_a_key_is_made_but_only_on_loopback(tmp_path: Path) -> None:
     settings = load_settings("tiny", {"state_dir": tmp_path})
     opened = World(create_app(settings, pages=False), Keys(tmp_path), "", "", "")
