@@ -393,6 +393,7 @@ class _Answer:
             interaction_id=self.interaction_id,
             session_id=asked.session_id or None,
             user_id=user,
+            at_once=bool(asked.stream),
         )
 
     async def whole(self) -> Response:

@@ -76,6 +76,7 @@ class _Draft:
     again: bool = False  # the first arm was blocked or failed
     version: int = NO_VERSION
     text: str = ""
+    sound: int = 0  # characters at its beginning that break no rule
     ending: Ending = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -137,9 +138,12 @@ class Gateway:
         user_id: str | None = None,
         others: int = 0,
         note: Callable[[str, Sequence[str]], Mapping[str, Any]] | None = None,
+        at_once: bool = False,
     ) -> AsyncGenerator[str | Reply, None]:
         """Yield the reply piece by piece, and last the stored `Reply`.
 
+        `at_once` says that each piece is shown as it comes. Where it is not, nothing is yielded
+        before all of it is checked, so that the baseline can still answer.
         `others` more completions are drawn beside it, in the same batch (an upstream gives as many
         of them as it can); `note` gets the text and them once it is shown, and returns what is to
         be stored with the sampling settings.
@@ -172,11 +176,41 @@ class Gateway:
             arms = ["baseline"]
         first: Exception | None = None
         done: _Draft | None = None
+        cut: _Draft | None = None  # blocked after something sound that nobody has seen
+
+        def as_kept(draft: _Draft, took: float, more: Mapping[str, Any]) -> Interaction:
+            in_trial: dict[str, Any] = {}
+            if trial is not None:
+                in_trial = {
+                    "challenger_share": trial.share,
+                    "ending": draft.ending,
+                    "fell_back": draft.arm != arm or first is not None,  # broke off, or was cut off
+                }
+            return Interaction(
+                interaction_id=interaction_id,
+                agent_id=agent_id,
+                prompt=prompt,
+                completion=draft.text,
+                model_version=draft.version,
+                created_at=now(),
+                session_id=session_id,
+                user_id=user_id,
+                experiment=None if trial is None else trial.experiment_id,
+                arm=draft.arm if trial is None else arm,  # a fallback answer stays in its arm
+                sampling={
+                    **draft.sampling,
+                    **in_trial,
+                    **({"events": trouble} if trouble else {}),
+                    **more,
+                },
+                latency_seconds=took,
+            )
+
         for whose in arms:
             draft, shown = _Draft(whose, again=first is not None), 0
             try:
                 async with aclosing(
-                    self._written(agent_id, prompt, wishes, draft, others)
+                    self._written(agent_id, prompt, wishes, draft, others, at_once)
                 ) as pieces:
                     async for piece in pieces:
                         shown += len(piece)
@@ -190,6 +224,8 @@ class Gateway:
                     draft.text, draft.ending = draft.text[:shown], "content_filter"
                     done = draft
                     break
+                if draft.sound:
+                    cut = cut or draft
             except (PipelineError, TimeoutError) as error:
                 if isinstance(error, PromptRefused) and first is None:
                     # The request's fault and no arm's: none is given up, nothing counts against it.
@@ -207,37 +243,14 @@ class Gateway:
                     break
         if trial is not None and arms[0] == "challenger":  # an unsafe request does not reach it
             await asyncio.to_thread(self.trials.tell, trial, fell_back=first is not None)
+        if done is None and cut is not None:  # better than nothing
+            cut.text, cut.ending, done = cut.text[: cut.sound], "content_filter", cut
+            yield cut.text
         if done is None:
             assert first is not None
             raise first
         took = time.monotonic() - began
-        extra = note(done.text, done.others) if note else {}
-        in_trial: dict[str, Any] = {}
-        if trial is not None:
-            in_trial = {
-                "challenger_share": trial.share,
-                "ending": done.ending,
-                "fell_back": done.arm != arm or first is not None,  # it broke off, or was cut off
-            }
-        interaction = Interaction(
-            interaction_id=interaction_id,
-            agent_id=agent_id,
-            prompt=prompt,
-            completion=done.text,
-            model_version=done.version,
-            created_at=now(),
-            session_id=session_id,
-            user_id=user_id,
-            experiment=None if trial is None else trial.experiment_id,
-            arm=done.arm if trial is None else arm,  # a fallback answer stays in its arm
-            sampling={
-                **done.sampling,
-                **in_trial,
-                **({"events": trouble} if trouble else {}),
-                **extra,
-            },
-            latency_seconds=took,
-        )
+        interaction = as_kept(done, took, note(done.text, done.others) if note else {})
         await asyncio.to_thread(self._store, interaction)
         if done.broken is not None:
             raise done.broken
@@ -262,7 +275,13 @@ class Gateway:
     # -- one arm ----------------------------------------------------------------------------------
 
     async def _written(
-        self, agent_id: str, prompt: Prompt, wishes: Wishes, draft: _Draft, others: int
+        self,
+        agent_id: str,
+        prompt: Prompt,
+        wishes: Wishes,
+        draft: _Draft,
+        others: int,
+        at_once: bool,
     ) -> AsyncGenerator[str, None]:
         """Yield what the arm writes once it is checked, and fill in the draft.
 
@@ -273,12 +292,13 @@ class Gateway:
         async with aclosing(self._raw(agent_id, prompt, wishes, draft, others)) as pieces:
             async for piece in pieces:
                 draft.text += piece
-                if rules.release == "whole":
-                    continue
                 sure = certain(draft.text)
-                if len(sure) > shown:
-                    if blocked := output_block(sure, prompt, rules, whole=False):
-                        raise _Stopped(blocked)
+                if len(sure) <= draft.sound:
+                    continue
+                if blocked := output_block(sure, prompt, rules, whole=False):
+                    raise _Stopped(blocked)
+                draft.sound = len(sure)
+                if at_once and rules.release == "words":
                     yield sure[shown:]
                     shown = len(sure)
         if blocked := output_block(draft.text, prompt, rules, whole=True):

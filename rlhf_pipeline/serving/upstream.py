@@ -122,7 +122,7 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
     """Return one event's text and take its ending into `last`."""
     try:
         event = json.loads(data)
-        if event.get("error"):
+        if event.get("error") is not None:
             raise ModelError("the upstream failed while it wrote; look at its log")
         if usage := event.get("usage"):
             last["usage"] = {name: _count(usage.get(name)) for name in COUNTED}

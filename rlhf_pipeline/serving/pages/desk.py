@@ -110,6 +110,7 @@ class Desk:
             user_id=hash_rater(agent_id, person),
             others=others,
             note=note,
+            at_once=not pair,
         )
         for piece in _in_turn(pieces):
             if isinstance(piece, str):
