@@ -4,7 +4,7 @@ The API and the chat page both come through here. A reply is stored before its l
 out; a block or a failure is an event in the store (chat_events.py), and where no words have been
 shown yet the agent's SFT baseline answers instead. Once words have been shown they cannot be taken
 back: a block then cuts the reply, a failure ends it with an error (`guardrails.release: whole`
-shows nothing before all is checked).
+shows nothing before all is checked). What somebody has seen is stored, also where they stop it.
 """
 
 from __future__ import annotations
@@ -217,6 +217,13 @@ class Gateway:
                         yield piece
                 done = draft
                 break
+            except (asyncio.CancelledError, GeneratorExit):  # who asked has left
+                if shown:  # and may vote on what was seen: its id came with the first words
+                    draft.text = draft.text[:shown]
+                    left = as_kept(draft, time.monotonic() - began, {"left": True})
+                    # Not waited for: whoever cancels does so again at every wait.
+                    asyncio.get_running_loop().run_in_executor(None, self._store_left, left)
+                raise
             except _Stopped as stop:
                 await tell(whose, stop.blocked.rail, stop.blocked.detail)
                 first = first or ChatAway(f"the reply was blocked: {stop.blocked.rail}")
@@ -441,6 +448,12 @@ class Gateway:
             self.store.ensure_agent(interaction.agent_id)
             self._known.add(interaction.agent_id)
         self.store.add_interactions([interaction])
+
+    def _store_left(self, interaction: Interaction) -> None:
+        try:
+            self._store(interaction)
+        except Exception:  # nobody waits for it
+            log.exception("reply not stored", interaction=interaction.interaction_id)
 
     def _record(self, agent_id: str, interaction_id: str, **event: str) -> None:
         """Record a block or a failure; a store that cannot be written costs no answer."""

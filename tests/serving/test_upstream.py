@@ -219,3 +219,30 @@ def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path:
     [choice] = answer.json()["choices"]
     assert choice["message"]["content"] == "Hello, "
     assert choice["finish_reason"] == "content_filter"
+
+
+def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> None:
+    """Its id came with the first words; of an answer that nobody saw nothing is kept."""
+    with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        settings = load_settings("tiny", {"state_dir": tmp_path, "serving": serving})
+        with running(settings) as address:
+            to = f"{address}/v1/chat/completions"
+            with httpx.stream("POST", to, json={**ASKED, "stream": True, "user": "ann"}) as answer:
+                line = next(answer.iter_lines())
+            key = json.loads(line.removeprefix("data: "))["id"]
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(to, json=ASKED, timeout=0.5)
+            vote = {"agent_id": "tea", "kind": "thumbs", "value": "down", "interaction_id": key}
+            until = time.monotonic() + PATIENCE
+            while httpx.post(f"{address}/v1/feedback", json=vote).status_code != 200:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            held = httpx.get(f"{address}/v1/raters/ann").json()["agents"]
+    [kept] = held[0]["interactions"]
+    assert kept["completion"] in ("Hello there, ", "Hello there, dear ")
+    assert kept["sampling"]["left"] is True
+    database = open_database(settings.resolved_database_url)
+    with database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM interactions").scalar() == 1
+    database.close()
