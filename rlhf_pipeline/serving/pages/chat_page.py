@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import sqlalchemy as sa
+
 from rlhf_pipeline.errors import ChatRefused, PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
 from rlhf_pipeline.records import FeedbackKind, uuid7
@@ -248,7 +250,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
         request: Any,
     ) -> Iterator[tuple[Any, ...]]:
         """Show the answer as it is written; a pair only once both are there, in random order."""
-        same = gr.skip()
+        same = talk = gr.skip()
         try:
             prompt = said_so_far(history, question)
             right = _right_of(request)
@@ -260,7 +262,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                 )
             if not right.reaches(agent):
                 raise ChatRefused("not_reached", right.alone)
-            before = _messages(history)
+            talk = before = _messages(history)
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
@@ -275,10 +277,12 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                     text += piece
                     waiting[-1] = _said("assistant", text)
                     yield (waiting, *[same] * 13)
-        except PipelineError as error:
+        except (PipelineError, sa.exc.DatabaseError) as error:
             # What failed inside, addresses and paths in it, is for admins.
             tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"
-            yield (same, question, str(error)[:300] if tells else SORRY, *[same] * 11)
+            words = str(error)[:300] if tells and isinstance(error, PipelineError) else SORRY
+            # What waits for an answer goes back into its box, out of the conversation.
+            yield (talk, question, words, *[same] * 11)
 
     say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
@@ -330,7 +334,7 @@ def _vote(desk: Desk) -> Callable[..., str]:
         try:
             chosen = [want for want in wants or () if want in WANTS]
             desk.vote(answer.interaction, kind, wants=chosen, **value)
-        except PipelineError as error:
+        except (PipelineError, sa.exc.DatabaseError) as error:
             return not_stored(error)
         return THANKS
 
@@ -346,8 +350,10 @@ def _comment(vote: Callable[..., str]) -> Callable[..., tuple[str, str]]:
     return comment
 
 
-def not_stored(error: PipelineError) -> str:
+def not_stored(error: PipelineError | sa.exc.DatabaseError) -> str:
     """Return what a person is told whose vote was not stored."""
+    if isinstance(error, sa.exc.DatabaseError):  # its own words hold the vote
+        return "Not stored: the store cannot be written now; please vote again."
     if isinstance(error, TooManyVotes):
         return f"Thank you, but that was too fast to count. Please vote again in {error.seconds} s."
     return f"Not stored: {error}"[:300]

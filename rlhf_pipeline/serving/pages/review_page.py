@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import sqlalchemy as sa
+
 from rlhf_pipeline.errors import FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.rules import LONGEST_NAME, check_text
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
@@ -144,7 +146,7 @@ def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
         try:
             if kind is not None:
                 desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
-        except PipelineError as error:
+        except (PipelineError, sa.exc.DatabaseError) as error:
             words = review.agreement(desk.store.database, agent).words()
             return _shown(waiting, not_stored(error), words, typed)
         rest = waiting[1:]

@@ -7,18 +7,20 @@ import html
 import shutil
 import statistics
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import sqlalchemy as sa
 import torch
 from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import UpstreamSettings
 from rlhf_pipeline.errors import (
+    ChatAway,
     FeedbackError,
     FeedbackRefused,
     HashMismatch,
@@ -37,10 +39,12 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.serving import gateway
 from rlhf_pipeline.serving import tracing as tracing_module
+from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
 from rlhf_pipeline.serving.pages import chat_page, review_page
 from rlhf_pipeline.serving.pages import desk as desk_module
 from rlhf_pipeline.serving.pages.desk import Answer, Desk
+from rlhf_pipeline.serving.pages.visitors import Visitors
 from tests.serving.pages.world import made_desk
 
 ASKED: dict[str, Any] = {"session_id": "s", "person": "ann"}
@@ -107,6 +111,45 @@ def test_what_is_said_after_a_choice_is_about_the_answer_that_was_chosen(
     with desk.store.database.read() as connection:
         about = "SELECT interaction_id FROM feedback WHERE kind = 'thumbs'"
         assert connection.exec_driver_sql(about).scalar_one() == kept.interaction_id
+
+
+@pytest.mark.parametrize(
+    "error", [ChatAway("x"), sa.exc.OperationalError("INSERT", {}, Exception("database is locked"))]
+)
+def test_a_question_without_an_answer_goes_back_into_its_box(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def answer(*args: Any, **more: Any) -> Iterator[str]:
+        yield "It costs "
+        raise error
+
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    monkeypatch.setattr(desk, "answer", answer)
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    before = [("how?", "so.")]
+    *_, last = say("how much?", before, "shop", "s", False, SimpleNamespace(cookies={}))
+    talk, question, words, *rest = last
+    assert [said["content"] for said in talk] == ["how?", "so."]  # and no … that nothing follows
+    assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
+
+
+def test_a_vote_that_the_store_cannot_take_is_told(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, answer = ask(desk)
+
+    def locked(*args: Any, **more: Any) -> str:
+        raise sa.exc.OperationalError("INSERT", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(desk, "vote", locked)
+    told = chat_page._vote(desk)(answer, [], FeedbackKind.thumbs, number=1.0)
+    assert told == "Not stored: the store cannot be written now; please vote again."
+    waiting, *_, notice, _, _ = review_page._judge(desk)(
+        [answer.interaction], "shop", "bea", FeedbackKind.thumbs, number=1.0
+    )
+    assert (waiting, notice) == ([answer.interaction], told)
 
 
 def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
