@@ -151,6 +151,13 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             "offers": [name for name, _ in opened[2]["choices"]],
             "says": [await said(agent, session) for agent, session in asked],
             "names_milk": "milk" in json.dumps(page),  # before it was opened
+            "renew_stops": [
+                known.get(target)
+                for one in page["dependencies"]
+                if [(known.get(t), e) for t, e in one["targets"]] == [("renew", "click")]
+                for stopped in one["cancels"]
+                for target, _ in page["dependencies"][stopped]["targets"]
+            ],
         }
 
 

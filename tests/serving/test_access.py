@@ -85,6 +85,10 @@ def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) 
     assert not doors["chat"]["tea"]["names_milk"]
 
 
+def test_a_new_conversation_stops_what_is_answered_in_the_old_one(doors: Any) -> None:
+    assert doors["chat"]["client"]["renew_stops"] == ["send", "question"]
+
+
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])
 def test_no_clients_key_opens_the_review_page(world: World, path: str) -> None:
     for right in (world.client, world.tea):

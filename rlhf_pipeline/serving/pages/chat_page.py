@@ -130,8 +130,10 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
         asked = [question, history, agent, session, pair_mode]
         say = _say(gr, desk, visitors)
-        for trigger in (send.click, question.submit):
+        answering = [
             trigger(say, asked, [*shown, stars, better, why], api_visibility="private")
+            for trigger in (send.click, question.submit)
+        ]
         renew.click(
             lambda: (
                 *([], [], None, uuid7()),
@@ -139,6 +141,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             ),
             None,
             [talk, history, answer, session, thumbs, more, pair, notice, why],
+            cancels=answering,  # or the answer under way would bring the old one back
             api_visibility="private",
         )
         why.expand(_why(gr, desk), answer, pieces, api_visibility="private")

@@ -228,9 +228,24 @@ def _in_turn(pieces: AsyncGenerator[T, None]) -> Iterator[T]:
             except StopAsyncIteration:
                 return
     finally:
-        loop.run_until_complete(pieces.aclose())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+        if _loop_runs_here():  # who asked has left, and the page drops this among others' requests
+            threading.Thread(target=_end, args=(loop, pieces)).start()
+        else:
+            _end(loop, pieces)
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end(loop: asyncio.AbstractEventLoop, pieces: AsyncGenerator[Any, None]) -> None:
+    loop.run_until_complete(pieces.aclose())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
 
 
 def said_so_far(history: Sequence[tuple[str, str]], question: str) -> Prompt:

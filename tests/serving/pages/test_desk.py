@@ -7,7 +7,7 @@ import html
 import shutil
 import statistics
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +111,25 @@ def test_what_is_said_after_a_choice_is_about_the_answer_that_was_chosen(
     with desk.store.database.read() as connection:
         about = "SELECT interaction_id FROM feedback WHERE kind = 'thumbs'"
         assert connection.exec_driver_sql(about).scalar_one() == kept.interaction_id
+
+
+def test_an_answer_is_given_up_wherever_the_page_drops_it() -> None:
+    ended = threading.Event()
+
+    async def pieces() -> AsyncGenerator[str, None]:
+        try:
+            yield "It costs "
+            yield "nothing."
+        finally:
+            await asyncio.to_thread(ended.set)
+
+    async def dropped() -> None:
+        written = desk_module._in_turn(pieces())
+        assert await asyncio.to_thread(next, written) == "It costs "
+        written.close()  # beside everybody else's requests, as when a tab is closed
+
+    asyncio.run(dropped())
+    assert ended.wait(20)
 
 
 @pytest.mark.parametrize(
