@@ -46,7 +46,7 @@ Values = Mapping[str, Any]
 ROLES: Mapping[str, Role] = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "bot", "model"), "assistant"),
-    "system": "system",
+    **dict.fromkeys(("system", "developer"), "system"),
 }
 VALUE_FIELD: Mapping[FeedbackKind, str] = {
     FeedbackKind.thumbs: "number",
@@ -521,10 +521,22 @@ def messages_of(value: Any, name: str) -> Prompt:
         if not isinstance(item, dict):
             refuse(Rule.wrong_type, f"{name}: each message as an object", item)
         content = item.get("content", item.get("value"))
+        if isinstance(content, list):
+            content = _joined(content)
         if not isinstance(content, str):
-            refuse(Rule.wrong_type, f"{name}: each message's content as text", content)
+            refuse(Rule.wrong_type, f"{name}: each message's content as text", item.get("content"))
         messages.append(Message(_role(item.get("role", item.get("from"))), content))
     return tuple(messages)
+
+
+def _joined(parts: list[Any]) -> str | None:
+    """Return the text of a message in parts, as the chat joins them; None where one is no text."""
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
+    said = [text for text in texts if isinstance(text, str)]
+    return "\n".join(said) if said and len(said) == len(texts) else None
 
 
 def _role(value: Any) -> Role:

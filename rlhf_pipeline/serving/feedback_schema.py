@@ -46,11 +46,24 @@ def _text(longest: int, **more: Any) -> Schema:
     return {"type": ["string", "null"], "maxLength": longest, **more}
 
 
+PART: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "text"},
+        "text": {"type": "string", "maxLength": LONGEST_PROMPT},
+    },
+    "required": ["type", "text"],
+}
 MESSAGE: Schema = {
     "type": "object",
     "properties": {
         "role": {"type": "string", "enum": list(ROLES)},
-        "content": {"type": "string", "maxLength": LONGEST_PROMPT},
+        "content": {
+            "anyOf": [
+                {"type": "string", "maxLength": LONGEST_PROMPT},
+                {"type": "array", "items": PART, "minItems": 1},
+            ]
+        },
     },
     "required": ["role", "content"],
 }

@@ -18,7 +18,8 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.store import FeedbackStore, Stored, Ticket
-from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
+from rlhf_pipeline.serving.chat_api import ChatMessage
 from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, Inbox, add_feedback_route, take
 from rlhf_pipeline.serving.feedback_schema import COMMON
 
@@ -76,6 +77,21 @@ def test_a_vote_is_stored_once(store: FeedbackStore) -> None:
     keyless = {**VOTE, "agent_id": "keyless"}
     assert send(store, keyless).json() != send(store, keyless).json()  # somebody else's
     assert store.counts("tea") == {"thumbs": 1}
+
+
+def test_a_prompt_is_taken_as_the_chat_takes_it(store: FeedbackStore) -> None:
+    asked: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("how much", "is it?")]},
+    ]
+    assert send(store, {**VOTE, "prompt": asked}).status_code == 200
+    with store.database.read() as connection:
+        kept = connection.exec_driver_sql("SELECT prompt FROM feedback").scalar_one()
+    assert kept == prompt_to_json(tuple(ChatMessage.model_validate(one).message() for one in asked))
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for parts in ([], [picture], [*asked[1]["content"], picture]):
+        refused = send(store, {**VOTE, "prompt": [{"role": "user", "content": parts}]})
+        assert (refused.status_code, refused.json()["rule"]) == (422, "wrong_type")
 
 
 def test_many_votes_get_an_answer_each(store: FeedbackStore) -> None:
