@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -218,7 +218,7 @@ class Desk:
         return self.store.append([event])[0].feedback_id
 
 
-def _in_turn(pieces: AsyncGenerator[T, None]) -> Iterator[T]:
+def _in_turn(pieces: AsyncGenerator[T, None]) -> Generator[T, None, None]:
     """Yield what an asynchronous generator gives, for callers in a thread of their own."""
     loop = asyncio.new_event_loop()
     try:
