@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from rlhf_pipeline.database import Database
@@ -284,6 +285,21 @@ def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
     page.wait_for_selector("#up")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("#send").bounding_box()["height"] >= 30
+
+
+def test_a_long_name_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
+    rater = "x" * 200
+    vote = {"agent_id": "shop", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "a"}
+    answer = httpx.post(f"{service[0]}/v1/feedback", json={**vote, "rater": rater})
+    assert answer.status_code == 200
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{service[0]}/raters")
+    page.fill("#rater", rater)
+    page.click("#look")
+    for then in ("#erase", "#sure"):
+        page.wait_for_selector(then)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.click(then)
 
 
 def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], votes: Votes) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
-       color: #1c1c1c; background: #fff }
+       color: #1c1c1c; background: #fff; overflow-wrap: break-word }
 nav a { margin-right: 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem;
        border-bottom: 1px solid #ddd; vertical-align: top } .n { text-align: right }
