@@ -100,7 +100,8 @@ def output_block(
 def certain(text: str) -> str:
     """Return the text without an end that may still become a personal detail."""
     since = max(0, len(text) - LONGEST_DETAIL)
-    return text[: found.start()] if (found := UNFINISHED.search(plain(text), since)) else text
+    found = UNFINISHED.search(plain(text[since:]))  # of a long text its end alone, at every word
+    return text if found is None else text[: since + found.start()]
 
 
 def _repeats(text: str, most: int) -> str | None:
