@@ -141,6 +141,7 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             told = (await call(("send", "click"), *asked, session=session))[-1]
             return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
 
+        names = {n: f"{target} {event}" for (target, event), n in number.items()}
         opened = (await call((None, "load"), [], None))[-1]
         shared = f"shared {right[-9:]}"
         await call((None, "load"), [], None, session=shared, by=world.client)
@@ -151,13 +152,12 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             "offers": [name for name, _ in opened[2]["choices"]],
             "says": [await said(agent, session) for agent, session in asked],
             "names_milk": "milk" in json.dumps(page),  # before it was opened
-            "renew_stops": [
-                known.get(target)
+            "stopped_by": {
+                known.get(target): sorted(names[n] for n in one["cancels"])
                 for one in page["dependencies"]
-                if [(known.get(t), e) for t, e in one["targets"]] == [("renew", "click")]
-                for stopped in one["cancels"]
-                for target, _ in page["dependencies"][stopped]["targets"]
-            ],
+                for target, _ in one["targets"]
+                if one["cancels"]
+            },
         }
 
 

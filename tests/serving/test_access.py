@@ -85,8 +85,9 @@ def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) 
     assert not doors["chat"]["tea"]["names_milk"]
 
 
-def test_a_new_conversation_stops_what_is_answered_in_the_old_one(doors: Any) -> None:
-    assert doors["chat"]["client"]["renew_stops"] == ["send", "question"]
+def test_a_new_conversation_and_another_assistant_stop_what_is_answered(doors: Any) -> None:
+    asked = ["question submit", "send click"]
+    assert doors["chat"]["client"]["stopped_by"] == {"renew": asked, "agent": asked}
 
 
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])

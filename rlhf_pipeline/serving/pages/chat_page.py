@@ -134,16 +134,18 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             trigger(say, asked, [*shown, stars, better, why], api_visibility="private")
             for trigger in (send.click, question.submit)
         ]
-        renew.click(
-            lambda: (
-                *([], [], None, uuid7()),
-                *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
-            ),
-            None,
-            [talk, history, answer, session, thumbs, more, pair, notice, why],
-            cancels=answering,  # or the answer under way would bring the old one back
-            api_visibility="private",
-        )
+        # Another assistant is somebody else, who does not read what was said to the one before.
+        for begin in (renew.click, agent.input):
+            begin(
+                lambda: (
+                    *([], [], None, uuid7()),
+                    *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
+                ),
+                None,
+                [talk, history, answer, session, thumbs, more, pair, notice, why],
+                cancels=answering,  # or the answer under way would bring the old one back
+                api_visibility="private",
+            )
         why.expand(_why(gr, desk), answer, pieces, api_visibility="private")
         vote = _vote(desk)
         judged = [answer, wishes]  # not the kept ones: they follow a moment later
