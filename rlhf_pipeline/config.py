@@ -30,6 +30,7 @@ from pydantic import (
 
 from rlhf_pipeline.cron import checked_cron
 from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
 from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings, spelt_out
@@ -657,8 +658,8 @@ class ServingSettings(Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(
         60.0, description="After which the champion is given up, and then the baseline."
     )
-    upstreams: Mapping[str, UpstreamSettings] = Field(
-        default_factory=dict, description="By agent: where its champion is served instead."
+    upstreams: Mapping[Annotated[str, Field(pattern=f"^{AGENT_ID.pattern}$")], UpstreamSettings] = (
+        Field(default_factory=dict, description="By agent: where its champion is served instead.")
     )
     guardrails: GuardrailSettings = GuardrailSettings()
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from rlhf_pipeline.config import Settings, UpstreamSettings, load_settings
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import ModelError, PromptRefused
+from rlhf_pipeline.errors import ConfigError, ModelError, PromptRefused
 from rlhf_pipeline.records import user_prompt
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.gateway import Gateway
@@ -160,6 +160,13 @@ def test_who_sends_too_much_for_an_upstream_is_told_so_and_need_not_come_again(
         world = served_by(upstream, tmp_path)
         answer = world.ask("POST", "/v1/chat/completions", None, ASKED)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("agent_id", ["my agent", "tea:champion", "", "tea\n"])
+def test_who_an_upstream_answers_for_is_an_agent_that_can_be_voted_on(agent_id: str) -> None:
+    there = {agent_id: {"url": "http://127.0.0.1:9/v1", "model": "any"}}
+    with pytest.raises(ConfigError, match="upstreams"):
+        load_settings("tiny", {"serving": {"upstreams": there}})
 
 
 @pytest.mark.parametrize("role", ["assistant", "system"])
