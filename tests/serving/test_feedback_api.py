@@ -84,9 +84,10 @@ def test_a_prompt_is_taken_as_the_chat_takes_it(store: FeedbackStore) -> None:
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("how much", "is it?")]},
     ]
-    assert send(store, {**VOTE, "prompt": asked}).status_code == 200
+    assert send(store, {**VOTE, "agent_id": "asked", "prompt": asked}).status_code == 200
     with store.database.read() as connection:
-        kept = connection.exec_driver_sql("SELECT prompt FROM feedback").scalar_one()
+        query = "SELECT prompt FROM feedback WHERE agent_id = 'asked'"
+        kept = connection.exec_driver_sql(query).scalar_one()
     assert kept == prompt_to_json(tuple(ChatMessage.model_validate(one).message() for one in asked))
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     for parts in ([], [picture], [*asked[1]["content"], picture]):
