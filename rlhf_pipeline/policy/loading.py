@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -195,7 +196,25 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
             f"found: {error}; convert its weights to safetensors or choose another model"
         ) from error
     fuse_activations(model)
+    _make_generation_config_savable(model)
     return model
+
+
+def _make_generation_config_savable(model: Any) -> None:
+    """Keep the token ids alone of a generation config that transformers would refuse to save.
+
+    Models on the hub have such ones (Vicuna: a temperature without do_sample). They load, so the
+    refusal would come when training is over. Nothing here samples by that file.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: getattr(config, name) for name in names}
+        model.generation_config = GenerationConfig(**ids)
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

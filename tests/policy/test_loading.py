@@ -101,6 +101,23 @@ def test_an_output_layers_bias_gets_the_mean_for_an_added_token_too(tmp_path: Pa
     torch.testing.assert_close(bias[-1], bias[:-1].mean())  # 0 would be the likeliest by far
 
 
+def test_a_model_whose_generation_config_cannot_be_saved_is_trained_and_saved(
+    tmp_path: Path,
+) -> None:
+    """Vicuna's: a temperature without do_sample, which transformers loads and refuses to save."""
+    source = tmp_path / "vicuna"
+    save_policy(build_tiny(TEXTS, **SIZES), source)
+    path = source / "generation_config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "temperature": 0.9, "top_p": 0.6}))
+    policy = load_policy(source, device="cpu")
+    save_policy(policy, tmp_path / "p")
+    kept = json.loads((tmp_path / "p" / "generation_config.json").read_text())
+    assert kept["eos_token_id"] == told["eos_token_id"]
+    assert kept["pad_token_id"] == policy.pad_id
+    assert "temperature" not in kept
+
+
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # the pad row was added
 def test_an_adapter_folder_loads_merged_and_saves_merged(tmp_path: Path) -> None:
     save_gpt2(tmp_path / "base")
