@@ -108,6 +108,17 @@ def retain(root: Path, *, latest: int, best: Iterable[int]) -> None:
         shutil.rmtree(_folder(root, update))
 
 
+def remove_later(root: Path, update: int | None) -> None:
+    """Remove the checkpoints after this update, or every one, for a run that goes on from there.
+
+    What is later is damaged, or of a run that is given up. Left there it would count among the
+    latest that `retain` keeps, in the place of what is written from here on.
+    """
+    for later in checkpoint_updates(root):
+        if update is None or later > update:
+            shutil.rmtree(_folder(root, later))
+
+
 def remove_all(root: Path) -> None:
     """Remove every checkpoint, for a run that begins at the beginning."""
     if root.exists():

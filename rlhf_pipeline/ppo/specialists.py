@@ -134,7 +134,8 @@ def train_specialists(
     latest = checkpoint.latest_checkpoint(checkpoints)
     if latest is not None:
         _restore(latest, agents, named, optimizer, fingerprint)
-    else:
+    checkpoint.remove_later(checkpoints, None if latest is None else latest.update)
+    if latest is None:
         for agent in agents:
             begin(agent.training)
         write(0)

@@ -126,10 +126,13 @@ def train_ppo(
             checkpoint.remove_all(checkpoints)
     team.wait()
     latest = checkpoint.latest_checkpoint(checkpoints)
+    team.wait()  # until all have read it
     if latest is not None:
         training.now = restore_state(latest, learner, generators, replay, fingerprint)
         training.curriculum.restore(training.now.reward)
-    else:
+    if team.is_main:
+        checkpoint.remove_later(checkpoints, None if latest is None else latest.update)
+    if latest is None:
         begin(training)
         write_down()
         write_checkpoint()

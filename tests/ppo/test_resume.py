@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import Prompt, RewardInput
@@ -142,6 +143,29 @@ def test_a_damaged_checkpoint_costs_updates_and_changes_nothing(base: Path, tmp_
     whole = train(base, tmp_path / "whole", settings)
     assert resumed.resumed_from == 1
     assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint of update")  # both are damaged, as they should be
+def test_checkpoints_that_are_damaged_take_no_place_of_later_ones(
+    base: Path, tmp_path: Path
+) -> None:
+    settings = changed(updates=6, evaluate_every=6)
+
+    def until(update: int) -> list[int]:
+        """Run until this update is made, before its checkpoint; return the updates kept."""
+
+        def report(facts: Mapping[str, float | int | str]) -> None:
+            if facts["update"] == update:
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            train(base, tmp_path, settings, report=report)
+        return checkpoint.checkpoint_updates(tmp_path / "checkpoints")
+
+    assert until(6) == [0, 4, 5]
+    for update in (4, 5):
+        (tmp_path / f"checkpoints/update-{update:06d}/policy.safetensors").write_bytes(b"?")
+    assert until(4) == [0, 2, 3]
 
 
 def test_a_composite_resumes_with_its_weights_and_scales(base: Path, tmp_path: Path) -> None:
