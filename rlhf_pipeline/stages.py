@@ -437,6 +437,7 @@ def improve(
         base=base,
         user=None if settings.training.simulated_user is None else customers,
         feedback_count=feedback_count,
+        replaces_others=True,  # a turn has one folder, whatever its recipe is changed to
         report=report,
         keep_going=keep_going,
     )

@@ -17,7 +17,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import Progress, ignore_progress
-from rlhf_pipeline.registry.reproduce import recorded_turn
+from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop
@@ -163,3 +163,19 @@ def test_reward_models_on_an_encoder_guide_a_policy_that_writes_other_tokens(
     assert TrainingResult.load(outcome["result"]).updates == 1
     judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
     assert GateDecision.from_json(judged["gate"]).results
+
+
+@pytest.mark.slow
+def test_a_turn_whose_recipe_was_changed_meanwhile_trains_by_the_new_one(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """What an attempt before left is of other settings, and the turn has no other folder."""
+    agent = first_turn.agent_id
+    turn = newest_turn(loop.pipeline.ledger, loop.pipeline.settings(agent), agent)
+    ppo = replace(turn.settings.ppo, updates=1, epochs=1, rollouts_per_update=16)
+    training = turn.settings.training.model_copy(update={"watch_prompts": 4})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"training": training}))
+    for rate in (1e-3, 1e-4):
+        settings = replace(ppo, learning_rate=rate)
+        result = stages.improve(turn, tmp_path / "ppo", settings, ignore_progress)
+        assert result.history[0]["train/learning_rate"] == pytest.approx(rate)

@@ -50,6 +50,7 @@ def train_ppo(
     engine: RolloutEngine = sample_completions,
     feedback_count: int | None = None,
     resume: bool = True,
+    replaces_others: bool = False,
     report: Progress = ignore_progress,
     keep_going: Callable[[], None] = lambda: None,
 ) -> TrainingResult:
@@ -62,6 +63,8 @@ def train_ppo(
     With settings.max_turns above 1 rollouts are conversations with `user`, `reward` judges by
     settings.reward_timing, and final_reward, if any, is added where a conversation ends.
     feedback_count, the votes behind all this, is for the result to say.
+    Checkpoints of another run (other models, prompts or settings) in output_dir are refused; with
+    replaces_others they make room: for whoever asks in one folder until it is right.
     `keep_going` is called before every update and every write, and raises to stop the run.
 
     1. Load the models and check prompts and rewards before anything is trained.
@@ -127,6 +130,10 @@ def train_ppo(
     team.wait()
     latest = checkpoint.latest_checkpoint(checkpoints)
     team.wait()  # until all have read it
+    if latest is not None and replaces_others and latest.state["fingerprint"] != fingerprint:
+        keep_going()
+        report({"update": latest.update, "checkpoints": "those of another run make room"})
+        latest = None
     if latest is not None:
         training.now = restore_state(latest, learner, generators, replay, fingerprint)
         training.curriculum.restore(training.now.reward)

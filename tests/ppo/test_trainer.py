@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -414,6 +414,22 @@ def test_another_run_in_the_same_folder_is_refused_and_machine_settings_may_diff
         train(base, tmp_path, reward=Versioned())
     resumed = train(base, tmp_path, changed(tokens_per_microbatch=500))
     assert resumed.resumed_from == 2
+
+
+def test_a_folder_that_is_asked_in_again_with_other_settings_begins_again(
+    base: Path, tmp_path: Path
+) -> None:
+    begun: dict[str, Any] = {"replaces_others": True}
+    train(base, tmp_path / "turn", changed(updates=3), **begun)
+    told: list[Mapping[str, Any]] = []
+    settings = changed(updates=2, gamma=0.9)
+    again = train(base, tmp_path / "turn", settings, report=told.append, **begun)
+    assert told[0] == {"update": 3, "checkpoints": "those of another run make room"}
+    assert again.resumed_from is None
+    assert again.reward_history == train(base, tmp_path / "alone", settings).reward_history
+    assert checkpoint.checkpoint_updates(tmp_path / "turn/checkpoints") == [1, 2]
+    (tmp_path / "turn/result.json").unlink()
+    assert train(base, tmp_path / "turn", settings, **begun).resumed_from == 2  # its own
 
 
 def test_the_policy_the_stopping_reward_likes_best_comes_out(base: Path, tmp_path: Path) -> None:
