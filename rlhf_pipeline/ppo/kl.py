@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LARGEST_ERROR = 0.2  # arXiv:1909.08593: the proportional error is clipped to +-0.2
+from rlhf_pipeline.ppo.settings import LARGEST_KL_ERROR
 
 
 def estimate_kl(
@@ -34,5 +34,5 @@ def next_kl_coef(
 
     observed and target are nats per completion. Source: arXiv:1909.08593 eq. 4.
     """
-    error = min(max(observed / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+    error = min(max(observed / target - 1, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
     return kl_coef * (1 + error * episodes / horizon)

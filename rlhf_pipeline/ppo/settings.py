@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from rlhf_pipeline.errors import ConfigError
 
+LARGEST_KL_ERROR = 0.2  # arXiv:1909.08593: the proportional error is clipped to +-0.2
+
 
 @dataclass(frozen=True, slots=True)
 class PpoSettings:
@@ -214,11 +216,28 @@ class PpoSettings:
                 f"ppo.estimator {self.estimator} knows nothing of turns: needed ppo.max_turns of "
                 f"1, found {self.max_turns}; take gae, which hands credit from turn to turn"
             )
+        if self.kl_controller == "adaptive":
+            self._check_controller()
         longest = self.max_prompt_tokens + self.max_completion_tokens
         if self.tokens_per_microbatch < longest:
             raise ConfigError(
                 "ppo.tokens_per_microbatch must hold one rollout: needed max_prompt_tokens + "
                 f"max_completion_tokens = {longest}, found {self.tokens_per_microbatch}; raise it"
+            )
+
+    def _check_controller(self) -> None:
+        """Raise ConfigError where the controller cannot move kl_coef, or would turn its sign."""
+        if self.kl_coef == 0:
+            raise ConfigError(
+                "ppo.kl_controller adaptive multiplies ppo.kl_coef: needed one above 0, found 0; "
+                "raise it or take fixed"
+            )
+        largest = LARGEST_KL_ERROR * self.rollouts_per_update
+        if self.kl_horizon <= largest:
+            raise ConfigError(
+                "one correction of ppo.kl_controller adaptive must leave ppo.kl_coef above 0: "
+                f"needed ppo.kl_horizon above {LARGEST_KL_ERROR} * ppo.rollouts_per_update = "
+                f"{largest:g}, found {self.kl_horizon}; raise it"
             )
 
     def _is_none(self, name: str) -> bool:

@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.ppo.kl import next_kl_coef
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
 
 
@@ -38,12 +39,27 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
         ({"replay_updates": -1}, "ppo.replay_updates must be 0 or more"),
         ({"estimator": "rloo"}, "ppo.completions_per_prompt of at least 2, found 1"),
         ({"tokens_per_microbatch": 10}, "max_completion_tokens = 112, found 10"),
+        ({"kl_controller": "adaptive", "kl_coef": 0.0}, "multiplies ppo.kl_coef"),
+        (
+            {"kl_controller": "adaptive", "kl_horizon": 25},
+            r"needed ppo.kl_horizon above 0.2 \* ppo.rollouts_per_update = 25.6, found 25",
+        ),
         ({"patience": 0}, "ppo.patience must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PpoSettings(**changes)
+
+
+def test_the_shortest_horizon_leaves_the_coefficient_its_sign() -> None:
+    settings = PpoSettings(kl_controller="adaptive", kl_horizon=26)
+
+    def after(horizon: int) -> float:
+        episodes = settings.rollouts_per_update
+        return next_kl_coef(0.05, 0.0, target=6.0, episodes=episodes, horizon=horizon)
+
+    assert after(settings.kl_horizon) > 0 > after(settings.kl_horizon - 1)
 
 
 @pytest.mark.parametrize("preset", [{}, CONSERVATIVE, AGGRESSIVE])
