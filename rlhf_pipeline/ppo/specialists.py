@@ -28,7 +28,13 @@ from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switc
 from rlhf_pipeline.policy.sampling import state_width, trunk_of
 from rlhf_pipeline.ppo import checkpoint
 from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head, load_reward_trunk
-from rlhf_pipeline.ppo.learner import Learner, check_policy, load_reference, new_optimizer
+from rlhf_pipeline.ppo.learner import (
+    Learner,
+    allow_recomputing,
+    check_policy,
+    load_reference,
+    new_optimizer,
+)
 from rlhf_pipeline.ppo.optimising import NotFinite
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -213,6 +219,11 @@ def build_learners(
     critics = {
         name: SeparateCritic(trunks[name], heads[name]).to(first.device) for name in policies
     }
+    if settings.gradient_checkpointing:
+        for policy in policies.values():
+            allow_recomputing(trunk_of(policy.model))
+        for of_critic in trunks.values():
+            allow_recomputing(of_critic)
     every: dict[str, nn.Parameter] = {}
     for part in ("policy", "critic"):
         for name in policies:

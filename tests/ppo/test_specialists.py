@@ -138,6 +138,26 @@ def test_an_update_moves_its_own_agent_and_the_shared_trunk_alone(base: Path) ->
     assert moved["terse"] == {"critic"}  # the trunk
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_layers_are_computed_again_where_that_is_asked_for(base: Path, shares: bool) -> None:
+    kept: list[int] = []
+    for switch in (False, True):
+        settings = replace(SETTINGS, gradient_checkpointing=switch)
+        learner = build_learners(two(base), settings, shares_critic=shares)["terse"]
+        tokens = rollouts_of(learner).tokens
+        bytes_kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal bytes_kept
+            bytes_kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            learner.logprobs_and_values(tokens)
+        kept.append(bytes_kept)
+    assert kept[1] < 0.5 * kept[0]
+
+
 def test_one_trunk_takes_the_memory_of_one(base: Path) -> None:
     shared, apart = (
         critic_bytes(list(build_learners(two(base), SETTINGS, shares_critic=x).values()))
