@@ -38,10 +38,15 @@ from rlhf_pipeline.errors import ModelError, TrainingError
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.adapters import unique_bytes
 from rlhf_pipeline.policy.cache import ROOM, empty_cache
-from rlhf_pipeline.policy.loading import ADAPTER, choose_device, switch_off_dropout
+from rlhf_pipeline.policy.loading import (
+    ADAPTER,
+    choose_device,
+    context_length_of,
+    switch_off_dropout,
+)
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
-from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, new_scaler
+from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, check_context, new_scaler
 from rlhf_pipeline.ppo.memory import LARGE_MODEL, forget_peak, give_back_freed, resident_memory
 from rlhf_pipeline.ppo.optimising import descend
 from rlhf_pipeline.ppo.processes import base_shares
@@ -133,8 +138,10 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
 
     With LoRA the critic, the reference and reward models that share it are the policy's base with
     adapters; where a launcher asked for FSDP, this process's share of it. Nothing is loaded. Raises
-    ConfigError for a precision that this machine cannot train in.
+    ConfigError for a precision that this machine cannot train in, and for more tokens than the
+    model's context has.
     """
+    check_context(context_length_of(config), settings)
     device = choose_device(settings.device)
     new_scaler(device, settings)
     adapts = settings.lora_rank > 0

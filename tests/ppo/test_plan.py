@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.ppo_plan import BAR, compare
 from rlhf_pipeline.cli import app
-from rlhf_pipeline.errors import ModelError, TrainingError
+from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
 from rlhf_pipeline.policy.tiny import tiny_config
 from rlhf_pipeline.ppo.plan import RewardModels, check_fits, make_plan, read_config, rehearse
 from tests.ppo.world import changed, learner_at
@@ -160,6 +160,12 @@ def test_a_rehearsal_finds_more_than_tensors() -> None:
     assert {n: s for n, s in rehearsed.parts.items() if n != "libraries"} == counted.parts
     assert rehearsed.phases.keys() == counted.phases.keys()
     assert rehearsed.peak > counted.peak
+
+
+def test_more_tokens_than_the_model_has_positions_for_have_no_plan() -> None:
+    longer = changed(max_prompt_tokens=60, tokens_per_microbatch=1000, device="cpu")
+    with pytest.raises(ConfigError, match="must fit the policy's context of 64 tokens, found 68"):
+        make_plan(LLAMA, longer)
 
 
 def test_an_unknown_model_has_no_plan() -> None:
