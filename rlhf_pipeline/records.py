@@ -177,7 +177,14 @@ def checked_scores(
     `name` says in the message whose scores they are. Where there is nothing to score it is not
     asked.
     """
-    scores = [float(score) for score in reward(items)] if items else []
+    given = reward(items) if items else []
+    try:
+        scores = [float(score) for score in given]
+    except (TypeError, ValueError, RuntimeError) as problem:  # the last is a tensor's, of several
+        raise error(
+            f"the {name} reward must give one number per item, found what is none: {problem}; "
+            "correct the reward function"
+        ) from problem
     if len(scores) != len(items):
         raise error(
             f"the {name} reward must give one score per item: needed {len(items)}, found "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -102,12 +103,14 @@ def test_measuring_in_microbatches_returns_rows_in_order_and_zero_outside_the_ma
         ([1.0], "needed 2, found 1"),
         ([1.0, math.nan], "found nan for item 1"),
         ([math.inf, 1.0], "found inf for item 0"),
+        ([1.0, None], "the proxy reward must give one number per item, found what is none: .*None"),
+        (["good", 1.0], "one number per item, .*'good'"),
+        (torch.ones(2, 3), "one number per item, found what is none"),  # a classifier's logits
+        (None, "one number per item, .*not iterable"),
     ],
 )
-def test_rewards_that_are_not_one_finite_score_each_are_refused(
-    scores: list[float], message: str
-) -> None:
-    def broken(items: Sequence[RewardInput], /) -> list[float]:
+def test_rewards_that_are_not_one_finite_score_each_are_refused(scores: Any, message: str) -> None:
+    def broken(items: Sequence[RewardInput], /) -> Any:
         return scores
 
     with pytest.raises(TrainingError, match=message):
