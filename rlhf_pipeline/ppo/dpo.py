@@ -84,7 +84,8 @@ def train_dpo(
     probe_rewards(learner, watch_encoded, watch_prompts, {"proxy": reward, "stopping": stopping})
     watch = Task(watch_prompts, watch_encoded, reward)
     rows = dpo_rows(learner.policy, decided, settings)
-    in_all = min(settings.epochs * (len(rows) // settings.rollouts_per_update), settings.updates)
+    steps = settings.epochs * -(-len(rows) // batch)  # of each pass the last may be a short one
+    in_all = min(steps // settings.minibatches, settings.updates)
 
     def look_at_watch_prompts(update: int) -> Evaluation:
         baselines = [s["baseline"] for look in watcher.looks[:1] for s in look.samples]

@@ -83,6 +83,15 @@ def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) ->
     assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.parametrize(("count", "updates"), [(23, 4), (10, 2)])
+def test_as_many_passes_are_made_as_asked_for_whatever_the_number_of_pairs(
+    base: Path, tmp_path: Path, count: int, updates: int
+) -> None:
+    """Two passes over 23 pairs, 6 a step and 2 steps an update: 8 steps; over 10 pairs: 4."""
+    result = train(base, tmp_path, pairs(count), epochs=2, evaluate_every=9)
+    assert (len(result.history), result.training_steps) == (updates, 2 * updates)
+
+
 def test_pairs_are_encoded_as_sampling_encodes_them(base: Path) -> None:
     policy, settings = load_policy(base), changed(estimator="dpo")
     (row,) = dpo_rows(policy, pairs(1), settings)
