@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,19 @@ def dpo_rows(
     ]
 
 
+def pairs_at_once(rows: Sequence[Mapping[str, Sequence[int]]], pairs: int, tokens: int) -> int:
+    """Return how many of a step's pairs one pass takes: an equal part, of so many padded tokens.
+
+    Both sides of a pair run together, as long as the longest of all. At least one pair.
+    """
+    longest = max(
+        len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+        for row in rows
+    )
+    parts = [n for n in range(1, pairs + 1) if pairs % n == 0 and 2 * n * longest <= tokens]
+    return max(parts, default=1)
+
+
 def _make_trainer(
     learner: Learner,
     reference: Any,
@@ -170,12 +183,15 @@ def _make_trainer(
 
     on_gpu = learner.policy.device.type == "cuda"
     steps = watcher.updates * settings.minibatches
+    pairs = settings.rollouts_per_update // settings.minibatches  # of an optimizer step
+    at_once = pairs_at_once(rows, pairs, settings.tokens_per_microbatch)
     arguments = DPOConfig(
         output_dir=scratch,
         max_steps=steps,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="linear" if settings.anneal else "constant",
-        per_device_train_batch_size=settings.rollouts_per_update // settings.minibatches,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=pairs // at_once,
         max_grad_norm=settings.max_grad_norm,
         beta=settings.dpo_beta,
         max_length=None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaModel
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
@@ -90,6 +91,26 @@ def test_as_many_passes_are_made_as_asked_for_whatever_the_number_of_pairs(
     """Two passes over 23 pairs, 6 a step and 2 steps an update: 8 steps; over 10 pairs: 4."""
     result = train(base, tmp_path, pairs(count), epochs=2, evaluate_every=9)
     assert (len(result.history), result.training_steps) == (updates, 2 * updates)
+
+
+def test_a_pass_holds_no_more_tokens_than_a_microbatch_may(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    forward = LlamaModel.forward
+
+    def watched(self: Any, input_ids: Any = None, **options: Any) -> Any:
+        held.append(input_ids.numel() * self.training)
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(LlamaModel, "forward", watched)
+    losses = []
+    for tokens in (5_000, 160):
+        held.clear()
+        options = {"tokens_per_microbatch": tokens, "updates": 2, "evaluate_every": 9}
+        losses.append(train(base, tmp_path / str(tokens), pairs(24), **options).loss_history)
+        assert 0 < max(held) <= tokens
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_pairs_are_encoded_as_sampling_encodes_them(base: Path) -> None:
