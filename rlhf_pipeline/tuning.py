@@ -109,9 +109,10 @@ def search(
 
 def _train(turn: Turn, folder: Path, settings: PpoSettings, report: Progress) -> dict[str, Any]:
     """Train with these settings and return what the trial is judged by."""
+    from rlhf_pipeline.ppo.state import decisive
     from rlhf_pipeline.stages import improve
 
-    name = hashed(*(f"{key}={value!r}" for key, value in sorted(asdict(settings).items())))[:16]
+    name = hashed(*(f"{key}={value!r}" for key, value in decisive(settings)))[:16]
     result = improve(turn, folder / name, settings, report)
     look = next(e for e in result.evaluations if e.update == result.chosen_update)
     if look.stopping_mean is None or not math.isfinite(look.stopping_mean):
@@ -130,9 +131,12 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    from rlhf_pipeline.ppo.state import decisive
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # Another snapshot, champion or length is another search: scores would not compare.
-    name = hashed(turn.fingerprint, str(turn.champion), str(sorted(asdict(settings).items())))[:16]
+    # Another snapshot, champion or length is another search: scores would not compare. With other
+    # settings of the machine, for which memory may be the reason, it goes on.
+    name = hashed(turn.fingerprint, str(turn.champion), str(decisive(settings)))[:16]
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     study = optuna.create_study(
         storage=storage, study_name=name, direction="maximize", load_if_exists=True

@@ -125,6 +125,15 @@ def test_a_killed_search_goes_on_where_it_was(
     assert trained[3] == pytest.approx(asked[0])  # and the one that ran begins again, as it was
 
 
+def test_a_search_goes_on_with_other_settings_of_the_machine(
+    turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]]
+) -> None:
+    search(turn, tmp_path, trials=2)
+    ppo = replace(turn.settings.ppo, tokens_per_microbatch=500, completions_at_once=8)
+    less = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo}))
+    assert len(search(less, tmp_path, trials=3).trials) == len(trained) == 3
+
+
 def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
     turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

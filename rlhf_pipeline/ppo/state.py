@@ -69,6 +69,11 @@ class Progressed:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
 
 
+def decisive(settings: PpoSettings) -> list[tuple[str, Any]]:
+    """Return the settings that decide a run's result, by name: all but the machine's."""
+    return sorted((k, v) for k, v in asdict(settings).items() if k not in MACHINE_SETTINGS)
+
+
 def run_fingerprint(
     models: Sequence[str | Path],
     rewards: Sequence[object],
@@ -80,11 +85,10 @@ def run_fingerprint(
     Folders count by their files; rewards, and whoever else takes part, by their `version` where
     they have one.
     """
-    decisive = {k: v for k, v in asdict(settings).items() if k not in MACHINE_SETTINGS}
     files = [str(folder_sha256(m)) if Path(m).is_dir() else str(m) for m in models]
     versions = [str(getattr(r, "version", r is not None)) for r in rewards]
     texts = [prompt_to_json(p) for p in prompts]
-    return hashed(str(sorted(decisive.items())), *files, *versions, *texts)
+    return hashed(str(decisive(settings)), *files, *versions, *texts)
 
 
 def write_state(
