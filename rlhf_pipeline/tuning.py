@@ -71,9 +71,12 @@ def search(
     """Run the search until it has `trials` finished trials; write table, plot and best settings.
 
     `updates` shortens each trial. Raises TrainingError for an estimator that has nothing to
-    search here, or where no trial ends well.
+    search here, for what memory does not suffice for, or where no trial ends well.
     """
     import optuna
+
+    from rlhf_pipeline.ppo.plan import check_fits, read_config
+    from rlhf_pipeline.stages import reward_models_of
 
     settings = turn.settings.ppo
     if settings.estimator == "dpo":
@@ -84,6 +87,8 @@ def search(
         settings = replace(settings, updates=updates)
     folder.mkdir(parents=True, exist_ok=True)
     study = _study(folder, turn, settings)
+    if turn.champion is not None and len(_trials(study)) < trials:  # what is searched takes none
+        check_fits(read_config(turn.champion), settings, reward_models_of(turn.settings))
     while (done := len(_trials(study))) < trials:
         report({"trial": done + 1, "of": trials})
         asked = study.ask(_space(settings))

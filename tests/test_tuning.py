@@ -134,6 +134,18 @@ def test_a_search_goes_on_with_other_settings_of_the_machine(
     assert len(search(less, tmp_path, trials=3).trials) == len(trained) == 3
 
 
+def test_what_memory_does_not_suffice_for_is_refused_before_the_first_trial(
+    turn: Turn,
+    tmp_path: Path,
+    trained: list[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda device: 2**20)
+    with pytest.raises(TrainingError, match="training needs about"):
+        search(turn, tmp_path, trials=2)
+    assert trained == []
+
+
 def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
     turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
