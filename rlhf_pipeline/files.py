@@ -26,7 +26,8 @@ from rlhf_pipeline.errors import PipelineError
 def new_folder(directory: str | Path) -> Iterator[Path]:
     """Yield an empty folder beside `directory` that takes its place when the block ends well.
 
-    If the block raises, the folder is removed and `directory` is left as it was.
+    If the block raises, the folder is removed and `directory` is left as it was. Where safetensors
+    could not write, on a full disk for one, it raises OSError as every other writer does.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,8 +37,10 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
         yield aside
         _sync_tree(aside)
         _move_into_place(aside, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if str(error).startswith("Error while serializing"):  # safetensors', which is no OSError
+            raise OSError(f"{target} cannot be written: {error}; make room there") from error
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,20 @@ def test_what_a_kill_leaves_half_written_is_no_checkpoint(tmp_path: Path) -> Non
     saved = latest_checkpoint(tmp_path)
     assert saved is not None
     assert saved.update == 1
+
+
+def test_a_disk_without_room_is_told_with_the_place_and_leaves_what_there_was(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # no file may be longer
+    try:
+        with pytest.raises(OSError, match=r"update-000002 cannot be written: .*; make room there"):
+            write(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-000001"]
 
 
 def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
