@@ -82,7 +82,7 @@ def encode_prompts(
     if not tokenizer.chat_template:  # a tokenizer may end plain text with eos; a prompt goes on
         rows = [row[:-1] if row and row[-1] == eos else row for row in rows]
     encoded = {
-        p: _keep_latest(tokenizer, row, max_tokens) for p, row in zip(distinct, rows, strict=True)
+        p: keep_latest(tokenizer, row, max_tokens) for p, row in zip(distinct, rows, strict=True)
     }
     return [list(encoded[p]) for p in prompts]
 
@@ -119,7 +119,8 @@ def decode_completions(
     return texts
 
 
-def _keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens: int) -> list[int]:
+def keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens: int) -> list[int]:
+    """Return a prompt's tokens, shortened as `encode_prompt` says."""
     if len(row) <= max_tokens:
         return row
     if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):

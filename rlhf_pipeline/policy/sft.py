@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, keeps_weights_transposed
-from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+from rlhf_pipeline.policy.chat import encode_completions, encode_prompts, keep_latest
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import state_logprobs, trunk_of
@@ -113,7 +113,7 @@ def sft_rows(
     rows = []
     for prompt, completion in zip(prompts, completions, strict=True):
         completion = completion[: limit - min(len(prompt), limit // 2)]
-        prompt = prompt[-(limit - len(completion)) :]
+        prompt = keep_latest(policy.tokenizer, prompt, limit - len(completion))
         rows.append(
             {
                 "input_ids": prompt + completion,

@@ -52,6 +52,20 @@ def test_labels_stand_on_completion_tokens_only() -> None:
     assert row["input_ids"][9] == policy.tokenizer.convert_tokens_to_ids("<|assistant|>")
 
 
+def test_a_shortened_prompt_keeps_the_token_that_texts_begin_with() -> None:
+    """As sampling does: what Gemma or Llama read without it is not what they were trained on."""
+    policy = tiny_policy()
+    tokenizer = policy.tokenizer
+    tokenizer.bos_token = "<|user|>"
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[-1]['content'] }}<|assistant|>"
+    (row,) = sft_rows(
+        policy, [SftExample(user_prompt("word " * 100), "word " * 100, "seed")], max_tokens=20
+    )
+    sampled = encode_prompt(tokenizer, user_prompt("word " * 100), max_tokens=10)
+    assert sampled[0] == tokenizer.bos_token_id
+    assert row["input_ids"][:10] == sampled
+
+
 def test_the_packed_loss_is_the_cross_entropy_of_labelled_tokens_and_so_is_its_gradient() -> None:
     policy = tiny_policy()
     policy.model.train()
