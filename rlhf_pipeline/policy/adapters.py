@@ -52,14 +52,22 @@ def load_base(
     """Return the policy with trainable adapters of this rank, on the reference where it can be.
 
     It can where policy_dir is the reference itself (fresh adapters), or was trained on it with
-    adapters of this rank (they go on). Otherwise policy_dir is the base, with fresh adapters.
+    adapters of this rank (they go on, with the alpha they have). Otherwise policy_dir is the base,
+    with fresh adapters.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     kept = Path(policy_dir) / KEPT
     if (kept / BASE).is_file():
-        digest, its_rank = base_digest(reference_dir), read_json(kept / "adapter_config.json")["r"]
-        if read_json(kept / BASE)["digest"] == digest and its_rank == rank:
+        digest, its = base_digest(reference_dir), read_json(kept / "adapter_config.json")
+        if read_json(kept / BASE)["digest"] == digest and its["r"] == rank:
+            if its["lora_alpha"] != alpha:  # another would make another policy of them
+                warnings.warn(
+                    f"adapters of alpha {its['lora_alpha']:g} go on with that, found lora_alpha "
+                    f"{alpha:g}, which is for fresh ones; set it to theirs to silence this, or "
+                    "take another rank to begin with fresh ones",
+                    stacklevel=2,
+                )
             policy = load_policy(reference_dir, device=device, dtype=dtype)
             wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
             return SharedBase(policy, wrapper, digest)

@@ -192,6 +192,8 @@ def test_trained_adapters_are_saved_merged_and_trained_on_by_the_next_turn(
     # Adapters off, that model is the baseline again: the reference costs nothing.
     assert torch.allclose(again.reference_logprobs(tokens), plain, atol=1e-5)
     assert load_base(champion, base, rank=2, alpha=16, seed=0).digest == again.base_digest
+    with pytest.warns(UserWarning, match="adapters of alpha 16 go on with that, found .* 32"):
+        assert load_base(champion, base, rank=2, alpha=32, seed=0).digest == again.base_digest
     # With another rank, or another reference, the champion is a base of its own.
     other = load_base(champion, base, rank=4, alpha=16, seed=0)
     assert other.digest != again.base_digest
