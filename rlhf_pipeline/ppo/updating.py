@@ -115,10 +115,13 @@ def begin(training: Training) -> None:
 def look(training: Training) -> None:
     """Look at the watch prompts; the reference's completions are those of the first look."""
     now = training.now
+    shown = min(training.settings.samples_shown, len(training.watch.prompts))
     with now.timed("watch"):
         baselines = [
             sample["baseline"] for first in now.evaluations[:1] for sample in first.samples
         ]
+        # A run may be resumed with other samples to show; those that lack are drawn again.
+        baselines = baselines[:shown] if len(baselines) >= shown else []
         now.evaluations.append(
             evaluate(
                 training.learner,

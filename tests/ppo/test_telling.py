@@ -119,6 +119,24 @@ def test_the_baseline_is_the_reference_not_where_training_begins(
     assert [s["baseline"] for s in looks[0].samples] == sample_for(again, encoded, generator).texts
 
 
+@pytest.mark.parametrize("shown", [0, 1, 3])
+def test_a_resumed_run_shows_as_many_samples_as_it_is_asked_for(
+    base: Path, tmp_path: Path, shown: int
+) -> None:
+    settings = changed(updates=2, samples_shown=2)
+
+    def stop() -> None:
+        if (tmp_path / "checkpoints/update-000001").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(base, tmp_path, settings, keep_going=stop)
+    result = train(base, tmp_path, changed(updates=2, samples_shown=shown))
+    assert [len(look.samples) for look in result.evaluations] == [2, 2, shown]
+    first, last = result.evaluations[0].samples, result.evaluations[-1].samples
+    assert [s["baseline"] for s in last][:2] == [s["baseline"] for s in first][:shown]
+
+
 def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(
     base: Path, tmp_path: Path
 ) -> None:
