@@ -345,11 +345,11 @@ def allow_recomputing(trunk: Any, *, adapted: bool = False) -> None:
 def check_policy(policy: Policy, settings: PpoSettings) -> None:
     """Raise unless prompt and completion fit the context and the tokenizer can pad and end."""
     tokenizer = policy.tokenizer
-    for name, token in (("pad", tokenizer.pad_token_id), ("end", tokenizer.eos_token_id)):
-        if token is None:
+    for name, attribute in (("pad", "pad_token"), ("end", "eos_token")):
+        if getattr(tokenizer, f"{attribute}_id") is None:
             raise ModelError(
-                f"PPO needs a tokenizer with a {name} token, found none; set {name[:3]}_token and "
-                "save the policy again"
+                f"PPO needs a tokenizer with a {name} token, found none; set {attribute} and save "
+                "the policy again"
             )
     check_context(policy.context_length, settings)
 

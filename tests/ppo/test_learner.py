@@ -263,7 +263,7 @@ def test_lengths_beyond_the_context_are_refused() -> None:
 def test_a_tokenizer_without_pad_or_end_is_refused(name: str, word: str) -> None:
     policy = tiny_policy()
     setattr(policy.tokenizer, name, None)
-    with pytest.raises(ModelError, match=f"a tokenizer with a {word} token, found none"):
+    with pytest.raises(ModelError, match=f"with a {word} token, found none; set {name} and"):
         check_policy(policy, changed())
 
 
