@@ -109,7 +109,7 @@ def decode(
     """Return the completions that `uniforms` (B, T), numbers in [0, 1), choose.
 
     With keeps_support, what top_k and top_p left in reach is returned too, and log-probabilities
-    are those within it.
+    are those within it. Raises ModelError where the model's logits are not finite.
 
     1. Run the prompts once; 2. draw a token for each row from the last position's logits;
     3. now and then, drop rows that have ended from the batch and the cache; 4. run the new tokens;
@@ -168,6 +168,7 @@ def decode(
     is_eos = completion_ids == eos_id
     completion_mask = is_eos.cumsum(1) - is_eos.long() == 0  # True up to and on the first eos
     finished = is_eos.any(1)
+    check_finite(logprobs.masked_fill(~completion_mask, 0.0))
     longest = int(completion_mask.sum(1).max()) if B and T else 0
     completion_mask = completion_mask[:, :longest].clone()
     return Sampled(
@@ -187,6 +188,7 @@ def draw(
 
     The token is where the cumulative distribution passes the row's uniform number (inverse
     transform sampling), so equal numbers give equal tokens whatever else is in the batch.
+    Of logits that are not finite it is any token, and its log-probability is not finite either.
     """
     logits = logits.float()
     if temperature == 0:
@@ -200,8 +202,18 @@ def draw(
         below = torch.nextafter(total, torch.zeros_like(total))
         passed = torch.minimum(uniforms[:, None] * total, below)
         tokens = torch.searchsorted(cumulative, passed, right=True)[:, 0]
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # of logits that are no numbers: past all
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     return tokens, chosen - logits.logsumexp(-1)
+
+
+def check_finite(logprobs: Tensor) -> None:
+    """Raise ModelError unless the log-probabilities of drawn tokens are finite."""
+    if not bool(logprobs.isfinite().all()):
+        raise ModelError(
+            "a model must give finite logits, found some that are no numbers; its weights are "
+            "damaged: load another; or they are too large for float16: take bfloat16 or float32"
+        )
 
 
 def narrow(logits: Tensor, top_k: int, top_p: float) -> Tensor:

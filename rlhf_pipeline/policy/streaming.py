@@ -14,7 +14,13 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompt
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.sampling import Completion, draw, logits_of, trunk_of
+from rlhf_pipeline.policy.sampling import (
+    Completion,
+    check_finite,
+    draw,
+    logits_of,
+    trunk_of,
+)
 from rlhf_pipeline.records import Prompt
 
 UNFINISHED = "\ufffd"  # what a decoder shows for the first bytes of a character
@@ -34,7 +40,8 @@ def stream(
     """Yield the completion's text piece by piece, and last the whole `Completion`.
 
     A piece is held back until its characters are whole; the pieces together are the completion's
-    text. Raises ModelError if prompt and completion do not fit the context together.
+    text. Raises ModelError if prompt and completion do not fit the context together, or the model's
+    logits are not finite.
     """
     if max_prompt_tokens < 1 or max_prompt_tokens + max_completion_tokens > policy.context_length:
         raise ModelError(
@@ -54,7 +61,8 @@ def stream(
         with torch.inference_mode():
             hidden = trunk(input_ids=inputs, past_key_values=cache, use_cache=True)
             logits = logits_of(policy.model, hidden.last_hidden_state[:, -1])
-            token, _ = draw(logits, uniforms[:, t], temperature, top_k, top_p)
+            token, logprob = draw(logits, uniforms[:, t], temperature, top_k, top_p)
+        check_finite(logprob)
         written.append(int(token))
         if written[-1] == policy.eos_id:
             finished = True

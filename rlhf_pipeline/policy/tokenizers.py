@@ -304,9 +304,9 @@ def diagnose_model(policy: Policy, *, tokens: int = 32) -> ModelReport:
 
     model = policy.model
     rows = int(model.get_input_embeddings().weight.shape[0])
-    began = time.perf_counter()
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
     room = min(tokens, policy.context_length // 2)
-    *_, last = stream(
+    written = stream(
         policy,
         user_prompt("hello"),
         max_completion_tokens=room,
@@ -314,6 +314,8 @@ def diagnose_model(policy: Policy, *, tokens: int = 32) -> ModelReport:
         temperature=0,
         seed=0,
     )
+    began = time.perf_counter()
+    last = list(written)[-1] if finite else None  # others give no logits to draw from
     seconds = time.perf_counter() - began
     return ModelReport(
         name=type(model).__name__,
@@ -321,7 +323,7 @@ def diagnose_model(policy: Policy, *, tokens: int = 32) -> ModelReport:
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         device=str(policy.device),
         context_length=policy.context_length,
-        has_finite_weights=all(bool(torch.isfinite(p).all()) for p in model.parameters()),
+        has_finite_weights=finite,
         tokens_fit=len(policy.tokenizer) <= rows,
         tokens_per_second=getattr(last, "tokens", 0) / seconds,
     )

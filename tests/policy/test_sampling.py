@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -34,6 +35,7 @@ from rlhf_pipeline.policy.sampling import (
     sample,
     unpack_bits,
 )
+from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import user_prompt
 
@@ -363,6 +365,20 @@ def tiny_policy() -> Policy:
         context=64,
         seed=0,
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_model_whose_logits_are_no_numbers_is_told(temperature: float) -> None:
+    policy = build_tiny(
+        ["tell me a tale"] * 9, vocabulary=280, layers=1, width=32, heads=2, context=64, seed=0
+    )
+    with torch.no_grad():
+        policy.model.model.norm.weight.fill_(math.nan)
+    room: dict[str, Any] = {"max_completion_tokens": 8, "max_prompt_tokens": 16}
+    with pytest.raises(ModelError, match="must give finite logits"):
+        complete(policy, [user_prompt("hi")] * 3, temperature=temperature, seed=0, **room)
+    with pytest.raises(ModelError, match="must give finite logits"):
+        list(stream(policy, user_prompt("hi"), temperature=temperature, seed=0, **room))
 
 
 def test_complete_keeps_order_and_ignores_batch_size() -> None:
