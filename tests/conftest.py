@@ -45,6 +45,15 @@ def _nobodys_environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_service_outlives_its_tests() -> Iterator[None]:
+    """A service that nobody shut down looks at its models, and writes to the log, to the end."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "champions":
+            thread._target.__self__.close()  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fresh_databases_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Whoever first wants a fresh SQLite store, or one of MLflow's, makes it; others get a copy."""
