@@ -69,7 +69,7 @@ def feedback_snapshot(
 )
 def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
     """The snapshot's rows that keep every rule; the others are in quarantine, by rule."""
-    from rlhf_pipeline.feedback.support import doubts, set_apart, support_of, support_to_json
+    from rlhf_pipeline.feedback.support import set_apart, support_of, support_to_json
     from rlhf_pipeline.feedback.validation import validate
 
     with pipeline.turn(context) as turn:
@@ -85,8 +85,8 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
         report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
         report.clean.to_parquet(turn.data / VALIDATED)
         told = support_to_json(support, report.clean)
-        why = doubts(support, quarantines=quarantines, top_raters_share=most)
-        write_json(turn.data / SUPPORT, {**told, "doubts": why})
+        left_in = 0 if quarantines else len(support.associations)
+        write_json(turn.data / SUPPORT, {**told, "left_in": left_in})
         pipeline.store.quarantine(report.quarantine_rows())
     by_rule: dict[str, int] = {}
     for row in report.quarantined:

@@ -7,7 +7,6 @@ import dagster as dg
 from assets.common import GPU, RESUME, Materialized, agents, plots
 from resources.compute import Compute
 from resources.pipeline import Pipeline
-from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.files import read_json
@@ -18,7 +17,7 @@ from rlhf_pipeline.files import read_json
     pool=GPU,
     retry_policy=RESUME,
     group_name="release",
-    deps=["ppo_policy", "evaluation_prompts"],
+    deps=["ppo_policy", "evaluation_prompts", "feedback_profile"],  # whose drift the gate reads
     kinds={"pytorch"},
     check_specs=[dg.AssetCheckSpec("gate_lets_it_through", asset="evaluation_report")],
 )
@@ -91,9 +90,7 @@ def registered_model(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
 def promotion(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
     """Who is champion now, and why: promoted, waiting for a person, or refused."""
     with pipeline.turn(context) as turn:
-        drifted = read_json(turn.data / DRIFT)["drifted"]
-        doubts = read_json(turn.data / SUPPORT)["doubts"]
-        words = pipeline.promote_if_due(turn, drifted=drifted, doubts=doubts)
+        words = pipeline.promote_if_due(turn)
         pipeline.registry.reconcile(turn.agent_id)
         # Last: a run that dies before it is found by its claim, and asked for again.
         pipeline.claims.finish(turn.token, "done", words)

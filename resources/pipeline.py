@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,11 +222,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "seed": turn.settings.training.seed,
         }
 
-    def promote_if_due(self, turn: Turn, *, drifted: bool, doubts: Sequence[str] = ()) -> str:
-        """Promote this turn's version if the gate passed and nobody has to be asked; say which.
-
-        `doubts` are reasons not to trust the feedback it was trained on (feedback/support.py).
-        """
+    def promote_if_due(self, turn: Turn) -> str:
+        """Promote this turn's version if the gate passed and nobody has to be asked; say which."""
         versions = [
             v for v in self.ledger.versions(turn.agent_id) if v.fingerprint == turn.fingerprint
         ]
@@ -262,10 +259,6 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"version {version.version} passed against version {began.version}, but version "
                 f"{champion.version} is the champion now, so a person decides"
             )
-        if drifted:
-            return f"version {version.version} passed; feedback has drifted, so a person decides"
-        if doubts:
-            return f"version {version.version} passed; {'; '.join(doubts)}: a person decides"
         gate = version.gate or {}
         if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
             return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"

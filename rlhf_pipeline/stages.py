@@ -546,11 +546,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     comparison = replace(comparison, judge=by_group)
     decision = decide(
         comparison,
-        {
-            "prompt_drift": settings.drift.threshold_psi,
-            "top_raters": settings.validation.top_raters_share,
-            **settings.promotion.gate,
-        },
+        gate_limits(settings),
         facts={
             **gate_facts(turn.data, turn.work, turn.previous),
             **disagreement_facts(comparison.metrics(), turn.work),
@@ -568,6 +564,15 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         "gate": decision.to_json(),
         "gate_markdown": decision.to_markdown(),
         "plots": [str(path) for path in drawn],
+    }
+
+
+def gate_limits(settings: Settings) -> dict[str, Any]:
+    """Return the limits of the gate's rules that the settings change."""
+    return {
+        "prompt_drift": settings.drift.threshold_psi,
+        "top_raters": settings.validation.top_raters_share,
+        **settings.promotion.gate,
     }
 
 

@@ -36,7 +36,7 @@ UPSTREAM = {
     "sft_policy": "sft_examples",
     "reward_model": "preference_pairs reward_examples sft_policy",
     "ppo_policy": "reward_model sft_policy",
-    "evaluation_report": "evaluation_prompts ppo_policy",
+    "evaluation_report": "evaluation_prompts feedback_profile ppo_policy",
     "registered_model": "evaluation_report",
     "promotion": "registered_model",
 }

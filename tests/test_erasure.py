@@ -206,7 +206,7 @@ def _turn(world: World) -> None:
     support = support_to_json(support_of(frame), frame)
     support["associations"] = [{"ngram": SECRET, "net": 4}, {"ngram": "cherry", "net": 5}]
     support["topics"] = [{"topic": SECRET, "votes": 50}, {"topic": "pears", "votes": 60}]
-    write_json(data / SUPPORT, {**support, "doubts": []})
+    write_json(data / SUPPORT, {**support, "left_in": 0})
     feedback = {"evaluation_share": 0.3, "min_rating": 4}
     write_json(work / "reward.spec.json", {"settings": {"feedback": feedback}})
     write_json(work / "reward" / "proxy" / "raters.json", {"careful": {ANN: 0.5, BOB: 0.9}})

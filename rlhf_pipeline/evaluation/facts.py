@@ -78,11 +78,16 @@ def disagreement_facts(numbers: Mapping[str, float], work: Path) -> dict[str, fl
 
 
 def support_facts(support: Mapping[str, Any]) -> dict[str, float]:
-    """Return the share of all votes by the hundredth of the raters who gave most, in (0, 1].
+    """Return what speaks against trusting the votes.
 
-    Nothing below JUDGED_RATERS: a hundredth of them is nobody.
+    The n-grams that few raters carry and that were left in, and the share of all votes by the
+    hundredth of the raters who gave most, in (0, 1]; not that below JUDGED_RATERS, a hundredth of
+    whom is nobody.
     """
-    return {"votes/top_share": support["top_share"]} if support["raters"] >= JUDGED_RATERS else {}
+    facts = {"votes/narrow_ngrams": float(support["left_in"])} if "left_in" in support else {}
+    if support["raters"] >= JUDGED_RATERS:
+        facts["votes/top_share"] = support["top_share"]
+    return facts
 
 
 def drift_facts(drift: Mapping[str, Any]) -> dict[str, float]:

@@ -121,19 +121,6 @@ def support_of(frame: pd.DataFrame) -> Support:
     )
 
 
-def doubts(support: Support, *, quarantines: bool, top_raters_share: float) -> list[str]:
-    """Return why a person should decide on what is trained from this; empty where nothing is."""
-    found = []
-    if _top_heavy(support, top_raters_share):
-        found.append(
-            f"one per cent of {support.raters} raters gave {support.top_share:.0%} of the votes "
-            f"(at most {top_raters_share:.0%})"
-        )
-    if support.associations and not quarantines:
-        found.append(f"few raters carry {len(support.associations)} n-grams")
-    return found
-
-
 def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:
     """Return plain JSON values: the support, and how far the frame's raters agree."""
     associations = [

@@ -97,7 +97,8 @@ def test_promotion_waits_for_a_person_by_default_and_after_drift(
     stable = evaluation_of(second, "feedback_is_stable")
     assert not stable.passed
     assert stable.severity is dg.AssetCheckSeverity.WARN
-    assert verdict(second) == "version 2 passed; feedback has drifted, so a person decides"
+    assert verdict(second).startswith("version 2 passed; largest population stability index")
+    assert verdict(second).endswith("so a person decides")
     assert loop.aliases(agent) == {"champion": 0, "challenger": 2}
     [profile] = second.asset_materializations_for_node("feedback_profile")
     [before, after] = loop.pipeline.claims.history(agent)

@@ -301,11 +301,13 @@ def replaying(source: Path) -> Any:
     """Return a Compute that hands out what the stages left in a turn's folder; nothing is trained.
 
     Everything but the training processes is real: claims, snapshots, checks, MLflow, the ledger.
-    The gate judges that turn's real comparison by the limits of the turn at hand.
+    The gate judges that turn's real comparison by the limits and the votes of the turn at hand.
     """
     from resources.compute import Compute
+    from rlhf_pipeline.evaluation.facts import gate_facts
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.report import EvaluationReport
+    from rlhf_pipeline.stages import gate_limits
 
     class Replay(Compute):
         """Copies files."""
@@ -317,7 +319,8 @@ def replaying(source: Path) -> Any:
             shutil.copytree(source / folder, turn.work / folder, dirs_exist_ok=True)
             if stage == "evaluation":
                 report = EvaluationReport.from_json(result["report"])
-                result["gate"] = decide(report, turn.settings.promotion.gate).to_json()
+                facts = gate_facts(turn.data, turn.data, None)  # of the votes alone
+                result["gate"] = decide(report, gate_limits(turn.settings), facts=facts).to_json()
             text = str(source)
             for key in ("path", "result"):
                 if key in result:

@@ -76,6 +76,12 @@ def test_the_top_hundredth_of_the_raters_counts_from_a_hundred_raters_on() -> No
     assert support_facts({"raters": 100, "top_share": 0.5}) == {"votes/top_share": 0.5}
 
 
+def test_words_of_few_that_were_left_in_ask_for_a_person() -> None:
+    (rule,) = (rule for rule in DEFAULT_RULES if rule.name == "narrow_support")
+    assert support_facts({"raters": 9, "top_share": 0.5, "left_in": 2}) == {rule.metric: 2.0}
+    assert (rule.limit, rule.breach) == (0, "pause")
+
+
 def test_only_what_drifted_beyond_chance_counts() -> None:
     drift = {"compared_with": "a", "psi": {"topic": 0.3, "kind": 0.5}, "features": ["topic"]}
     assert drift_facts(drift) == {"drift/psi": 0.3}

@@ -67,6 +67,7 @@ FACTS = {
     "reward/disagreement_ratio": 1.2,
     "reward/worst_group_high": 0.7,
     "votes/top_share": 0.04,
+    "votes/narrow_ngrams": 0.0,
     "drift/psi": 0.1,
     "vs_champion/behaviour_worse": 0.0,
     "vs_champion/judge_win_rate_high": 0.6,
@@ -188,6 +189,7 @@ def test_limits_are_overridden_by_name_and_switched_off_in_sight() -> None:
         ("reward/held_out_pairs", 99.0, "warn"),
         ("reward/worst_group_high", 0.49, "pause"),
         ("votes/top_share", 0.11, "pause"),
+        ("votes/narrow_ngrams", 1.0, "pause"),
         ("drift/psi", 0.21, "pause"),
     ],
 )

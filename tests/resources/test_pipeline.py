@@ -29,6 +29,10 @@ from tests.assets.world import write_recipe
 
 PASSED = {"passed": True, "results": []}
 REFUSED = {"passed": False, "results": []}
+PAUSED = {
+    "passed": True,
+    "results": [{"verdict": "pause", "words": "prompt_drift 0.3, limit 0.2"}],
+}
 
 
 @pytest.fixture
@@ -79,14 +83,14 @@ def test_a_run_may_be_asked_for_with_other_settings(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "automatic", "drifted", "words", "champion"),
+    ("gate", "automatic", "words", "champion"),
     [
-        (PASSED, None, False, "version 1 passed and waits for a person: rlhf promote 1", 0),
-        (PASSED, True, False, "champion moved from 0 to 1", 1),
-        (PASSED, True, True, "version 1 passed; feedback has drifted, so a person decides", 0),
-        (PASSED, False, False, "version 1 passed and waits for a person", 0),
-        (REFUSED, True, False, "version 1 was refused; version 0 stays", 0),
-        (REFUSED, None, True, "version 1 was refused; version 0 stays", 0),
+        (PASSED, None, "version 1 passed and waits for a person: rlhf promote 1", 0),
+        (PASSED, True, "champion moved from 0 to 1", 1),
+        (PAUSED, True, "version 1 passed; prompt_drift 0.3, limit 0.2, so a person decides", 0),
+        (PASSED, False, "version 1 passed and waits for a person", 0),
+        (REFUSED, True, "version 1 was refused; version 0 stays", 0),
+        (REFUSED, None, "version 1 was refused; version 0 stays", 0),
     ],
 )
 def test_who_promotes(
@@ -94,13 +98,12 @@ def test_who_promotes(
     tmp_path: Path,
     gate: dict[str, Any],
     automatic: bool | None,
-    drifted: bool,
     words: str,
     champion: int,
 ) -> None:
     turn = judged(pipeline, tmp_path, gate)
     pipeline.store.set_agent("a", automatic_promotion=automatic)
-    assert pipeline.promote_if_due(turn, drifted=drifted).startswith(words)
+    assert pipeline.promote_if_due(turn).startswith(words)
     standing = pipeline.ledger.champion("a")
     assert standing is not None
     assert standing.version == champion
@@ -112,7 +115,7 @@ def test_a_turn_that_died_after_its_promotion_is_not_trained_from_its_own_versio
     turn = judged(pipeline, tmp_path, PASSED)
     pipeline.store.set_agent("a", automatic_promotion=True)
     turn = replace(turn, champion=pipeline.ledger.version("a", 0).path)
-    assert pipeline.promote_if_due(turn, drifted=False) == "champion moved from 0 to 1"
+    assert pipeline.promote_if_due(turn) == "champion moved from 0 to 1"
     pipeline.claims.beat(turn.token, lease=timedelta(seconds=-1))  # and here it died
     again = pipeline.claims.claim("a", turn.fingerprint, 1, holder="run 2", asked_by="watchdog")
     second = pipeline._turn(again)
@@ -122,9 +125,9 @@ def test_a_turn_that_died_after_its_promotion_is_not_trained_from_its_own_versio
     assert second.champion == turn.champion != ledger.version("a", 1).path
     assert same_work("ppo", specification(second)) == same_work("ppo", specification(turn))
     words = "champion moved from 0 to 1, by an attempt that ended before it could say so"
-    assert pipeline.promote_if_due(second, drifted=False) == words
+    assert pipeline.promote_if_due(second) == words
     ledger.rollback("a", actor="ann", reason="no")  # a person's word stands
-    assert pipeline.promote_if_due(second, drifted=False) == words
+    assert pipeline.promote_if_due(second) == words
     assert [(p.action, p.version) for p in ledger.history("a")][1:] == [
         ("promote", 1),
         ("rollback", 0),
@@ -138,7 +141,7 @@ def test_a_stalled_turn_that_wakes_after_another_ended_it_writes_nothing(
     pipeline.store.set_agent("a", automatic_promotion=True)
     pipeline.claims.beat(stalled.token, lease=timedelta(seconds=-1))
     claim = pipeline.claims.claim("a", stalled.fingerprint, 1, holder="run 2", asked_by="watchdog")
-    pipeline.promote_if_due(pipeline._turn(claim), drifted=False)
+    pipeline.promote_if_due(pipeline._turn(claim))
     ledger = pipeline.ledger
     ledger.promote("a", 0, actor="ann", reason="worse", expected_champion=1)
     pipeline.claims.finish(claim.token, "done")
@@ -149,7 +152,7 @@ def test_a_stalled_turn_that_wakes_after_another_ended_it_writes_nothing(
         ("promote", 0, None),
     ]
     with pytest.raises(ClaimLost, match=f"found the newer token {claim.token}"):
-        pipeline.promote_if_due(stalled, drifted=False)
+        pipeline.promote_if_due(stalled)
     with pytest.raises(ClaimLost):
         pipeline.claims.finish(stalled.token, "done")
     assert ledger.history("a") == story
@@ -160,7 +163,7 @@ def test_a_turn_asked_for_again_trains_in_a_folder_of_its_own_from_todays_champi
 ) -> None:
     turn = judged(pipeline, tmp_path, PASSED)
     pipeline.store.set_agent("a", automatic_promotion=True)
-    pipeline.promote_if_due(turn, drifted=False)
+    pipeline.promote_if_due(turn)
     pipeline.claims.finish(turn.token, "done")
     more: dict[str, Any] = {"asked_by": "person", "again": True}
     claim = pipeline.claims.claim("a", turn.fingerprint, 1, holder="run 2", **more)
@@ -179,9 +182,9 @@ def test_a_retried_promotion_finds_the_experiment_it_began(
     pipeline.store.set_agent("a", automatic_promotion=True)
     experiments = turn.settings.experiments.model_copy(update={"enabled": True})
     turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": experiments}))
-    words = pipeline.promote_if_due(turn, drifted=False)
+    words = pipeline.promote_if_due(turn)
     assert "version 1 passed and meets" in words
-    assert pipeline.promote_if_due(turn, drifted=False) == words
+    assert pipeline.promote_if_due(turn) == words
 
 
 def test_what_beat_another_champion_than_todays_is_a_persons_to_promote(
@@ -200,7 +203,7 @@ def test_what_beat_another_champion_than_todays_is_a_persons_to_promote(
         fingerprint="e" * 64,
     )
     ledger.promote("a", other.version, actor="ann", reason="far better", expected_champion=0)
-    said = pipeline.promote_if_due(turn, drifted=False)
+    said = pipeline.promote_if_due(turn)
     assert said == (
         "version 1 passed against version 0, but version 2 is the champion now, so a person decides"
     )
@@ -221,7 +224,7 @@ def test_a_turn_goes_on_from_the_champion_that_it_began_with(
     assert again.champion == first.champion == tmp_path / "0"
     assert same_work("ppo", specification(again)) == same_work("ppo", specification(first))
     pipeline.store.set_agent("a", automatic_promotion=True)
-    assert pipeline.promote_if_due(again, drifted=False) == "version 1 is the champion"
+    assert pipeline.promote_if_due(again) == "version 1 is the champion"
 
 
 @pytest.mark.parametrize(
@@ -244,12 +247,12 @@ def test_an_experiment_that_ended_is_not_begun_again(
     pipeline.store.set_agent("a", automatic_promotion=True)
     met = turn.settings.experiments.model_copy(update={"enabled": True})
     turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": met}))
-    assert "meets" in pipeline.promote_if_due(turn, drifted=False)
+    assert "meets" in pipeline.promote_if_due(turn)
     book = ExperimentBook(pipeline.database)
     running = book.running("a")
     assert running is not None
     book.end(running, state, "it is over")
-    assert pipeline.promote_if_due(turn, drifted=False) == words
+    assert pipeline.promote_if_due(turn) == words
     assert [e.state for e in book.history("a")] == [state]
 
 
@@ -265,21 +268,9 @@ def test_what_was_rolled_back_is_not_promoted_again(
     turn = replace(turn, settings=turn.settings.model_copy(update={"experiments": trials}))
     ledger.promote("a", 1, actor="ann", reason="reads well", expected_champion=0)
     ledger.rollback("a", actor="ann", reason="it does not")
-    said = pipeline.promote_if_due(turn, drifted=False)
+    said = pipeline.promote_if_due(turn)
     assert said == "version 1 passed, but was rolled back from; version 0 stays"
     assert book.history("a") == []
-
-
-def test_a_person_decides_where_the_feedback_is_in_doubt(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
-    turn = judged(pipeline, tmp_path, PASSED)
-    pipeline.store.set_agent("a", automatic_promotion=True)
-    words = pipeline.promote_if_due(turn, drifted=False, doubts=["few raters gave most votes"])
-    assert words == "version 1 passed; few raters gave most votes: a person decides"
-    standing = pipeline.ledger.champion("a")
-    assert standing is not None
-    assert standing.version == 0
 
 
 def test_the_heartbeat_goes_on_between_steps_until_the_run_ends(pipeline: Pipeline) -> None:
@@ -303,7 +294,7 @@ def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Pat
     pipeline.store.ensure_agent("a")
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
     with pytest.raises(RegistryError, match="found 0 versions and no champion of agent a"):
-        pipeline.promote_if_due(pipeline._turn(claim), drifted=False)
+        pipeline.promote_if_due(pipeline._turn(claim))
 
 
 def test_small_things(tmp_path: Path) -> None:
