@@ -144,6 +144,7 @@ class ChatRequest(Closed):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Wishes(
             max_completion_tokens=self.max_completion_tokens or self.max_tokens,
+            limit_name="max_completion_tokens" if self.max_completion_tokens else "max_tokens",
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,

@@ -51,6 +51,9 @@ class Wishes:
     """What a request asks of the sampling; None is as the agent's settings say."""
 
     max_completion_tokens: int | None = None
+    # What the request calls that. An upstream is told so: OpenAI's reasoning models refuse the old
+    # name, and servers older than the new one pass it over.
+    limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -402,7 +405,7 @@ class Gateway:
         others: int,
     ) -> AsyncGenerator[str, None]:
         asked = {
-            "max_tokens": wishes.max_completion_tokens,
+            wishes.limit_name: wishes.max_completion_tokens,
             "temperature": wishes.temperature,
             "top_p": wishes.top_p,
             "seed": wishes.seed,

@@ -45,13 +45,20 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def answering(status: int, body: bytes, pause: float = 0.0) -> Iterator[UpstreamSettings]:
-    """Run a server that answers everything so, and does not end it for some seconds."""
+def answering(
+    status: int, body: bytes, pause: float = 0.0, asked: list[dict[str, Any]] | None = None
+) -> Iterator[UpstreamSettings]:
+    """Run a server that answers everything so, and does not end it for some seconds.
+
+    What it is asked is added to `asked`.
+    """
     over = threading.Event()
 
     class Upstream(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            question = self.rfile.read(int(self.headers["content-length"]))
+            if asked is not None:
+                asked.append(json.loads(question))
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
@@ -253,3 +260,16 @@ def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> No
     with database.read() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM interactions").scalar() == 1
     database.close()
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_upstream_is_told_the_longest_answer_in_the_requests_own_word(
+    tmp_path: Path, name: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+    body = chunk("Hello", "stop") + event(USAGE) + DONE
+    with answering(200, body, asked=asked) as upstream:
+        world = served_by(upstream, tmp_path)
+        world.ask("POST", "/v1/chat/completions", None, {**ASKED, name: 7})
+    (told,) = asked
+    assert {n: told[n] for n in ("max_tokens", "max_completion_tokens") if n in told} == {name: 7}
