@@ -89,11 +89,14 @@ class Champions:
         return seat
 
     def prepared(self, agent_id: str, arm: Arm, version: int) -> bool:
-        """Say whether this version holds the arm, loaded or found unfit; if not, load it beside."""
+        """Say whether this version holds the arm, loaded or found unfit; if not, load it beside.
+
+        The champion comes first, where that is not loaded either: it answers meanwhile.
+        """
         seat = self._seats.get((agent_id, arm))
         if seat is not None and _version_of(seat) == version:
             return True
-        if (agent_id, arm) not in self._beside:
+        if (agent_id, arm) not in self._beside and (agent_id, "champion") in self._seats:
             self._beside.add((agent_id, arm))
             threading.Thread(target=self._load_beside, args=(agent_id, arm), daemon=True).start()
         return False

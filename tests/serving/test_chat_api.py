@@ -791,11 +791,11 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
     world: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book, may = ExperimentBook(world.database), threading.Event()
-    loaded = Champions._loaded
+    loaded, waited = Champions._loaded, []
 
     def slowly(champions: Champions, agent_id: str, version: ModelVersion) -> Any:
         if version.version == 1:
-            assert may.wait(PATIENCE)
+            waited.append(may.wait(PATIENCE))
         return loaded(champions, agent_id, version)
 
     monkeypatch.setattr(Champions, "_loaded", slowly)
@@ -813,6 +813,7 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
         may.set()
         assert eventually_in(begun, met).arm == "challenger"
         book.end(begun, "stopped", "the test is over")
+    assert waited == [True]  # the answers came while it was loading
 
 
 @pytest.mark.parametrize("how", ["fails", "is blocked"])
