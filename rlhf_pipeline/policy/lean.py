@@ -271,16 +271,16 @@ def drawn(logits: Tensor, uniforms: Tensor, drawing: Drawing) -> tuple[Tensor, T
 
     The token is that of `sampling.draw`; of a row that is not sound it is any.
     """
-    sound = logits.amax(-1).isfinite()  # NaN is the largest of all
-    if not bool(sound.all()):
-        logits = logits.where(sound[:, None], torch.zeros_like(logits))
     if len(drawing.settings) == 1:
         temperature, top_p = drawing.settings[0]
-        return draw(logits, uniforms, temperature, 0, top_p)[0], sound
-    tokens = torch.zeros_like(sound, dtype=torch.long)
+        tokens, logprobs = draw(logits, uniforms, temperature, 0, top_p)
+        return tokens, logprobs.isfinite()
+    tokens = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    sound = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for n, (temperature, top_p) in enumerate(drawing.settings):
         some = drawing.alike[n]
-        tokens[some] = draw(logits[some], uniforms[some], temperature, 0, top_p)[0]
+        tokens[some], logprobs = draw(logits[some], uniforms[some], temperature, 0, top_p)
+        sound[some] = logprobs.isfinite()
     return tokens, sound
 
 
