@@ -119,12 +119,6 @@ def remove_later(root: Path, update: int | None) -> None:
             shutil.rmtree(_folder(root, later))
 
 
-def remove_all(root: Path) -> None:
-    """Remove every checkpoint, for a run that begins at the beginning."""
-    if root.exists():
-        shutil.rmtree(root)
-
-
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
 ) -> Tensors:

@@ -135,9 +135,7 @@ def train_specialists(
 
     # 2. Where to begin.
     remove_half_written(output_dir)
-    if not resume:
-        checkpoint.remove_all(checkpoints)
-    latest = checkpoint.latest_checkpoint(checkpoints)
+    latest = checkpoint.latest_checkpoint(checkpoints) if resume else None
     if latest is not None:
         _restore(latest, agents, named, optimizer, fingerprint)
     checkpoint.remove_later(checkpoints, None if latest is None else latest.update)

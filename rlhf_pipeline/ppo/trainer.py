@@ -125,10 +125,8 @@ def train_ppo(
     # 2. Where to begin.
     if team.is_main:
         remove_half_written(output_dir)
-        if not resume:
-            checkpoint.remove_all(checkpoints)
     team.wait()
-    latest = checkpoint.latest_checkpoint(checkpoints)
+    latest = checkpoint.latest_checkpoint(checkpoints) if resume else None
     team.wait()  # until all have read it
     if latest is not None and replaces_others and latest.state["fingerprint"] != fingerprint:
         keep_going()

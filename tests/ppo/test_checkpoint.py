@@ -20,7 +20,7 @@ from rlhf_pipeline.ppo.checkpoint import (
     optimizer_tensors,
     random_states,
     read_checkpoint,
-    remove_all,
+    remove_later,
     restore_optimizer,
     restore_parameters,
     restore_random_states,
@@ -131,9 +131,9 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
         write(tmp_path, update)
     retain(tmp_path, latest=2, best=[1])
     assert checkpoint_updates(tmp_path) == [1, 4, 5]
-    remove_all(tmp_path)
+    remove_later(tmp_path, None)
     assert checkpoint_updates(tmp_path) == []
-    remove_all(tmp_path)
+    remove_later(tmp_path, None)
 
 
 def test_every_random_state_comes_back(tmp_path: Path) -> None:
