@@ -13,6 +13,7 @@ before it is encoded, so a user cannot write the assistant's turn or end it.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -58,10 +59,11 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int
 ) -> list[int]:
-    """Return the prompt's tokens, ending with the assistant's header; the latest are kept.
+    """Return the prompt's tokens, ending with the assistant's header, at most `max_tokens`.
 
-    Where the layout begins with a beginning-of-text token, a shortened prompt keeps that too; an
-    encoder's is [CLS], where reward models read.
+    Of a longer one the oldest turns are left out, and the system message at its head stays. One
+    whose last turn is too long beside that keeps its latest tokens, and the beginning-of-text token
+    where the layout has one (an encoder's is [CLS], where reward models read).
     """
     return encode_prompts(tokenizer, [prompt], max_tokens=max_tokens)[0]
 
@@ -73,16 +75,9 @@ def encode_prompts(
     if not prompts:
         return []
     distinct = list(dict.fromkeys(prompts))
-    rows = tokenizer(
-        [render(tokenizer, p) for p in distinct],
-        add_special_tokens=not tokenizer.chat_template,  # templates write their own
-        return_attention_mask=False,
-    )["input_ids"]
-    eos = tokenizer.eos_token_id
-    if not tokenizer.chat_template:  # a tokenizer may end plain text with eos; a prompt goes on
-        rows = [row[:-1] if row and row[-1] == eos else row for row in rows]
     encoded = {
-        p: keep_latest(tokenizer, row, max_tokens) for p, row in zip(distinct, rows, strict=True)
+        prompt: row if len(row) <= max_tokens else _shortened(tokenizer, prompt, row, max_tokens)
+        for prompt, row in zip(distinct, _rows(tokenizer, distinct), strict=True)
     }
     return [list(encoded[p]) for p in prompts]
 
@@ -119,10 +114,32 @@ def decode_completions(
     return texts
 
 
-def keep_latest(tokenizer: PreTrainedTokenizerBase, row: list[int], max_tokens: int) -> list[int]:
-    """Return a prompt's tokens, shortened as `encode_prompt` says."""
-    if len(row) <= max_tokens:
-        return row
+def _rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return all tokens of each prompt."""
+    rows: list[list[int]] = tokenizer(
+        [render(tokenizer, p) for p in prompts],
+        add_special_tokens=not tokenizer.chat_template,  # templates write their own
+        return_attention_mask=False,
+    )["input_ids"]
+    eos = tokenizer.eos_token_id
+    if not tokenizer.chat_template:  # a tokenizer may end plain text with eos; a prompt goes on
+        rows = [row[:-1] if row and row[-1] == eos else row for row in rows]
+    return rows
+
+
+def _shortened(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: list[int], max_tokens: int
+) -> list[int]:
+    """Return the prompt's tokens, `row`, shortened as `encode_prompt` says."""
+    head = prompt[:1] if prompt[0].role == "system" else ()
+    begins = [i for i, m in enumerate(prompt) if m.role == "user" and i > len(head)]
+
+    def since(begin: int) -> list[int]:
+        return _rows(tokenizer, [(*head, *prompt[begin:])])[0]
+
+    fits = bisect_left(begins, True, key=lambda begin: len(since(begin)) <= max_tokens)
+    if fits < len(begins):
+        return since(begins[fits])
     if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
         return [row[0], *row[1 - max_tokens :]]
     return row[-max_tokens:]

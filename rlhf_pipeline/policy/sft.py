@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, keeps_weights_transposed
-from rlhf_pipeline.policy.chat import encode_completions, encode_prompts, keep_latest
+from rlhf_pipeline.policy.chat import encode_completions, encode_prompt, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import state_logprobs, trunk_of
@@ -111,9 +111,11 @@ def sft_rows(
         policy.tokenizer, [e.completion for e in examples], max_tokens=limit
     )
     rows = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for example, prompt, completion in zip(examples, prompts, completions, strict=True):
         completion = completion[: limit - min(len(prompt), limit // 2)]
-        prompt = keep_latest(policy.tokenizer, prompt, limit - len(completion))
+        room = limit - len(completion)
+        if len(prompt) > room:
+            prompt = encode_prompt(policy.tokenizer, example.prompt, max_tokens=room)
         rows.append(
             {
                 "input_ids": prompt + completion,

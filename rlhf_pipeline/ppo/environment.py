@@ -6,7 +6,7 @@ action  the assistant's next token, or its whole completion (what follows the fi
 reward  what turn_reward gives a turn as it ends, and what episode_reward gives the conversation
         when it is over, both raw scores; 0 in between
 end     terminated when max_turns are over or the user leaves; truncated when the next prompt no
-        longer fits (or, with long_prompts keep_latest, never: the oldest tokens are dropped)
+        longer fits (or, with long_prompts keep_latest, never: the oldest turns are dropped)
 
 The environments need gymnasium; nothing else of PPO does. `play` is PPO's own use of them.
 """

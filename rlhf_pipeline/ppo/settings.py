@@ -41,7 +41,7 @@ class PpoSettings:
     max_completion_tokens: int = 48
     """Longest completion, in tokens, its end token counted (N+: 53)."""
     long_prompts: Literal["refuse", "keep_latest"] = "refuse"
-    """One over max_prompt_tokens stops the run before it trains, or loses its oldest tokens."""
+    """One over max_prompt_tokens stops the run before it trains, or loses its oldest turns."""
     temperature: float = 0.7
     """Divides the logits in sampling and in every log-probability, reference alike (N+: 0.7)."""
     top_k: int = 0

@@ -75,6 +75,33 @@ def test_a_long_prompt_keeps_its_latest_tokens_and_its_header() -> None:
     assert kept == [whole[0], *whole[-3:]]
 
 
+def conversation(turns: int) -> tuple[Message, ...]:
+    """A system message and so many questions, the last without an answer."""
+    told = [(Message("user", f"question {n}"), Message("assistant", "yes")) for n in range(turns)]
+    return (Message("system", "be kind"), *(m for turn in told for m in turn))[:-1]
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, plain_tokenizer()])
+def test_a_long_conversation_loses_its_oldest_turns_and_keeps_the_system_message(
+    tokenizer: Any,
+) -> None:
+    whole = conversation(9)
+    lengths = {  # by the number of turns that are left
+        n: len(encode_prompt(tokenizer, (whole[0], *whole[-2 * n + 1 :]), max_tokens=999))
+        for n in range(1, 10)
+    }
+    for limit in range(lengths[1], lengths[9] + 1):
+        most = max(n for n, length in lengths.items() if length <= limit)
+        expected = encode_prompt(tokenizer, (whole[0], *whole[-2 * most + 1 :]), max_tokens=999)
+        assert encode_prompt(tokenizer, whole, max_tokens=limit) == expected
+    without = encode_prompt(tokenizer, whole[1:], max_tokens=lengths[1] - 1)
+    assert without == encode_prompt(tokenizer, whole[-1:], max_tokens=999)
+    all_of_it = encode_prompt(tokenizer, whole, max_tokens=999)
+    assert (
+        encode_prompt(tokenizer, whole, max_tokens=lengths[1] - 1) == all_of_it[1 - lengths[1] :]
+    )  # not even one turn has room
+
+
 def test_a_completion_ends_with_eos_only_where_it_fits() -> None:
     ids = encode_completion(TOKENIZER, "please open", max_tokens=99)
     assert ids[-1] == TOKENIZER.eos_token_id

@@ -161,7 +161,10 @@ def test_a_conversation_that_no_longer_fits_is_cut_off_or_forgets_its_beginning(
     forgets.reset(options={"prompt": 0})
     state, _, terminated, truncated, _ = forgets.step(saying("la")[0])
     assert (terminated, truncated) == (False, False)
-    assert state["mask"].all()
+    newest = user_prompt("why")  # the turn before has no room beside it
+    assert state["ids"][state["mask"] == 1].tolist() == encode_prompt(
+        TOKENIZER, newest, max_tokens=first + 2
+    )
     with pytest.raises(TrainingError, match=r"at most 2 tokens, found 1 longer"):
         ChatEnv(task(max_prompt_tokens=2)).reset(options={"prompt": 0})
 
