@@ -20,7 +20,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
+from rlhf_pipeline.policy.chat import encode_completions
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.ppo.alarms import Alarm
 from rlhf_pipeline.ppo.collecting import Task, encode_checked, probe_rewards
@@ -138,9 +138,7 @@ def dpo_rows(
     policy: Policy, pairs: Sequence[PreferencePair], settings: PpoSettings
 ) -> list[dict[str, list[int]]]:
     """Return {"prompt_ids", "chosen_ids", "rejected_ids"} of each pair, as sampling sees them."""
-    prompts = encode_prompts(
-        policy.tokenizer, [pair.prompt for pair in pairs], max_tokens=settings.max_prompt_tokens
-    )
+    prompts = encode_checked(policy, [pair.prompt for pair in pairs], settings, "prompts of pairs")
     limit = settings.max_completion_tokens
     chosen = encode_completions(policy.tokenizer, [p.chosen for p in pairs], max_tokens=limit)
     rejected = encode_completions(policy.tokenizer, [p.rejected for p in pairs], max_tokens=limit)

@@ -124,6 +124,14 @@ def test_pairs_are_encoded_as_sampling_encodes_them(base: Path) -> None:
     assert row["chosen_ids"] == chosen[0]
 
 
+def test_a_pair_whose_prompt_is_too_long_is_refused_or_shortened_as_for_ppo(base: Path) -> None:
+    policy, limits = load_policy(base), {"estimator": "dpo", "max_prompt_tokens": 3}
+    with pytest.raises(TrainingError, match=r"prompts of pairs must have at most .* = 3 tokens"):
+        dpo_rows(policy, pairs(1), changed(**limits))
+    (row,) = dpo_rows(policy, pairs(1), changed(**limits, long_prompts="keep_latest"))
+    assert len(row["prompt_ids"]) == 3
+
+
 def test_the_best_look_comes_out_and_not_the_last(base: Path, tmp_path: Path) -> None:
     """A stopping reward that likes the start best takes everything back."""
     looks = 0
