@@ -114,6 +114,31 @@ def decode_completions(
     return texts
 
 
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the token that ends what the assistant says: the chat template's, else eos_token.
+
+    Chat models are taught to stop where their template ends a turn, and for some that is not what
+    their tokenizer calls the end (Phi-3: <|end|>, Gemma: <end_of_turn>): sampled from, they would
+    not stop, and taught the other token they would have to unlearn this one. A template that ends
+    each turn with eos_token too keeps it.
+    """
+    eos = tokenizer.eos_token
+    if not tokenizer.chat_template:
+        return eos
+    said = Message("assistant", "7 said the assistant 7")
+    asked = (Message("user", "a"), said, Message("user", "b"))
+    try:
+        whole = str(tokenizer.apply_chat_template(as_messages(asked[:2]), tokenize=False))
+        prompt = _apply_template(tokenizer, asked)
+    except TemplateError:
+        return eos
+    if eos and eos in prompt:
+        return eos
+    pattern = _special_pattern(tuple(tokenizer.added_tokens_encoder))
+    found = pattern.search(whole.rpartition(said.content)[2]) if pattern else None
+    return found[0] if found and said.content in whole else eos
+
+
 def _rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return all tokens of each prompt."""
     rows: list[list[int]] = tokenizer(

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
+from rlhf_pipeline.policy.chat import turn_end
 from rlhf_pipeline.policy.packed import fuse_activations
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
@@ -94,6 +95,7 @@ def load_policy(
     has_tokenizer = base is None or (Path(source) / "tokenizer_config.json").is_file()
     policy = Policy(model, load_tokenizer(source if has_tokenizer else base or source))
     _give_pad_token(policy)
+    _tell_whoever_generates(policy)
     if base is not None:
         from peft import PeftModel
 
@@ -227,6 +229,9 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"a tokenizer is needed at {source}; found: {error}; save it beside the model"
         ) from error
+    end = turn_end(tokenizer)
+    if end != tokenizer.eos_token:
+        tokenizer.add_special_tokens({"eos_token": end})
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
         tokenizer.eos_token = tokenizer.sep_token  # encoders end with a separator
     if tokenizer.eos_token_id is None:
@@ -291,6 +296,18 @@ def _give_pad_token(policy: Policy) -> None:
                 for of_rows in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
                     if of_rows is not None:
                         of_rows[rows:] = of_rows[:rows].float().mean(0).to(of_rows.dtype)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    if model.generation_config is not None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def _tell_whoever_generates(policy: Policy) -> None:
+    """Write down what ends and what fills, for programs that serve the saved folder by its files.
+
+    The end token joins those that the model came with.
+    """
+    config, told = policy.model.config, policy.model.generation_config
+    config.pad_token_id = policy.pad_id
+    if told is None:
+        return
+    told.pad_token_id = policy.pad_id
+    ends = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
+    if policy.eos_id not in ends:
+        told.eos_token_id = [policy.eos_id, *(end for end in ends if end is not None)]

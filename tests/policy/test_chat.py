@@ -18,6 +18,7 @@ from rlhf_pipeline.policy.chat import (
     encode_prompt,
     encode_prompts,
     render,
+    turn_end,
 )
 from rlhf_pipeline.policy.tiny import train_tokenizer
 from rlhf_pipeline.records import Message, user_prompt
@@ -150,6 +151,46 @@ def test_a_system_message_without_a_place_joins_the_first_user_message() -> None
         render(tokenizer, prompt)
     with pytest.raises(ModelError, match="the template says: never"):
         render(tokenizer, prompt[1:])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        pytest.param(None, "<|endoftext|>", id="none"),
+        pytest.param(CHATML, "<|im_end|>", id="ends turns with a token of its own"),
+        pytest.param(  # laid out as Phi-3's: eos only where nobody is to answer
+            "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+            "{{ '<|im_start|>' if add_generation_prompt else eos_token }}",
+            "<|im_end|>",
+            id="eos at the very end",
+        ),
+        pytest.param(
+            CHATML.replace("<|im_end|>", "<|im_end|>{{ eos_token }}"), "<|endoftext|>", id="both"
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+            "<|endoftext|>",
+            id="no token",
+        ),
+        pytest.param("{{ messages[0]['content'] }}<|im_end|>", "<|endoftext|>", id="not shown"),
+        pytest.param("{{ raise_exception('no') }}", "<|endoftext|>", id="refuses"),
+    ],
+)
+def test_what_the_assistant_says_ends_where_the_template_ends_it(
+    template: str | None, expected: str
+) -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    assert turn_end(tokenizer) == expected
+    tokenizer.eos_token, tokenizer.chat_template = None, CHATML
+    assert turn_end(tokenizer) == "<|im_end|>"
 
 
 def test_a_prompt_must_wait_for_the_assistant() -> None:

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.chat import decode_completions, encode_completion
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
 from tests.policy.test_chat import plain_tokenizer
@@ -186,6 +187,25 @@ def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
         (tmp_path / "p" / name).unlink()
     with pytest.raises(ModelError, match="a tokenizer is needed"):
         load_policy(tmp_path / "p")
+
+
+def test_a_model_ends_where_its_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    save_gpt2(tmp_path / "gpt2")
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<turn>", "<end_of_turn>"])  # not even called special
+    tokenizer.chat_template = (
+        "{% for m in messages %}<turn>{{ m['content'] }}<end_of_turn>{% endfor %}<turn>"
+    )
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    save_policy(load_policy(tmp_path / "gpt2", device="cpu"), tmp_path / "saved")
+    for folder in ("gpt2", "saved"):
+        policy = load_policy(tmp_path / folder, device="cpu")
+        assert policy.eos_id == end != policy.pad_id
+        assert encode_completion(policy.tokenizer, "hello", max_tokens=20)[-1] == end
+        assert decode_completions(policy.tokenizer, [[0, end]]) == [""]
+        assert policy.model.generation_config is not None
+        assert policy.model.generation_config.eos_token_id == [end, 0]
 
 
 def test_tiny_sizes_must_fit_together() -> None:
