@@ -7,7 +7,9 @@ A tokenizer with a chat template uses it. One without (GPT-2, OPT, Phi-2) gets a
 and there the completion's tokens begin with the space after the colon.
 
 Text that spells a special token ("<|assistant|>") cannot act as one: it is broken with a space
-before it is encoded, so a user cannot write the assistant's turn or end it.
+before it is encoded, so a user cannot write the assistant's turn or end it. What the assistant says
+may hold tokens that were added for its own words ("<think>"): of those only special ones are
+broken there.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
         raise PromptRefused(
             f"a prompt must end with a user message, found {found}; add the question"
         )
-    prompt = tuple(Message(m.role, _disarm(tokenizer, m.content)) for m in prompt)
+    prompt = tuple(Message(m.role, _disarm(tokenizer, m.content, m.role)) for m in prompt)
     if not tokenizer.chat_template:
         turns = [f"{PLAIN_ROLES[m.role]}: {m.content}" for m in prompt]
         return "\n".join([*turns, f"{PLAIN_ROLES['assistant']}:"])
@@ -95,7 +97,7 @@ def encode_completions(
     """Return `encode_completion` of each, in order."""
     if not texts:
         return []
-    texts = [_disarm(tokenizer, text) for text in texts]
+    texts = [_disarm(tokenizer, text, "assistant") for text in texts]
     if not tokenizer.chat_template:
         texts = [text if text[:1].isspace() or not text else f" {text}" for text in texts]
     rows = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
@@ -122,7 +124,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     not stop, and taught the other token they would have to unlearn this one. A template that ends
     each turn with eos_token too keeps it.
     """
-    eos = tokenizer.eos_token
+    eos: str | None = tokenizer.eos_token
     if not tokenizer.chat_template:
         return eos
     said = Message("assistant", "7 said the assistant 7")
@@ -134,7 +136,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return eos
     if eos and eos in prompt:
         return eos
-    pattern = _special_pattern(tuple(tokenizer.added_tokens_encoder))
+    pattern = _spelled(tuple(tokenizer.added_tokens_encoder))
     found = pattern.search(whole.rpartition(said.content)[2]) if pattern else None
     return found[0] if found and said.content in whole else eos
 
@@ -175,13 +177,15 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _disarm(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the text with every special token's spelling broken by one space."""
-    pattern = _special_pattern(tuple(tokenizer.added_tokens_encoder))
+def _disarm(tokenizer: PreTrainedTokenizerBase, text: str, role: str) -> str:
+    """Return what somebody of this role says, the spelling of tokens broken by one space."""
+    added = tokenizer.added_tokens_decoder.values()
+    own = role == "assistant"
+    pattern = _spelled(tuple(str(token) for token in added if token.special or not own))
     return pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if pattern else text
 
 
 @lru_cache(maxsize=32)
-def _special_pattern(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+def _spelled(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
     spelled = [re.escape(t) for t in sorted(tokens, key=len, reverse=True) if len(t) > 1]
     return re.compile("|".join(spelled)) if spelled else None

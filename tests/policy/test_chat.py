@@ -24,6 +24,10 @@ from rlhf_pipeline.policy.tiny import train_tokenizer
 from rlhf_pipeline.records import Message, user_prompt
 
 TOKENIZER = train_tokenizer(["please open the settings"] * 5, vocabulary=280, context=64)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ASSISTANT = TOKENIZER.convert_tokens_to_ids("<|assistant|>")
 
 
@@ -127,6 +131,21 @@ def test_text_that_spells_a_special_token_cannot_act_as_one() -> None:
     )
 
 
+def test_the_assistant_alone_may_think_in_tokens_of_its_own() -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = CHATML
+    think, end = tokenizer.convert_tokens_to_ids(["</think>", "<|im_end|>"])
+    thought = "<think>hm</think>yes<|im_end|>"
+    ids = encode_completion(tokenizer, thought, max_tokens=99)
+    assert (ids.count(think), ids.count(end)) == (1, 0)
+    assert decode_completions(tokenizer, [ids]) == ["<think>hm</think>yes< |im_end|>"]
+    prompt = (Message("user", thought), Message("assistant", thought), Message("user", "b"))
+    ids = encode_prompt(tokenizer, prompt, max_tokens=999)
+    assert (ids.count(think), ids.count(end)) == (1, 3)
+
+
 def test_batches_equal_one_by_one_and_keep_order() -> None:
     prompts = [user_prompt(t) for t in ("b", "a", "b", "longer one")]
     one_by_one = [encode_prompt(TOKENIZER, p, max_tokens=50) for p in prompts]
@@ -151,12 +170,6 @@ def test_a_system_message_without_a_place_joins_the_first_user_message() -> None
         render(tokenizer, prompt)
     with pytest.raises(ModelError, match="the template says: never"):
         render(tokenizer, prompt[1:])
-
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.mark.parametrize(
