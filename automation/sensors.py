@@ -32,13 +32,13 @@ from resources.pipeline import (
     Pipeline,
     bootstrap_mark,
 )
-from rlhf_pipeline.alerts import Alert, alerts_of, disk_alerts, unsound
+from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
 from rlhf_pipeline.continuous import BACK_OFF, Due
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import look
-from rlhf_pipeline.overview import overview
+from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
 
@@ -242,15 +242,23 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
 def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Tell people of what is worth a look, once when it begins; the cursor holds what was told.
 
-    What `run_failed` could not tell is told here too.
+    What `run_failed` could not tell is told here too. Raises RuntimeError where no agent can be
+    looked at and all that can be said of it was told before.
     """
+
+    def looked(agent_id: str) -> Overview:
+        return overview(pipeline.store, pipeline.ledger, agent_id)
+
     told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
     standing, failed = set(), []
     try:
         outbox.send_kept(settings)
     except outbox.AWAY as error:
         failed.append(f"a failed run was not told: {type(error).__name__}")
-    for alert in _alerts(pipeline):
+    found, agent_ids = disk_alerts(settings), pipeline.store.agents()
+    for agent_id in agent_ids:
+        found += alerts_about(agent_id, pipeline.settings, looked, at=now())
+    for alert in found:
         key = f"{alert.agent_id}/{alert.name}"
         if key not in told:
             log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
@@ -263,21 +271,12 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
         standing.add(key)
     for key in sorted(told - standing):
         log.info("alert over", alert=key)
+    unseen = [f"{alert.agent_id}: {alert.words}" for alert in found if alert.name == UNSEEN]
+    # Only where the cursor stays as it is: a tick that fails keeps none, and would tell all again.
+    if unseen and len(unseen) == len(agent_ids) and standing == told:
+        raise RuntimeError("; ".join(["no agent could be looked at", *unseen, *failed]))
     context.update_cursor(json.dumps(sorted(standing)))
     return dg.SkipReason("; ".join([*sorted(standing), *failed]) or "nothing is worth a look")
-
-
-def _alerts(pipeline: Pipeline) -> list[Alert]:
-    every = disk_alerts(pipeline.settings())
-    for agent_id in pipeline.store.agents():
-        try:
-            settings = pipeline.settings(agent_id)
-        except ConfigError as error:
-            every.append(unsound(agent_id, error))
-            continue
-        found = overview(pipeline.store, pipeline.ledger, agent_id)
-        every += alerts_of(found, settings, at=now())
-    return every
 
 
 @dg.run_failure_sensor(minimum_interval_seconds=30, default_status=RUNNING)

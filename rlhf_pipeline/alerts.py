@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import structlog
+
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.overview import HUNDREDTH
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
-    from rlhf_pipeline.errors import ConfigError
     from rlhf_pipeline.overview import Overview
 
+log = structlog.get_logger(__name__)
+
+UNSEEN = "not_looked_at"
 DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody has to be asked
 
 
@@ -25,6 +31,31 @@ class Alert:
     name: str
     agent_id: str
     words: str
+
+
+def alerts_about(
+    agent_id: str,
+    settings_of: Callable[[str], Settings],
+    overview_of: Callable[[str], Overview],
+    *,
+    at: datetime,
+) -> list[Alert]:
+    """Return what is worth a look about an agent: where nobody can look, that alone.
+
+    So one agent's damaged file or lost recipe keeps nobody from hearing of the others.
+    """
+    try:
+        settings = settings_of(agent_id)
+        return alerts_of(overview_of(agent_id), settings, at=at)
+    except ConfigError as error:
+        words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
+        return [Alert("settings_unsound", agent_id, words)]
+    except Exception as error:
+        log.exception("agent not looked at", agent=agent_id)
+        # What anything else says may quote what people wrote, and this goes out to a webhook.
+        why = str(error) if isinstance(error, PipelineError) else type(error).__name__
+        words = f"nothing else is told of it until it can be looked at: {why}; the log says more"
+        return [Alert(UNSEEN, agent_id, words)]
 
 
 def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[Alert]:
@@ -95,12 +126,6 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     if experiment is not None and experiment.state == "invalid":
         alert("experiment_imbalance", experiment.reason)
     return found
-
-
-def unsound(agent_id: str, error: ConfigError) -> Alert:
-    """Return the one alert of an agent whose recipe does not load: no limit is known."""
-    words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
-    return Alert("settings_unsound", agent_id, words)
 
 
 def disk_alerts(settings: Settings) -> list[Alert]:

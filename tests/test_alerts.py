@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.alerts import alerts_of, disk_alerts
+from rlhf_pipeline.alerts import alerts_about, alerts_of, disk_alerts
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.experiment.book import Experiment
 from rlhf_pipeline.feedback.claims import Claim
@@ -50,6 +50,15 @@ WAITING = [
     standing(1, True),
 ]
 REFUSED = [standing(n, False) for n in (4, 3, 2)] + [standing(1, True)]
+
+
+def test_of_an_agent_that_nobody_can_look_at_the_kind_of_failure_alone_is_told() -> None:
+    def looked(_: str) -> Overview:
+        raise ValueError("what somebody wrote")
+
+    [alert] = alerts_about("tea", lambda _: Settings(), looked, at=AT)
+    assert (alert.name, alert.agent_id) == ("not_looked_at", "tea")
+    assert alert.words.endswith("looked at: ValueError; the log says more")
 
 
 def names(overview: Overview) -> list[str]:

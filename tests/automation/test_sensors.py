@@ -29,6 +29,8 @@ from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
 from rlhf_pipeline.definitions import definitions
+from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
@@ -865,6 +867,42 @@ def test_an_experiment_that_cannot_be_looked_at_keeps_no_other_from_it(ticks: Ti
     assert "shop: stopped: the champion is none now" in str(failed.value)
     assert [e.state for e in book.history("shop")] == ["stopped"]
     assert book.running("astray") is not None
+
+
+def test_an_agent_that_cannot_be_looked_at_keeps_no_other_alert_from_being_told(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    for agent in ("broken", "gone"):
+        ticks.vote(agent, 3)
+    ticks.pipeline.store.set_agent("gone", recipe="/srv/recipes/gone.yaml")
+    damaged = ticks.state / "taken" / DRIFT
+    snapshot.take(ticks.pipeline.database, "broken", 99, damaged.parent / snapshot.FILE)
+    damaged.write_text("{")
+    told = ticks.tick("alerts")
+    assert json.loads(told.cursor) == ["broken/not_looked_at", "gone/settings_unsound"]
+    assert [body["text"] for body in kept.received] == [
+        "broken: not looked at",
+        "gone: settings unsound",
+    ]
+    assert f"a JSON file is needed at {damaged}" in kept.received[0]["message"]
+    assert ticks.tick("alerts", told.cursor).cursor == told.cursor
+
+    ticks.pipeline.store.set_agent("gone", recipe=None)
+    over = ticks.tick("alerts", told.cursor)
+    assert over.cursor == '["broken/not_looked_at"]'
+    damaged.unlink()
+    assert ticks.tick("alerts", over.cursor).skip_message == "nothing is worth a look"
+
+
+def test_a_tick_that_can_say_nothing_of_any_agent_fails(ticks: Ticks) -> None:
+    ticks.vote("broken", 3)
+    with patch.object(sensors, "overview", side_effect=RegistryError("needed a ledger")):
+        told = ticks.tick("alerts")
+        assert told.cursor == '["broken/not_looked_at"]'
+        with pytest.raises(RuntimeError, match=r"no agent could be looked at; broken: .*a ledger"):
+            ticks.tick("alerts", told.cursor)
 
 
 def test_an_alert_is_told_once_and_again_where_nobody_could_hear(

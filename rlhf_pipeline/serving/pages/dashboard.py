@@ -17,8 +17,7 @@ from urllib.parse import quote
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response
 
-from rlhf_pipeline.alerts import Alert, alerts_of, unsound
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.alerts import Alert, alerts_about
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
@@ -69,10 +68,8 @@ def add_dashboard(
             return HTMLResponse("<!doctype html><p>No such agent.", 404)
         nonce = new_nonce()
         found = looked(agent_id)
-        try:
-            alerts = alerts_of(found, gateway.champions.settings_of(agent_id), at=now())
-        except ConfigError as error:
-            alerts = [unsound(agent_id, error)]
+        settings_of = gateway.champions.settings_of
+        alerts = alerts_about(agent_id, settings_of, lambda _: found, at=now())
         page = render(
             found,
             alerts,
