@@ -10,7 +10,7 @@ import dagster as dg
 from assets.common import table
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
 from rlhf_pipeline.continuous import Due
-from rlhf_pipeline.errors import ClaimLost, ConfigError
+from rlhf_pipeline.errors import ClaimLost
 
 if TYPE_CHECKING:
     from rlhf_pipeline.retention import Item
@@ -129,15 +129,11 @@ def remove_what_is_old(context: dg.OpExecutionContext, pipeline: Pipeline) -> No
     Raises dg.Failure at the end, the others' done, where an agent's recipe does not load.
     """
     from automation.old_runs import NO_AGENT, prune_runs
-    from rlhf_pipeline.retention import prune
+    from rlhf_pipeline.retention import lost_recipes, prune, told_lost
 
-    agents, unsound = [], []
-    for agent_id in pipeline.store.agents():
-        try:
-            if pipeline.settings(agent_id).retention.enabled:
-                agents.append(agent_id)
-        except ConfigError as error:
-            unsound.append(f"{agent_id}: {error}")
+    every = pipeline.store.agents()
+    lost = lost_recipes(every, pipeline.settings)
+    agents = [a for a in every if a not in lost and pipeline.settings(a).retention.enabled]
     items = prune(pipeline.registry, pipeline.settings, agents=agents)
     if pipeline.settings().retention.enabled:
         agents.append(NO_AGENT)
@@ -150,9 +146,8 @@ def remove_what_is_old(context: dg.OpExecutionContext, pipeline: Pipeline) -> No
         "gone": table([_row(item) for item in gone]),
         "stays": table([_row(item) for item in items if item.stays is not None]),
     }
-    if unsound:
-        words = f"needed every agent's recipe to load, found {'; '.join(unsound)}; correct it"
-        raise dg.Failure(words, metadata=told, allow_retries=False)
+    if lost:
+        raise dg.Failure(told_lost(lost), metadata=told, allow_retries=False)
     context.add_output_metadata(told)
 
 

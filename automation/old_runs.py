@@ -10,7 +10,7 @@ days of its own, and files of a storage that is not Dagster's embedded one.
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -54,12 +54,14 @@ def prune_runs(
     settings_of: Callable[[str], Settings],
     *,
     agents: Sequence[str] | None = None,
+    without: Collection[str] = (),
     dry_run: bool = False,
     at: datetime | None = None,
 ) -> list[Item]:
     """Remove the finished runs that may go; return those and the old ones that stay, with why.
 
-    `agents` (None: every one) may name NO_AGENT. With `dry_run` nothing is removed.
+    `agents` (None: every one but those in `without`) may name NO_AGENT. With `dry_run` nothing is
+    removed.
     """
     at = at or now()
     by_agent: dict[str, list[dg.RunRecord]] = defaultdict(list)
@@ -69,7 +71,7 @@ def prune_runs(
     known = _known(instance)
     looked: list[Item] = []
     for agent_id in sorted(by_agent):
-        if agents is None or agent_id in agents:
+        if agent_id not in without if agents is None else agent_id in agents:
             kept = settings_of(agent_id).retention.runs
             items = _items(instance, ledger, agent_id, by_agent[agent_id], known)
             looked += aged(items, kept, at)

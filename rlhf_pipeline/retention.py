@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 
 from rlhf_pipeline.config import KeptSettings, Settings
-from rlhf_pipeline.errors import ClaimRefused
+from rlhf_pipeline.errors import ClaimRefused, ConfigError
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.experiment.book import ExperimentBook
@@ -63,6 +63,28 @@ class Item:
     runs: tuple[str, ...] = ()  # MLflow's ids
     traces: int = 0  # how many of MLflow's
     bytes: int = 0  # in the folders
+
+
+def lost_recipes(
+    agents: Iterable[str], settings_of: Callable[[str], Settings]
+) -> dict[str, ConfigError]:
+    """Return why, for each of the agents whose recipe does not load: what of it may go nobody says.
+
+    They are left out of `prune`, and told at its end with `told_lost`.
+    """
+    lost = {}
+    for agent_id in agents:
+        try:
+            settings_of(agent_id)
+        except ConfigError as error:
+            lost[agent_id] = error
+    return lost
+
+
+def told_lost(lost: Mapping[str, ConfigError]) -> str:
+    """Return for a person which recipes do not load."""
+    found = "; ".join(f"{agent_id}: {error}" for agent_id, error in lost.items())
+    return f"needed every agent's recipe to load, found {found}; correct it"
 
 
 def prune(

@@ -466,6 +466,27 @@ def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
     assert table.stdout.strip().endswith("0.0 MiB")
 
 
+def test_the_command_prunes_the_others_and_fails_where_a_recipe_has_gone(
+    state: State, tmp_path: Path
+) -> None:
+    tree = {"state_dir": str(state.folder), "retention": json.loads(GREEDY.model_dump_json())}
+    recipe = tmp_path / "greedy.yaml"
+    recipe.write_text(json.dumps(tree))  # JSON is YAML
+    without, agent = state.new_agent(), state.new_agent()  # the oldest is looked at first
+    store = FeedbackStore(state.database)
+    kept, gone = (state.trained(one, "failed", state="failed") for one in (without, agent))
+    store.set_agent(agent, recipe=str(recipe))
+    store.set_agent(without, recipe="/srv/gone.yaml")
+    run = CliRunner().invoke(app, ["prune", "--json", "--state", str(state.folder)])
+    store.set_agent(without, recipe=str(recipe))  # the state is every test's
+    assert run.exit_code == 1
+    assert f"{without}: needed a recipe, found no /srv/gone.yaml" in run.stderr
+    told = {one["agent"] for one in json.loads(run.stdout)}
+    assert agent in told
+    assert without not in told
+    assert (kept.exists(), gone.exists()) == (True, False)
+
+
 def test_the_nightly_job_leaves_agents_alone_whose_settings_say_so(
     state: State, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_pipeline.commands.common import AsJson, console, progress, workspace
+from rlhf_pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.backup import Backup
@@ -57,24 +58,31 @@ def prune(
     """Remove what is old and nothing points at: checkpoints, reward models, turns, traces, runs.
 
     What goes is set under `retention` in a recipe, by age and number of each kind. Whatever the
-    ledger, an experiment, a training or `rlhf reproduce` needs stays, and the list says why.
+    ledger, an experiment, a training or `rlhf reproduce` needs stays, and the list says why. An
+    agent whose recipe does not load is left as it is, and named once the others are pruned.
     """
     from automation.old_runs import embedded_instance, prune_runs  # Dagster: only here
+    from rlhf_pipeline.retention import lost_recipes, told_lost
     from rlhf_pipeline.retention import prune as remove
 
     here = workspace()
+    every = here.store.agents()
+    lost = lost_recipes(every, here.settings_of)
     with progress() as bars:
         task = bars.add_task("looking", total=None)
         items = remove(
             here.registry,
             here.settings_of,
+            agents=[agent_id for agent_id in every if agent_id not in lost],
             dry_run=dry_run,
             report=lambda facts: bars.update(task, description=str(facts["removed"])),
         )
         instance = embedded_instance(here.settings.state_dir)
         if instance is not None:
             with instance:
-                items += prune_runs(instance, here.ledger, here.settings_of, dry_run=dry_run)
+                items += prune_runs(
+                    instance, here.ledger, here.settings_of, without=lost, dry_run=dry_run
+                )
     told = [
         {
             "kind": item.kind,
@@ -90,8 +98,10 @@ def prune(
     ]
     if as_json:
         typer.echo(json.dumps(told, ensure_ascii=False, indent=2))
-        return
-    _show(told, "would go" if dry_run else "gone")
+    else:
+        _show(told, "would go" if dry_run else "gone")
+    if lost:
+        raise ConfigError(told_lost(lost))
 
 
 def _show(told: list[dict[str, Any]], word: str) -> None:

@@ -21,6 +21,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256, write_json
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -200,3 +201,13 @@ def test_the_command_lists_runs_beside_the_rest(world: World) -> None:
     told = json.loads(CliRunner().invoke(app, command).stdout)
     [rye] = [one for one in told if one["agent"] == "rye"]
     assert (rye["kind"], rye["name"], rye["stays"]) == ("runs", run, "among the newest 50")
+
+
+def test_the_command_leaves_the_runs_of_an_agent_whose_recipe_has_gone(world: World) -> None:
+    run = world.ran("lost")
+    FeedbackStore(world.database).ensure_agent("lost", recipe="/srv/gone.yaml")
+    command = ["prune", "--json", "--state", str(world.state)]
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 1
+    assert "lost" not in {one["agent"] for one in json.loads(told.stdout)}
+    assert world.instance.has_run(run)
