@@ -613,7 +613,9 @@ class GuardrailSettings(Section):
         "the request did not hold.",
     )
     max_repeats: Positive | None = Field(
-        8, description="How often in a row a completion may say the same one to eight words."
+        8,
+        description="How often in a row a completion may say the same words, up to a line of them. "
+        "Numbers, tables' rules and ruling lines are no words.",
     )
     release: Literal["words", "whole"] = Field(
         "words",

@@ -7,6 +7,7 @@ out in prose. They are a floor under the model's own manners, not a judge.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -50,7 +51,14 @@ no blanks stand between words, the next letter ends one.
 """
 
 LONGEST_DETAIL = 400  # characters of a text's end that are looked at as it grows
-LONGEST_REPEATED = 8  # words
+LONGEST_REPEATED = 200  # characters: a line
+COMPARED = 2000  # characters of a text's end in which something is looked for again
+LONGEST_WORD = 72  # letters; what stands for a key or a hash (ffff) has 64 at most
+LETTER = r"[^\W\d_\u3007\u30fc\uff70]"  # not East Asia's zero, nor ー, which also draws lines
+BEGUN = re.compile(rf"(?<![^\W_]){LETTER}|[\U0001f300-\U0001f6ff\U0001f900-\U0001faff]")
+"""A letter that begins a word (that of 0x00 does not), or a picture."""
+UNSPACED = re.compile(rf"(?=[{RUN_ON}]){LETTER}")
+"""A letter of a script that puts no blanks between words: what is said again begins anywhere."""
 
 
 def input_block(prompt: Prompt, rules: GuardrailSettings) -> Blocked | None:
@@ -105,13 +113,19 @@ def certain(text: str) -> str:
 
 
 def _repeats(text: str, most: int) -> str | None:
-    """Say what the end of the text repeats more often than that: one to eight words in a row."""
-    words = text[-2000:].lower().split()
-    for size in range(1, LONGEST_REPEATED + 1):
-        needed = size * (most + 1)
-        if len(words) < needed:
-            break
-        tail = words[-needed:]
-        if all(tail[i] == tail[i % size] for i in range(needed)):
-            return f"the same {size} words more than {most} times in a row"
+    """Say what the end of the text says more often than that in a row: words, up to a line of them.
+
+    Numbers, tables' rules and ruling lines say nothing. Letters that come again within a word count
+    where it is longer than any word.
+    """
+    end = "".join(f" {word}" for word in text[-COMPARED:].lower().split())
+    for size in range(1, min(LONGEST_REPEATED, len(end) // (most + 1)) + 1):
+        said = end[-size:]
+        if end[-1 - size] != end[-1] or not end.endswith(said * (most + 1)):
+            continue
+        if said[0] == " " and BEGUN.search(said):
+            return f"the same {said.count(' ')} words more than {most} times in a row"
+        in_a_word = said.isalpha() and end.endswith(said * math.ceil(LONGEST_WORD / size))
+        if in_a_word or UNSPACED.search(said):
+            return f"the same {size} characters more than {most} times in a row"
     return None
