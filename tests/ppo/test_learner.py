@@ -29,7 +29,7 @@ from rlhf_pipeline.reward.model import (
     new_reward_model,
     save_reward_model,
 )
-from tests.ppo.world import changed, learner_at, rollouts_of, tiny_policy
+from tests.ppo.world import bytes_kept, changed, learner_at, rollouts_of, tiny_policy
 
 EVERYONE = torch.arange(12)
 
@@ -297,16 +297,7 @@ def test_gradient_checkpointing_gives_the_same_gradient_and_keeps_less(
         settings = changed(critic=critic, gradient_checkpointing=switch, tokens_per_microbatch=999)
         learner = learner_at(folder, settings)
         rollouts = rollouts_of(learner)
-        bytes_kept = 0
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal bytes_kept
-            bytes_kept += tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            learner.logprobs_and_values(rollouts.tokens)
-        kept.append(bytes_kept)
+        kept.append(bytes_kept(learner, rollouts.tokens))
         accumulate_gradients(learner, rollouts, torch.arange(len(rollouts)))
         named = learner.trainable()
         gradients.append({n: p.grad for n, p in named.items() if p.grad is not None})

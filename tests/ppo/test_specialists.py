@@ -27,6 +27,7 @@ from rlhf_pipeline.records import RewardInput
 from tests.ppo.test_resume import Interrupted, assert_same_run, without_clocks
 from tests.ppo.world import (
     PROMPTS,
+    bytes_kept,
     changed,
     lower_share,
     rollouts_of,
@@ -144,17 +145,7 @@ def test_layers_are_computed_again_where_that_is_asked_for(base: Path, shares: b
     for switch in (False, True):
         settings = replace(SETTINGS, gradient_checkpointing=switch)
         learner = build_learners(two(base), settings, shares_critic=shares)["terse"]
-        tokens = rollouts_of(learner).tokens
-        bytes_kept = 0
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal bytes_kept
-            bytes_kept += tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            learner.logprobs_and_values(tokens)
-        kept.append(bytes_kept)
+        kept.append(bytes_kept(learner, rollouts_of(learner).tokens))
     assert kept[1] < 0.5 * kept[0]
 
 

@@ -18,7 +18,7 @@ from rlhf_pipeline.ppo.collecting import encode_checked, next_prompts, sample_fo
 from rlhf_pipeline.ppo.learner import Learner, build_learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
 from rlhf_pipeline.ppo.result import TrainingResult
-from rlhf_pipeline.ppo.rollout import Rollouts
+from rlhf_pipeline.ppo.rollout import Rollouts, Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.trainer import train_ppo
 from rlhf_pipeline.records import Message, Prompt, RewardInput, user_prompt
@@ -135,6 +135,20 @@ def rollouts_of(learner: Learner, *, seed: int = 0, kl_coef: float = 0.05) -> Ro
     scores = lower_share([RewardInput(PROMPTS[0], text) for text in sampled.texts])
     rollouts, _ = make_rollouts(learner, sampled, scores, kl_coef)
     return rollouts
+
+
+def bytes_kept(learner: Learner, tokens: Tokens) -> int:
+    """Return how many bytes one forward pass keeps for the backward pass."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.logprobs_and_values(tokens)
+    return kept
 
 
 def train(
