@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Mount
 
@@ -33,6 +37,7 @@ from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.keys import Keys
 
 WRITTEN = "somebody once wrote this"
+PATIENCE = 20.0  # seconds
 METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD")
 
 
@@ -63,6 +68,22 @@ class World:
                 return await user.request(method, path, content=content, headers=sent)
 
         return asyncio.run(asked())
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Run an application in a thread, on a port of its own, and give its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        host, port = server.servers[0].sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
 
 
 def paths(routes: list[BaseRoute], above: str = "") -> Iterator[str]:

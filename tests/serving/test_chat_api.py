@@ -21,7 +21,6 @@ import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
@@ -39,6 +38,7 @@ from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
 from rlhf_pipeline.serving.gateway import Gateway
+from tests.serving.doors import listening
 from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
 
@@ -78,18 +78,10 @@ class Service:
 
 @contextmanager
 def serving(settings: Settings, here: Workspace) -> Iterator[Service]:
-    """Run the API on a port of its own, in a thread."""
-    app, port = create_app(settings, pages=False), free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield Service(f"http://127.0.0.1:{port}", settings, here, app)
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    """Run the API on a port of its own."""
+    app = create_app(settings, pages=False)
+    with listening(app) as address:
+        yield Service(address, settings, here, app)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
-from rlhf_pipeline.config import Settings, UpstreamSettings, load_settings
+from rlhf_pipeline.config import UpstreamSettings, load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, ModelError, PromptRefused
 from rlhf_pipeline.records import user_prompt
@@ -24,8 +23,7 @@ from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.upstream import upstream_pieces
-from tests.serving.doors import World
-from tests.serving.pages.world import free_port
+from tests.serving.doors import World, listening
 
 PATIENCE = 20.0  # seconds
 ASKED = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
@@ -83,23 +81,6 @@ def served_by(upstream: UpstreamSettings, state: Path) -> World:
     serving = {"upstreams": {"tea": upstream.model_dump()}}
     settings = load_settings("tiny", {"state_dir": state, "serving": serving})
     return World(create_app(settings, pages=False), Keys(state), "", "", "")
-
-
-@contextmanager
-def running(settings: Settings) -> Iterator[str]:
-    """Run the API on a port of its own, in a thread, and give its address."""
-    port = free_port()
-    app = create_app(settings, pages=False)
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE)
 
 
 def pieces_of(upstream: UpstreamSettings) -> list[str | dict[str, Any]]:
@@ -240,7 +221,7 @@ def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> No
     with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
         serving = {"upstreams": {"tea": upstream.model_dump()}}
         settings = load_settings("tiny", {"state_dir": tmp_path, "serving": serving})
-        with running(settings) as address:
+        with listening(create_app(settings, pages=False)) as address:
             to = f"{address}/v1/chat/completions"
             with httpx.stream("POST", to, json={**ASKED, "stream": True, "user": "ann"}) as answer:
                 line = next(answer.iter_lines())
