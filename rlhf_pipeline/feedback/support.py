@@ -174,7 +174,7 @@ def set_apart(
         CheckResult(
             "votes_are_spread",
             "batch",
-            not _top_heavy(support, top_raters_share),
+            support.raters < JUDGED_RATERS or support.top_share <= top_raters_share,
             False,
             0,
             len(report.clean),
@@ -199,10 +199,6 @@ def set_apart(
         origins=[*report.origins, *(str(origin) for origin in dirty["origin"])],
         agents=[*report.agents, *(str(agent) for agent in dirty["agent_id"])],
     )
-
-
-def _top_heavy(support: Support, most: float) -> bool:
-    return support.raters >= JUDGED_RATERS and support.top_share > most
 
 
 # -- n-grams ------------------------------------------------------------------------------------
