@@ -189,7 +189,9 @@ class FeedbackSettings(Section):
         "in how far their word goes, and nothing said on their prompts is trained or tested on.",
     )
     redact: bool = Field(
-        True, description="Take e-mails, phones, cards, keys and IPs out of what is trained on."
+        True,
+        description="Take e-mails, phones, cards, IBANs, US social security numbers, keys and IPs "
+        "out of what is trained on.",
     )
     phone_regions: tuple[str, ...] = Field(
         ("US", "GB", "DE", "FR"),

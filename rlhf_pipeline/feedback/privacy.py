@@ -1,12 +1,13 @@
 """What identifies people is taken out of texts before they are trained on.
 
-E-mail addresses, phone numbers, payment cards (Luhn), API keys and tokens, IP addresses: each
-becomes a mark that says its kind, so the same text always gives the same text, and a text that was
-cleaned stays as it is. Rules alone, no model, and for phone numbers Google's libphonenumber: any
-country's with its code, and as they are dialled at home those of the regions that are named
-(`feedback.phone_regions`). What this does not find is names, places, and numbers written in words;
-other regions' numbers without their code; and those without a +, brackets or separators, which may
-be any number.
+E-mail addresses, phone numbers, payment cards (Luhn), bank accounts (IBAN, in one piece or in
+fours), US social security numbers (123-45-6789: without the hyphens it may be any number), API keys
+and tokens, IP addresses: each becomes a mark that says its kind, so the same text always gives the
+same text, and a text that was cleaned stays as it is. Rules alone, no model, and for phone numbers
+Google's libphonenumber: any country's with its code, and as they are dialled at home those of the
+regions that are named (`feedback.phone_regions`). What this does not find is names, places, and
+numbers written in words; other regions' numbers without their code; and those without a +, brackets
+or separators, which may be any number.
 """
 
 from __future__ import annotations
@@ -79,6 +80,35 @@ ISSUED = re.compile(  # by whom: how a card's number begins, and how many digits
 )
 CARD_SHAPES = ((4, 4, 4, 4, 3), (4, 4, 4, 4), (4, 6, 5), (4, 6, 4))  # digits in each group
 CARD_DIGITS = range(13, 20)  # in a card's number
+IBAN_BEGUN = re.compile(rf"{BEFORE}[A-Za-z]{{2}}[0-9]{{2}}")
+IBAN = re.compile(  # signs in fours: an account may be among them, or all of them
+    rf"{IBAN_BEGUN.pattern}([ -]?)(?:[A-Za-z0-9]{{4}}\1){{2,}}[A-Za-z0-9]{{0,4}}{AFTER}"
+)
+IBAN_COUNTRIES = {  # signs -> who has so many, by SWIFT's registry of ISO 13616
+    15: "NO",
+    16: "BE",
+    18: "DK FI FK FO GL NL SD",
+    19: "MK SI",
+    20: "AT BA EE KZ LT LU MN XK",
+    21: "CH HR LI LV",
+    22: "BG BH CR DE GB GE IE ME RS VA",
+    23: "AE GI IL IQ OM SO TL",
+    24: "AD CZ ES MD PK RO SA SE SK TN VG",
+    25: "LY PT ST",
+    26: "IS TR",
+    27: "BI DJ FR GR IT MC MR SM",
+    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
+    29: "BR EG PS QA UA",
+    30: "JO KW MU YE",
+    31: "MT SC",
+    32: "LC",
+    33: "RU",
+}
+IBAN_SIGNS = {one: signs for signs, some in IBAN_COUNTRIES.items() for one in some.split()}
+SSN = re.compile(  # but for what was never given out
+    rf"{BEFORE}(?<![.,+/-])(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}"
+    rf"{AFTER}(?![.,-][0-9])"
+)
 NUMBERED = r"(?<![Vv]ersion )(?<![Rr]elease )(?<![Ff]irmware )(?<![Ss]ection )"  # in four parts
 IP4 = re.compile(rf"{BEFORE}(?<!\.){NUMBERED}(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
 IP6 = re.compile(rf"{BEFORE}(?<![:.])[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)")
@@ -186,6 +216,31 @@ def passes_luhn(digits: str) -> bool:
     return sum(sum(divmod(2 * n, 10)) if i % 2 else n for i, n in enumerate(numbers)) % 10 == 0
 
 
+def ibans_in(run: str) -> list[Span]:
+    """Return where accounts' numbers are in signs in fours (IBAN): each as long as its country's.
+
+    The check digits are right by chance in one of 97.
+    """
+    found: list[Span] = []
+    for begun in IBAN_BEGUN.finditer(run):
+        signs = IBAN_SIGNS.get(begun[0][:2].upper())
+        if signs is None or (found and begun.start() < found[-1][1]):
+            continue
+        whole = re.compile(rf"(?:[A-Za-z0-9][ -]?){{{signs - 1}}}[A-Za-z0-9]{AFTER}")
+        if (number := whole.match(run, begun.start())) and passes_mod_97(number[0]):
+            found.append(number.span())
+    return found
+
+
+def passes_mod_97(number: str) -> bool:
+    """Say whether an IBAN's check digits are right (ISO 7064, MOD 97-10).
+
+    What is before them and they themselves go to the end, and A to Z count as 10 to 35.
+    """
+    signs = re.sub(r"[^A-Za-z0-9]", "", number)
+    return int("".join(str(int(sign, 36)) for sign in signs[4:] + signs[:4])) % 97 == 1
+
+
 def is_somebodys_address(text: str) -> bool:
     """Say whether it is an IP address of somebody: loopback and 0.0.0.0 are nobody's.
 
@@ -250,8 +305,10 @@ RULES: tuple[Rule, ...] = (
     ("key", PRIVATE_KEY, _whole(_always)),
     ("key", KEY, _whole(_always)),
     ("email", EMAIL, _whole(_always)),
+    ("iban", IBAN, ibans_in),
     ("card", CARD, cards_in),
     ("ip", IP4, _whole(is_somebodys_address)),
     ("ip", IP6, _whole(is_somebodys_address)),
+    ("ssn", SSN, _whole(_always)),
     ("phone", PHONE, _whole(_always)),
 )

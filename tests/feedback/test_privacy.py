@@ -53,6 +53,21 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
             "4222222222222, 5105105105105100, 2223003122003222, 3530111333300000, 6212345678901232",
             "[card], [card], [card], [card], [card]",
         ),
+        # Of SWIFT's registry: an example of each length and grouping.
+        ("IBAN:DE89370400440532013000, de89 3704 0044 0532 0130 00.", "IBAN:[iban], [iban]."),
+        ("NO93 8601 1117 947 is mine, BE68 5390 0754 7034 hers", "[iban] is mine, [iban] hers"),
+        ("GB29-NWBK-6016-1331-9268-19 AND GB29NWBK60161331926819", "[iban] AND [iban]"),
+        ("ES91 2100 0418 4502 0005 1332 BANK OF 2026", "[iban] BANK OF 2026"),
+        ("ref AB12 MT84 MALT 0110 0001 2345 MTLC AST0 01S too", "ref AB12 [iban] too"),
+        ("NL91 ABNA 0417 1643 00 NO93 8601 1117 947", "[iban] [iban]"),
+        (
+            "账号RU0304452522540817810538091310419，ＮＯ９３８６０１１１１７９４７",
+            "账号[iban]，[iban]",
+        ),
+        (
+            "SSN 219-09-9999, (219\u201109\u20119999) and _219-09-9999_",
+            "SSN [ssn], ([ssn]) and _[ssn]_",
+        ),
         ("*ann@example.com*, ann@example.com-thanks", "*[email]*, [email]-thanks"),
         ("_by ann@example.com_, ivan@xn--e1afmkfd.xn--p1ai", "_by [email]_, [email]"),
         ("8.8.8.8_, _8.8.8.8_, __2001:db8::17__", "[ip]_, _[ip]_, __[ip]__"),
@@ -100,6 +115,11 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "型番4111111111111112、2024年01月31日10:30:00、価格は１２３４５６７８円です",
         "git@github.com:shop/kettle.git, react@18.2.0, pk_customerorderitems, version 1.2.3.4",
         "a[1::2] + a[::2], abc::def, dead::beef, mask 255.255.255.0, 239.1.1.1 and ff02::1",
+        # Another check digit, too short, too long, in another grouping, no such country.
+        "DE88370400440532013000, DE8937040044053201300, DE89 3704 0044 0532 0130 001",
+        "xDE89370400440532013000, NO93-8601 1117 947, XX93 8601 1117 947, BE68, sha DE89",
+        "000-12-3456, 666-12-3456, 900-12-3456, 219-00-9999, 219-09-0000, 219099999, 219 09 9999",
+        "order 1-219-09-9999, A219-09-9999, 219-09-9999-1, 219-09-99990, 2019-09-9999",
         # Luhn's sum is right in all of these, and no card begins so or is as long.
         "at 20241210023335, order 2024121002333500, EAN 5901234123457 and 5039621723215",
     ],
@@ -173,6 +193,12 @@ def test_cleaning_twice_is_cleaning_once(text: str) -> None:
         "邮@邮.",
         "+1\u00a0",
         "-----BEGIN PRIVATE KEY-----",
+        "de89",
+        "DE89 ",
+        "DE89 3704 0044 0532 0130 0 ",
+        "_DE89-",
+        "219-09-",
+        "666-12-3456-",
     ],
 )
 def test_long_texts_of_one_piece_take_no_time(piece: str) -> None:
