@@ -538,6 +538,11 @@ class ExperimentSettings(Section):
     roll_back: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.01, description="Largest chance to roll back one that is no worse."
     )
+    give_up: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.005,
+        description="Chance that it is promoted in the days left, below which an experiment ends "
+        "and the next turn may start; 0: it lasts all its days.",
+    )
     margins: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
         description="How much worse a challenger may be and still be promoted, by guardrail, as a "

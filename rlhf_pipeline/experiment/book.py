@@ -18,7 +18,7 @@ from rlhf_pipeline.records import now, uuid7
 
 LOOK_APART = timedelta(minutes=5)
 
-State = Literal["running", "promoted", "rolled_back", "timed_out", "invalid", "stopped"]
+State = Literal["running", "promoted", "rolled_back", "timed_out", "gave_up", "invalid", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_pipeline.experiment.sequences import (
+    FEWEST,
     Difference,
     RampStep,
     Sample,
+    chance_to_pass,
     difference,
     sample_ratio_evidence,
 )
 
-Action = Literal["continue", "promote", "roll_back", "time_out", "invalid"]
+Action = Literal["continue", "promote", "roll_back", "time_out", "give_up", "invalid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Bounds:
     """Largest share that roll one back who is no worse; split evenly over all metrics."""
     imbalance: float = 0.002
     """Largest share declared invalid though assignment works."""
+    give_up: float = 0.005
+    """Chance of being promoted yet, below which an experiment ends; 0: it lasts its whole time."""
     tuned_for: int = 600
     """Users in both arms together at which the bounds are tightest."""
 
@@ -107,14 +111,16 @@ def decide(
     guardrails: Sequence[Metric] = GUARDRAILS,
     triggers: Sequence[str] = (),
     timed_out: bool = False,
+    growth: float | None = None,
 ) -> Verdict:
     """Return what to do at this look; `arms` holds the primary metric and every guardrail's users.
 
     1. A hard trigger rolls back at once. 2. An arm that gets more or fewer users than planned makes
     the numbers meaningless: invalid, the champion stays. 3. Surely worse on any metric: roll back.
     4. Surely better on the primary and surely not worse than its margin on every guardrail:
-    promote. 5. Out of time: the champion stays. Differences are signed so that above 0 the
-    challenger is better.
+    promote. 5. Out of time: the champion stays. 6. So it does where the users still to come will
+    hardly make 4 true: when time is up there are `growth` times as many as now; None where nobody
+    can say. Differences are signed so that above 0 the challenger is better.
     """
     metrics = (PRIMARY, *guardrails)
     found = {
@@ -158,11 +164,43 @@ def decide(
         return verdict("promote", [f"{PRIMARY.name} is better: at least {primary.low:+.3f}"])
     if timed_out:
         return verdict("time_out", ["time is up and the challenger is not surely better"])
+    if growth is not None:
+        chance, metric = min(
+            ((_chance(m, arms[m.name], bounds, growth), m) for m in metrics), key=lambda c: c[0]
+        )
+        if chance < bounds.give_up:
+            return verdict("give_up", [_hopeless(metric, found[metric.name], growth, chance)])
     if primary.low <= 0:
         open_questions.insert(
             0, f"{PRIMARY.name} is not surely better yet: at least {primary.low:+.3f}"
         )
     return verdict("continue", open_questions)
+
+
+def _chance(metric: Metric, arms: Arms, bounds: Bounds, growth: float) -> float:
+    """Return how likely the metric is no obstacle to a promotion before time is up, at most."""
+    pair = (arms.challenger, arms.champion)
+    return chance_to_pass(
+        *(pair if metric.better == "higher" else pair[::-1]),
+        -metric.margin,
+        growth=growth,
+        alpha=bounds.promote,
+        tuned_for=bounds.tuned_for,
+    )
+
+
+def _hopeless(metric: Metric, found: Difference, growth: float, chance: float) -> str:
+    """Return why the metric will hardly let the challenger be promoted, in words."""
+    users = found.challenger_users, found.champion_users
+    then = [int(n * growth) for n in users]
+    wanted = "better" if metric is PRIMARY else f"no more than {metric.margin} worse"
+    words = (
+        f"{metric.name} is {found.value:+.3f} by {users[0]} and {users[1]} users; as people come, "
+        f"it will be {then[0]} and {then[1]} when time is up"
+    )
+    if min(then) < FEWEST:
+        return f"{words}, and {FEWEST} in either arm are needed"
+    return f"{words}, and the chance that it is surely {wanted} by then is {chance:.1%} at most"
 
 
 def _signed(

@@ -20,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -50,8 +50,12 @@ ENDS: Mapping[Action, State] = {
     "promote": "promoted",
     "roll_back": "rolled_back",
     "time_out": "timed_out",
+    "give_up": "gave_up",
     "invalid": "invalid",
 }
+BELIEVED = 0.25
+"""Part of its days after which the rate at which users come is believed: three days and a half by
+default, as a night or a weekend alone does not tell how many come on the other days."""
 REFUSES = re.compile(
     r"\b(i (can(no|')?t|am (not able|unable)|won'?t|must decline)|i'm (sorry|unable|not able))\b",
     re.IGNORECASE,
@@ -84,7 +88,26 @@ def bounds_under(settings: ExperimentSettings) -> Bounds:
     Every step begins its numbers anew, so each may be wrong by itself: they share the chances.
     """
     steps = len(settings.ramp)
-    return Bounds(promote=settings.promote / steps, roll_back=settings.roll_back / steps)
+    return Bounds(
+        promote=settings.promote / steps,
+        roll_back=settings.roll_back / steps,
+        give_up=settings.give_up,
+    )
+
+
+def growth_until_the_end(
+    experiment: Experiment, settings: ExperimentSettings, at: datetime
+) -> float | None:
+    """Return how many times the users so far there are when time is up, if they come as so far.
+
+    None where nobody can say: the ramp goes on, or its last step is younger than BELIEVED of the
+    days.
+    """
+    so_far = at - experiment.share_since
+    left = experiment.started_at + timedelta(days=settings.days) - at
+    if experiment.share < settings.ramp[-1] or so_far < BELIEVED * timedelta(days=settings.days):
+        return None
+    return 1 + left / so_far
 
 
 def measured(
@@ -180,13 +203,14 @@ def look(
     """
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
-    over = now() - experiment.started_at > timedelta(days=settings.days)
+    at = now()
     verdict = decide(
         arms,
         steps,
         bounds=bounds_under(settings),
         guardrails=guardrails_under(settings),
-        timed_out=over,
+        timed_out=at - experiment.started_at > timedelta(days=settings.days),
+        growth=growth_until_the_end(experiment, settings, at),
     )
     book.record(experiment, verdict.action, verdict.to_json())
     why = "; ".join(verdict.reasons)

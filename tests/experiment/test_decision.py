@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Arms, Verdict, decide
+from rlhf_pipeline.experiment.decision import (
+    GUARDRAILS,
+    PRIMARY,
+    Arms,
+    Bounds,
+    Verdict,
+    decide,
+)
 from rlhf_pipeline.experiment.sequences import RampStep, Sample
 
 EVEN = [RampStep(0.5, 1000, 1000)]
@@ -65,6 +72,41 @@ def test_out_of_time_keeps_the_champion_unless_the_numbers_suffice() -> None:
     assert decide(arms(), EVEN).action == "continue"
 
 
+def test_it_ends_where_the_users_to_come_will_hardly_change_it() -> None:
+    verdict = decide(arms((0.70, 0.70)), EVEN, growth=1.3)
+    assert verdict.action == "give_up"
+    [why] = verdict.reasons
+    assert why.startswith("satisfaction is +0.000 by 1000 and 1000 users; as people come, it will")
+    assert "be 1300 and 1300 when time is up" in why
+    chance = float(why.rpartition(" is ")[2].split("%")[0])
+    assert 0 <= chance < 100 * Bounds().give_up
+    assert decide(arms(), EVEN).action == "continue"  # nobody can say who is to come
+    assert decide(arms(), EVEN, growth=50).action == "continue"
+    assert decide(arms((0.75, 0.70)), EVEN, growth=2).action == "continue"
+    assert decide(arms(), EVEN, growth=1.3, bounds=Bounds(give_up=0)).action == "continue"
+    assert decide(arms(), EVEN, growth=1, timed_out=True).action == "time_out"
+    assert decide(arms((0.85, 0.70)), EVEN, growth=1.01).action == "promote"
+
+
+def test_it_ends_where_too_few_will_have_come_for_any_verdict() -> None:
+    verdict = decide(arms((0.9, 0.5), users=30), [], growth=3)
+    assert verdict.action == "give_up"
+    assert verdict.reasons[0].endswith(
+        "be 90 and 90 when time is up, and 100 in either arm are needed"
+    )
+    assert decide(arms((0.5, 0.9), users=30), [], growth=4).action == "continue"
+
+
+def test_a_guardrail_that_will_hardly_be_within_its_margin_ends_it_by_name() -> None:
+    verdict = decide(arms((0.85, 0.70), feedback_rate=(0.50, 0.58)), EVEN, growth=1.3)
+    assert verdict.action == "give_up"
+    assert verdict.reasons[0].startswith("feedback_rate is -0.080 by 1000 and 1000 users")
+    assert "surely no more than 0.1 worse" in verdict.reasons[0]
+    turned = decide(arms((0.85, 0.70), thumbs_down=(0.140, 0.100)), EVEN, growth=1.2)
+    assert turned.action == "give_up"
+    assert turned.reasons[0].startswith("thumbs_down is -0.040")
+
+
 def test_a_sure_margin_is_no_obstacle() -> None:
     """A guardrail a little worse than the champion's, but surely within its margin."""
     many = arms((0.80, 0.70), users=40_000, thumbs_down=(0.11, 0.10))
@@ -97,3 +139,36 @@ def test_looking_all_the_time_promotes_the_same_model_rarely() -> None:
                 break
     assert promoted <= 8  # 5 % of 60 and three standard errors
     assert rolled <= 3
+
+
+def ended(seed: int, lift: float, bounds: Bounds) -> tuple[str, int]:
+    """Return how an experiment of at most 600 users per arm ends, and with how many."""
+    rng = np.random.default_rng(seed)
+    own = [rng.beta(rate * 2.33, (1 - rate) * 2.33, 600) for rate in (0.7 + lift, 0.7)]
+    rated = [(rng.random((600, 5)) < rates[:, None]).mean(1) for rates in own]
+    for users in range(150, 601, 50):
+        found = arms() | {PRIMARY.name: Arms(*(Sample.of(r[:users]) for r in rated))}
+        over = users == 600
+        action = decide(
+            found, EVEN, bounds=bounds, timed_out=over, growth=None if over else 600 / users
+        ).action
+        if action != "continue":
+            return action, users
+    raise AssertionError("an experiment that is out of time ends")
+
+
+def test_giving_up_spares_equals_a_third_of_their_time_and_costs_hardly_a_better_one() -> None:
+    """The benchmark plays more; 5 points are what 600 users find in some, not in all."""
+    whole = Bounds(give_up=0)
+    equal = [ended(seed, 0.0, Bounds())[1] for seed in range(60)]
+    assert np.median(equal) <= 400
+    assert np.median([ended(seed, 0.0, whole)[1] for seed in range(10)]) == 600
+    kept, lost = 0, 0
+    for seed in range(60):
+        found = ended(seed, 0.05, whole)[0] == "promote"
+        still = ended(seed, 0.05, Bounds())[0] == "promote"
+        assert found or not still  # nobody is promoted by giving up
+        kept += still
+        lost += found and not still
+    assert kept >= 25
+    assert lost <= 3

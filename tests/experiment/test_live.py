@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
 from rlhf_pipeline.experiment.assignment import arm_of
-from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
-from rlhf_pipeline.experiment.live import look, measured
+from rlhf_pipeline.experiment.live import growth_until_the_end, look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -97,6 +98,56 @@ def test_an_equal_challenger_goes_up_the_ramp_step_by_step_and_times_out(
     assert champion(ledger) == 0
     assert [e.state for e in book.history(AGENT)] == ["timed_out"]
     assert [k.look for k in book.looks(experiment.experiment_id)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("share", "gone", "give_up", "state"),
+    [
+        (0.5, 10.0, 0.005, "gave_up"),
+        (0.5, 3.0, 0.005, "running"),
+        (0.1, 10.0, 0.005, "running"),
+        (0.5, 10.0, 0.0, "running"),
+    ],
+    ids=["most of the days", "a day or two", "a step before the last", "switched off"],
+)
+def test_an_equal_challenger_leaves_when_the_days_left_will_hardly_help_it(
+    store: FeedbackStore,
+    ledger: PromotionLedger,
+    share: float,
+    gone: float,
+    give_up: float,
+    state: str,
+) -> None:
+    book, begun = begin(store, share)
+    meet(store, begun, range(900 if share == 0.5 else 1500), likes=(2.0, 2.0))  # all like all
+    earlier = begun.started_at - timedelta(days=gone)
+    experiment = replace(begun, started_at=earlier, share_since=earlier)
+    # No step of the ramp today.
+    settings = SETTINGS.model_copy(update={"minutes_per_step": 1e6, "give_up": give_up})
+    _, done = look(book, ledger, experiment, settings)
+    [after] = book.history(AGENT)
+    assert after.state == state, done
+    assert champion(ledger) == 0
+    if state == "running":
+        return
+    assert "the chance that it is surely better" in after.reason
+    told = to_text(explain(ledger, AGENT, 1))
+    assert f"beside version 0, 50% of the people  gave up: {after.reason}" in told
+    waits = ledger.challenger(AGENT)  # undecided: who wants it may still promote it
+    assert waits is not None
+    assert waits.version == 1
+
+
+def test_growth_is_counted_from_the_last_step_to_the_last_day() -> None:
+    settings = ExperimentSettings(ramp=(0.1, 0.5), days=12)
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    begun = Experiment("e", AGENT, 0, 1, "running", "", 0.5, start, "test", start, None)
+    later = replace(begun, share_since=start + timedelta(days=4))
+    assert growth_until_the_end(begun, settings, start + timedelta(days=4)) == pytest.approx(3)
+    assert growth_until_the_end(later, settings, start + timedelta(days=8)) == pytest.approx(2)
+    assert growth_until_the_end(later, settings, start + timedelta(days=6.9)) is None
+    ramping = replace(begun, share=0.1)
+    assert growth_until_the_end(ramping, settings, start + timedelta(days=8)) is None
 
 
 def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(

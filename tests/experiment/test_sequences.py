@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy.integrate import quad
+from scipy.stats import norm
 
 from rlhf_pipeline.experiment.sequences import (
     FEWEST,
@@ -14,6 +15,7 @@ from rlhf_pipeline.experiment.sequences import (
     RampStep,
     Sample,
     boundary,
+    chance_to_pass,
     difference,
     sample_ratio_evidence,
 )
@@ -95,6 +97,63 @@ def test_bounds_close_in_with_users_and_open_with_doubt() -> None:
 
     assert width(400, 0.05) > width(1600, 0.05) > width(6400, 0.05)
     assert width(400, 0.01) > width(400, 0.05)
+
+
+def chance(gain: float, users: int, growth: float, limit: float = 0.0) -> float:
+    arms = Sample(users, 0.6 + gain, 0.24), Sample(users, 0.6, 0.24)
+    return chance_to_pass(*arms, limit, growth=growth, alpha=0.01, tuned_for=600)
+
+
+def test_the_chance_to_pass_is_twice_the_power_averaged_over_what_may_be() -> None:
+    """The power at each true difference, weighed by how well that explains the users so far."""
+    users, growth, gain = 2000, 2.0, 0.02
+    later = int(users * (growth - 1))
+    end = Sample(int(users * growth), 0.6, 0.24)
+    needed = -difference(end, end, alpha_low=0.01, alpha_high=0.01, tuned_for=600).low
+    rest = (needed * (users + later) - gain * users) / later  # what those to come have to say
+    known, to_come = (norm(0, math.sqrt(2 * 0.24 / n)) for n in (users, later))
+
+    def integrand(true: float) -> float:
+        return float(known.pdf(true - gain) * to_come.sf(rest - true))
+
+    power = quad(integrand, gain - 0.2, gain + 0.2, points=[gain])[0]
+    assert chance(gain, users, growth) == pytest.approx(2 * power, rel=0.01)
+
+
+def test_fewer_pass_at_any_later_look_than_the_chance_says() -> None:
+    """Walks from 300 users per arm on, the true difference drawn from what those leave open."""
+    rng, gain, users, last = np.random.default_rng(0), 0.03, 300, 1200
+    looks = np.arange(users + 10, last + 1, 10)
+    limits = []
+    for n in looks:
+        arm = Sample(int(n), 0.6, 0.24)
+        limits.append(-difference(arm, arm, alpha_low=0.01, alpha_high=0.01, tuned_for=600).low)
+    true = rng.normal(gain, math.sqrt(2 * 0.24 / users), (20_000, 1))
+    steps = 10 * true + rng.normal(0, math.sqrt(2 * 0.24 * 10), (20_000, looks.size))
+    means = (gain * users + steps.cumsum(axis=1)) / looks
+    passed = float((means > np.array(limits)).any(axis=1).mean())
+    told = chance(gain, users, last / users)
+    assert told / 3 < passed < told + 3 * math.sqrt(told / 20_000)
+
+
+def test_the_chance_to_pass_falls_with_time_and_rises_with_the_gain_and_the_margin() -> None:
+    assert chance(0.02, 500, 4) > chance(0.02, 500, 2) > chance(0.02, 500, 1.01) >= 0
+    assert chance(0.0, 500, 2) < chance(0.02, 500, 2) < chance(0.04, 500, 2)
+    assert chance(0.0, 500, 2, limit=-0.05) > chance(0.0, 500, 2)
+    assert chance(0.08, 500, 100) == 1.0  # as it stands, it passes with the users to come
+    assert chance(0.02, 500, 1.0) == 0.0  # nobody comes
+
+
+def test_few_users_say_nothing_of_the_chance_unless_few_will_come() -> None:
+    assert chance(-0.3, FEWEST - 1, 2) == 1.0
+    assert chance(+0.3, FEWEST // 4, 3) == 0.0  # no bound is given by the end either
+
+
+def test_the_bound_draws_nearer_with_every_user() -> None:
+    """What the chance to pass takes for granted."""
+    arms = [Sample(n, 0.6, 0.24) for n in range(FEWEST, 5000, 7)]
+    lows = [difference(a, a, alpha_low=0.01, alpha_high=0.01, tuned_for=600).low for a in arms]
+    assert lows == sorted(lows)
 
 
 def test_evidence_agrees_with_an_integral() -> None:

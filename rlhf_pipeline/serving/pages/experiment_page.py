@@ -41,6 +41,7 @@ WORDS = {
     "promoted": "ended: the challenger was promoted",
     "rolled_back": "ended: the challenger was rolled back",
     "timed_out": "ended: time was up and the champion stayed",
+    "gave_up": "ended early: it would hardly have come to more, and the champion stayed",
     "invalid": "ended without a verdict: users did not arrive as planned",
     "stopped": "was stopped",
 }

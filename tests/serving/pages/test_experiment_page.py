@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -14,10 +14,11 @@ from fastapi.testclient import TestClient
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Metric
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.serving.pages.experiment_page import (
+    WORDS,
     add_experiment_page,
     sequences_figure,
     told,
@@ -47,6 +48,10 @@ def test_the_bounds_say_it_in_words(
     metric: Metric, low: float | None, high: float | None, words: str
 ) -> None:
     assert verdict_on(metric, difference(low, high)) == words
+
+
+def test_every_way_to_end_has_its_words() -> None:
+    assert set(WORDS) == set(get_args(State))
 
 
 def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
