@@ -13,7 +13,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,19 @@ from numpy.typing import NDArray
 from benchmarks.promises import tell
 from rlhf_pipeline.config import ExperimentSettings
 from rlhf_pipeline.experiment.assignment import arm_of
-from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Arms, decide
-from rlhf_pipeline.experiment.live import bounds_under
+from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Arms, Bounds, decide
+from rlhf_pipeline.experiment.live import BELIEVED, bounds_under
 from rlhf_pipeline.experiment.sequences import RampStep, Sample, sample_ratio_evidence
 
 Users = NDArray[np.float64]  # (users, ratings) of 0 and 1
 
 RAMP = (0.01, 0.05, 0.10, 0.25, 0.50)
 BOUNDS = bounds_under(ExperimentSettings(ramp=RAMP))  # at the last step, the one that is played
+WHOLE = replace(BOUNDS, give_up=0)  # nobody gives up: every experiment has its whole time
 CORRELATION = 0.3
 RATE = 0.70
 EVERY = 20  # users per arm between looks
-MOST = 1500  # users per arm after which an experiment ends
+MOST = 1500  # users per arm that come in an experiment's whole time, as many every day
 CONTENT = 0.98  # of people, where nearly all are
 USERS_PER_STEP = 400  # of the challenger's, where steps of the ramp are played one by one
 
@@ -54,7 +55,7 @@ def people(rng: np.random.Generator, rate: float, users: int) -> Users:
     return ratings
 
 
-def play(rng: np.random.Generator, lift: float) -> Ended:
+def play(rng: np.random.Generator, lift: float, bounds: Bounds = BOUNDS) -> Ended:
     """Return the end of one experiment; users come evenly, each rates again at later looks."""
     champion, challenger = people(rng, RATE, MOST), people(rng, RATE + lift, MOST)
     same = Sample.of(rng.random(MOST) < 0.02)  # guardrails that do not differ, well known
@@ -70,10 +71,25 @@ def play(rng: np.random.Generator, lift: float) -> Ended:
         down["thumbs_down"] = Arms(*(Sample(s.users, 1 - s.mean, s.variance) for s in samples))
         arms = {**calm, **down, PRIMARY.name: Arms(*samples)}
         half = RampStep(0.5, users, users)
-        verdict = decide(arms, [half], bounds=BOUNDS, timed_out=users == MOST)
+        known = BELIEVED <= users / MOST < 1
+        verdict = decide(
+            arms,
+            [half],
+            bounds=bounds,
+            timed_out=users == MOST,
+            growth=MOST / users if known else None,
+        )
         if verdict.action != "continue":
             return Ended(verdict.action, users)
     raise AssertionError("an experiment that is out of time ends")
+
+
+def cost(lift: float, runs: int) -> tuple[float, float]:
+    """Return which share is promoted in the whole time, and which part of all giving up costs."""
+    found = [play(np.random.default_rng(seed), lift, WHOLE).action for seed in range(runs)]
+    still = [play(np.random.default_rng(seed), lift).action for seed in range(runs)]
+    lost = [f for f, s in zip(found, still, strict=True) if s != "promote"].count("promote")
+    return found.count("promote") / runs, lost / runs
 
 
 def contented(rng: np.random.Generator, share: float) -> bool:
@@ -142,6 +158,10 @@ def main() -> None:
     rolled = sum(e.action == "roll_back" for e in same) / len(same)
     rows.append(("A/A: false promotions", "≤ 5 %", f"{promoted:.2%}", promoted <= 0.05))
     rows.append(("A/A: false rollbacks", "≤ 1 %", f"{rolled:.2%}", rolled <= 0.01))
+    took = float(np.median([e.users for e in same])) / MOST
+    rows.append(
+        ("A/A: part of its time that one takes, median", "≤ 50 %", f"{took:.0%}", took <= 0.5)
+    )
 
     for share in (0.01, 0.10, 0.25):
         wrong = sum(contented(rng, share) for _ in range(options.runs // 4)) / (options.runs // 4)
@@ -151,6 +171,10 @@ def main() -> None:
     better = experiments(0.10, options.runs // 4)
     users = float(np.median([e.users if e.action == "promote" else np.inf for e in better]))
     rows.append(("+10 points: rated users per arm, median", "≤ 500", f"{users:.0f}", users <= 500))
+    for lift in (0.03, 0.05, 0.10):
+        power, lost = cost(lift, options.runs // 4)
+        row = f"+{100 * lift:.0f} points: of promotions in the whole time, lost by giving up"
+        rows.append((row, "≤ 3 points", f"{lost:.1%} of {power:.1%}", lost <= 0.03))
     worse = experiments(-0.20, options.runs // 4)
     fast = sum(e.action == "roll_back" and e.users <= 350 for e in worse) / len(worse)
     rows.append(("−20 points: rolled back within 350", "≥ 90 %", f"{fast:.1%}", fast >= 0.90))
