@@ -18,6 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,7 @@ FORMULA = r"[=+\-@＝＋－＠]"  # OWASP, CSV injection; the wide forms run too
 RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
 # After a separator, where a line is split at it: in many countries at ; and not at a comma.
 WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of a byte that is not UTF-8
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -95,13 +97,13 @@ def _without_marks(cell: str) -> str:
 def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
     """Yield every row that says something; empty cells are left out.
 
-    Bytes that are not UTF-8 become half surrogates, which the rules then refuse by name.
+    Cells are split at commas, or where the first line has none at semicolons or tabs: spreadsheets
+    of many countries write those.
     """
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
     with _opened(path) as file:
-        reader = csv.reader(file)
-        lines = ((reader.line_num, cells) for cells in reader)
+        lines = _split(file)
         unpacked = _whole(lines, "gzip file", (EOFError, gzip.BadGzipFile, zlib.error))
         # A cell over the limit, as where a quote that is not closed takes in what follows.
         yield from _rows(_whole(unpacked, "table", (csv.Error,)), position)
@@ -152,6 +154,14 @@ def sheet_rows(path: Path, position: Position) -> Iterator[TableRow]:
 _Line = tuple[int, Sequence[str]]
 
 
+def _split(file: IO[str]) -> Iterator[_Line]:
+    header = file.readline()
+    separator = next((sign for sign in ",;\t" if sign in header), ",")
+    reader = csv.reader(chain([header], file), delimiter=separator)
+    for cells in reader:
+        yield reader.line_num, cells
+
+
 def _whole(
     lines: Iterable[_Line], what: str, damage: tuple[type[Exception], ...]
 ) -> Iterator[_Line]:
@@ -188,7 +198,13 @@ def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
 
 
 def _refusal(names: Sequence[str], cells: Sequence[str]) -> FeedbackRefused | None:
-    """Return why the row may mean two things; None where every cell stands under its own name."""
+    """Return why the row cannot be told; None where every cell stands under its own name."""
+    if not_utf8 := next(filter(None, map(NOT_UTF8.search, (*names, *cells))), None):
+        byte = ord(not_utf8[0]) - 0xDC00
+        return FeedbackRefused(
+            Rule.not_utf8,
+            f"needed UTF-8, found the byte {byte:#x}; save the table as UTF-8 (Excel: CSV UTF-8)",
+        )
     named = [name for name in names if name]
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)

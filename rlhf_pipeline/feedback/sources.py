@@ -6,6 +6,7 @@ on after a bad row. What it does not protect against: a file that lies about who
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ _Parsed = tuple[int, str, "Values | FeedbackRefused"]
 
 def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Parsed]:
     try:
+        _check_not_utf16(path)
         if path.name.lower().endswith(TABLES):
             yield from csv_rows(path, position)
             return
@@ -105,6 +107,16 @@ def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Pa
         raise SourceError(
             f"a readable file is needed at {path}, found none ({error}); check the path"
         ) from error
+
+
+def _check_not_utf16(path: Path) -> None:
+    """Raise SourceError where the file begins with the mark that UTF-16 does; it has no rows."""
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise SourceError(
+                f"a file in UTF-8 is needed, found UTF-16 in {path}; save it as UTF-8 (in Excel: "
+                "CSV UTF-8; in PowerShell: Out-File -Encoding utf8)"
+            )
 
 
 def _parquet_rows(path: Path, position: Position) -> Iterator[_Parsed]:
@@ -163,8 +175,9 @@ def _detect(values: Values, origin: str) -> Format:
             return each
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
-        f"with the fields {ascii(sorted(map(str, values)))[:200]}; name the format, or turn the "
-        "rows into `events` or `pairs`"
+        f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
+        "`events` (kind, prompt, completion, value, rater) or `pairs` (prompt, chosen, rejected), "
+        "or name the format"
     )
 
 

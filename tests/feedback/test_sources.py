@@ -590,6 +590,41 @@ def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> No
     assert '"rater": " dear", "": "bob"' in str(aside[0].raw)
 
 
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(tmp_path: Path, sign: str) -> None:
+    path = tmp_path / "f.csv"
+    header, cells = TABLE.strip().replace(",", sign), ("thumbs", "up", "Why, now?", "Because, dear")
+    path.write_text(f"{header}\n{sign.join(cells)}{sign}ann\n")
+    [event], aside = read_all(path)
+    assert aside == []
+    assert (event.prompt, event.completion) == (user_prompt("Why, now?"), "Because, dear")
+    path.write_text(f"{TABLE}thumbs,up,Why; now?,Because{sign}dear,ann\n")
+    [event], aside = read_all(path)
+    assert event.completion == f"Because{sign}dear"
+
+
+def test_a_table_in_another_encoding_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    rows = "thumbs,up,¿Dónde está?,Grüße,jürgen\nthumbs,up,Why?,Because.,ann\n"
+    path.write_bytes((TABLE + rows).encode("cp1252"))
+    events, aside = read_all(path)
+    assert [event.completion for event in events] == ["Because."]
+    assert rules_of(aside) == [(2, "not_utf8")]
+    assert "save the table as UTF-8" in aside[0].detail
+    assert "found the byte 0xbf" in aside[0].detail
+    path.write_bytes(f"{TABLE.strip()},número\nthumbs,up,Why?,Because.,ann,1\n".encode("cp1252"))
+    assert rules_of(read_all(path)[1]) == [(2, "not_utf8")]
+
+
+@pytest.mark.parametrize("name", ["f.csv", "f.jsonl", "f.json"])
+def test_a_file_in_utf_16_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for encoding in ("utf-16-le", "utf-16-be"):
+        path.write_bytes(f"\ufeff{TABLE}".encode(encoding))
+        with pytest.raises(SourceError, match="in UTF-8 is needed, found UTF-16"):
+            read_all(path)
+
+
 def test_a_column_that_stands_twice_in_a_table_says_nothing_for_certain(tmp_path: Path) -> None:
     path = tmp_path / "f.csv"
     path.write_text(f"{TABLE.strip()},rater,,\nthumbs,up,Why?,Because.,ann,bob\n,,,,,\n")
