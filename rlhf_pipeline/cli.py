@@ -39,7 +39,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-feedback_out = typer.Typer(no_args_is_help=True, help="Take feedback out of the store.")
+feedback_out = typer.Typer(
+    no_args_is_help=True, help="Take feedback out of the store, and see what was set aside."
+)
 access = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 people = typer.Typer(no_args_is_help=True, help="What is held about one person, shown or erased.")
 experiments = typer.Typer(no_args_is_help=True, help="A challenger among people, measured.")
@@ -95,11 +97,12 @@ RATER_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )
 for function, example in RATER_COMMANDS:
     people.command(cls=Command, epilog=f"Example: {example}")(function)
-feedback_out.command(
-    cls=Command,
-    name="export",
-    epilog="Example: rlhf feedback export votes.jsonl --agent demo",
-)(feedback.export)
+FEEDBACK_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (feedback.export, "rlhf feedback export votes.jsonl --agent demo"),
+    (feedback.quarantine, "rlhf feedback quarantine --agent demo --rule value_out_of_range"),
+)
+for function, example in FEEDBACK_COMMANDS:
+    feedback_out.command(cls=Command, epilog=f"Example: {example}")(function)
 EXPERIMENT_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (experiment.start, "rlhf experiment start demo --version 3"),
     (experiment.status, "rlhf experiment status demo"),

@@ -683,6 +683,29 @@ def test_an_agent_without_a_version_has_nobody_to_talk_to(rlhf: Run) -> None:
         assert "trains version 0" in rlhf(*words, "--agent", "tea", code=1).stderr
 
 
+def test_rows_that_were_set_aside_are_shown_with_their_place(rlhf: Run, tmp_path: Path) -> None:
+    stars = [json.dumps({**json.loads(THUMBS), "kind": "rating", "value": n}) for n in (5, 7, 0)]
+    path = write(tmp_path / "votes.jsonl", "\n".join([*stars, "no \x1b[31m JSON"]))
+    told = rlhf("ingest", str(path), "--agent", "tea", code=3).stdout
+    assert "value_out_of_range: votes.jsonl:2: needed a whole value from 1 to 5" in told
+    assert "broken_json: votes.jsonl:4: needed one JSON value" in told
+    assert "rlhf feedback quarantine --agent tea" in told
+    show = ("feedback", "quarantine", "--agent", "tea")
+    lines = rlhf(*show).stdout.splitlines()
+    assert [line.split(": ")[0] for line in lines[::2]] == [f"votes.jsonl:{n}" for n in (2, 3, 4)]
+    assert lines[1].strip() == stars[1]
+    assert lines[5].strip() == "no  [31m JSON"
+    last = rlhf(*show, "--rule", "value_out_of_range", "--limit", "1", "--json")
+    row = json.loads(last.stdout)
+    assert (row["line"], row["rule"], row["raw"]) == (3, "value_out_of_range", stars[2])
+    assert "the newest 1 of 2" in last.stderr
+    wrong = rlhf(*show, "--rule", "bad_text", code=1).stderr
+    assert "(broken_json, value_out_of_range), found 'bad_text'" in wrong
+    rlhf("ingest", str(write(tmp_path / "good.jsonl", THUMBS)), "--agent", "coffee")
+    none = rlhf("feedback", "quarantine", "--agent", "coffee")
+    assert (none.stdout, none.stderr) == ("", "no row of agent coffee is in quarantine\n")
+
+
 def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> None:
     recipe = tmp_path / "closed.yaml"
     recipe.write_text("feedback: {enabled: false}\n")

@@ -1,4 +1,4 @@
-"""`rlhf ingest · feedback export`: feedback from files, and out."""
+"""`rlhf ingest · feedback export · feedback quarantine`: feedback from files, out, set aside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlhf_pipeline.commands.common import SOME_QUARANTINED, Agent, console, progress, workspace
+from rlhf_pipeline.commands.common import (
+    SOME_QUARANTINED,
+    Agent,
+    AsJson,
+    console,
+    progress,
+    workspace,
+)
 from rlhf_pipeline.errors import ConfigError
+
+SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
+LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
@@ -122,6 +132,10 @@ def _print_summary(summary: IngestSummary, agent_id: str) -> None:
     for rule, rows in summary.quarantined.items():
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
     console().print(table)
+    for rule, example in summary.examples.items():
+        typer.echo(f"{rule}: {_printable(example)}")
+    if summary.quarantined:
+        typer.echo(f"every line of them: rlhf feedback quarantine --agent {agent_id}")
     for name, why in summary.unreadable.items():
         typer.echo(f"not read: {name}: {why}", err=True)
 
@@ -164,3 +178,48 @@ def export(
         here.database, agent, out, what=what, history=history, by_interaction=by_interaction
     )
     typer.echo(f"{rows:,} {what} of agent {agent} in {out}")
+
+
+def quarantine(
+    agent: Agent,
+    rule: Annotated[
+        str | None, typer.Option("--rule", help="Those of one rule alone.", metavar="NAME")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, help="How many, the newest first chosen.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows that broke a rule: file and line, what was needed and found, and the row itself.
+
+    Mend them where they came from and `rlhf ingest` that again: what is known is stored once.
+    """
+    import json
+
+    here = workspace()
+    here.need_agent(agent)
+    counts = here.store.quarantined(agent)
+    if rule is not None and rule not in counts:
+        raise ConfigError(
+            f"needed a rule that set rows of agent {agent} aside ({', '.join(counts) or 'none'}), "
+            f"found {ascii(rule)[:80]}"
+        )
+    rows = here.store.quarantined_rows(agent, rule=rule, limit=limit)
+    for row in rows:
+        place = row.origin if row.line is None else f"{row.origin}:{row.line}"
+        if as_json:
+            typer.echo(json.dumps({name: getattr(row, name) for name in SHOWN}, ensure_ascii=False))
+        else:
+            typer.echo(_printable(f"{place}: {row.rule}: {row.detail}"))
+            if row.raw is not None:
+                typer.echo(f"    {_printable(row.raw[:LONGEST_SHOWN])}")
+    total = sum(counts.values()) if rule is None else counts[rule]
+    if len(rows) < total:
+        typer.echo(f"the newest {len(rows)} of {total:,}; --limit shows more", err=True)
+    elif not rows:
+        typer.echo(f"no row of agent {agent} is in quarantine", err=True)
+
+
+def _printable(text: str) -> str:
+    """Return the text on one line, without what a terminal would obey."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)

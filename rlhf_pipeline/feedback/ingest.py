@@ -35,6 +35,7 @@ class IngestSummary:
     seconds: float
     files: int
     unreadable: Mapping[str, str] = field(default_factory=dict)  # of a folder: file -> why
+    examples: Mapping[str, str] = field(default_factory=dict)  # rule -> where first, and what
 
 
 def ingest(
@@ -61,13 +62,14 @@ def ingest(
     files = _files([paths] if isinstance(paths, str | Path) else paths)
     totals: Counter[str] = Counter()
     rules: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     unreadable: dict[str, str] = {}
     for path, in_folder in files:
         position = Position()
         rows = read(path, agent_id, format, source=source, split=split, position=position)
         try:
             while some := _numbered(rows, batch, position):
-                _take(store, some, totals, rules)
+                _take(store, some, totals, rules, examples)
                 on_progress(
                     {
                         "file": str(path),
@@ -89,6 +91,7 @@ def ingest(
         seconds=time.monotonic() - started,
         files=len(files) - len(unreadable),
         unreadable=unreadable,
+        examples=dict(sorted(examples.items())),
     )
 
 
@@ -103,6 +106,7 @@ def _take(
     rows: Sequence[tuple[int, Feedback | QuarantinedRow]],
     totals: Counter[str],
     rules: Counter[str],
+    examples: dict[str, str],
 ) -> None:
     """Store one batch; what the store refuses joins what the reader set aside."""
     events = [row for _, row in rows if isinstance(row, Feedback)]
@@ -120,6 +124,8 @@ def _take(
     if aside:
         store.quarantine(aside)
     rules.update(row.rule for row in aside)
+    for row in sorted(aside, key=lambda row: row.line or 0):
+        examples.setdefault(row.rule, f"{row.origin}:{row.line}: {row.detail}")
     totals["read"] += len(rows)
     totals["known"] += sum(each.known for each in stored)
     totals["stored"] += sum(not each.known for each in stored)

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -327,6 +327,22 @@ class FeedbackStore:
                 .order_by(q.rule)
             )
             return {str(rule): int(count) for rule, count in connection.execute(query)}
+
+    def quarantined_rows(
+        self, agent_id: str, *, rule: str | None = None, limit: int = 20
+    ) -> list[QuarantinedRow]:
+        """Return the rows set aside last, of one rule where it is named, oldest first."""
+        q = db.quarantine.c
+        query = sa.select(*(q[each.name] for each in fields(QuarantinedRow))).where(
+            q.agent_id == agent_id
+        )
+        if rule is not None:
+            query = query.where(q.rule == rule)
+        with self.database.read() as connection:
+            newest = connection.execute(
+                query.order_by(q.created_at.desc(), q.origin.desc(), q.line.desc()).limit(limit)
+            ).all()
+        return [QuarantinedRow(**row._mapping) for row in reversed(newest)]
 
 
 def target_of(event: Feedback) -> str:

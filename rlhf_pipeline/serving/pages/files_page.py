@@ -142,7 +142,10 @@ def _told(found: IngestSummary, agent_id: str) -> str:
         ("read", found.read, ""),
         ("stored", found.stored, ""),
         ("already known", found.known, "the same row was there before"),
-        *((rule, n, MEANINGS.get(Rule(rule), "")) for rule, n in found.quarantined.items()),
+        *(
+            (rule, n, f"{MEANINGS.get(Rule(rule), '')}; the first: {found.examples[rule]}")
+            for rule, n in found.quarantined.items()
+        ),
     ]
     words = f'<h2 id="taken">Taken in for {inert(agent_id)}</h2>'
     return words + table(("", "rows", "why"), rows)
