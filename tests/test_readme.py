@@ -9,6 +9,8 @@ from typer.main import get_command
 
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.config import recipe_names
+from rlhf_pipeline.feedback.sources import read
+from rlhf_pipeline.records import Feedback, FeedbackKind, QuarantinedRow
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +66,19 @@ def test_every_rlhf_command_exists() -> None:
     named = set(re.findall(r"\brlhf ([a-z]+)", TOLD))
     assert {"ingest", "chat", "explain", "versions", "config"} <= named
     assert named <= known
+
+
+def test_a_row_of_every_kind_is_shown_and_can_be_taken(tmp_path: Path) -> None:
+    guide = GUIDES[ROOT / "docs" / "feedback.md"]
+    (rows,) = re.findall(r"```jsonl\n(.*?)```", guide, flags=re.DOTALL)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows, encoding="utf-8")
+    taken = list(read(path, "support"))
+    assert [each for each in taken if isinstance(each, QuarantinedRow)] == []
+    assert [each.kind for each in taken if isinstance(each, Feedback)] == [
+        *("thumbs", "rating", "score", "preference", "correction", "criteria", "comment")
+    ]
+    assert len(taken) == len(FeedbackKind)
 
 
 def test_every_link_and_picture_is_there() -> None:
