@@ -105,6 +105,7 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             dg.AssetCheckResult(
                 check_name=check.name,
                 passed=check.passed,
+                description=check.told,
                 severity=(
                     dg.AssetCheckSeverity.ERROR if check.blocking else dg.AssetCheckSeverity.WARN
                 ),

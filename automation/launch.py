@@ -30,7 +30,8 @@ def run_job(
     instance = dg.DagsterInstance.get()
     instance.add_dynamic_partitions("agents", [agent_id])
     end_dead_turns(instance, pipeline, agent_id)
-    config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "ERROR"}}}}
+    # What fails is told below in a line; its traceback stands in Dagster's log of the run.
+    config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     if job == bootstrap.name:
         mark = bootstrap_mark(agent_id)
     else:
@@ -53,7 +54,8 @@ def run_job(
         )
     if not outcome.success:
         raise PipelineError(
-            f"{job} of {agent_id} failed: {_why(outcome)}; see {folder} and `make ui`"
+            f"{job} of {agent_id} failed: {_why(outcome)}; see "
+            + (f"{folder} and `make ui`" if folder.exists() else "`make ui`")
         )
     return outcome
 
@@ -108,6 +110,9 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
 
 
 def _why(outcome: dg.ExecuteInProcessResult) -> str:
+    for check in outcome.get_asset_check_evaluations():
+        if check.blocking and not check.passed and check.description is not None:
+            return f"{check.check_name}: {check.description}"
     for event in outcome.all_events:
         if event.is_step_failure and event.step_failure_data.error is not None:
             error = event.step_failure_data.error

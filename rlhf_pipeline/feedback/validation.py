@@ -80,6 +80,19 @@ class CheckResult:
     total: int
     numbers: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def told(self) -> str | None:
+        """What stops the turn, and what to do about it; None where this check does not."""
+        if self.passed or not self.blocking:
+            return None
+        if self.name == "enough_rows_are_clean":
+            found, needed = self.numbers["clean_rows"], self.numbers["min_rows"]
+            return (
+                f"needed {needed:.0f} votes that keep every rule, found {found:.0f}; collect more, "
+                "look at `rlhf feedback quarantine`, or lower validation.min_rows"
+            )
+        return f"needed a snapshot that passes {self.name}, found {dict(self.numbers)}"
+
 
 class SetAside(NamedTuple):
     """One row that may not train: its id, the rule it breaks, what was needed and found."""
