@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ class Bars:
             console=console,
         )
         self._tasks: dict[str, Any] = {}
+        self._began = time.monotonic()
 
     def show(self, name: str, facts: Mapping[str, Any]) -> None:
         """Show a stage's latest facts."""
@@ -38,6 +40,9 @@ class Bars:
             if isinstance(value, float) and key not in ("at", "epoch")
         )
         if name not in self._tasks:
+            if not self.progress.console.is_terminal:  # bars are drawn there at the end alone
+                at = time.monotonic() - self._began
+                self.progress.console.print(f"after {at:.0f} s: {name}", markup=False)
             self._tasks[name] = self.progress.add_task(name, total=total, facts="")
         self.progress.update(self._tasks[name], completed=done, total=total, facts=words[:60])
 
