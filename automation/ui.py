@@ -44,9 +44,11 @@ def main() -> None:
             ("chat", service_port, "/health", children[3]),
         ):
             processes.wait_for(f"http://127.0.0.1:{port}{path}", child)
-            sys.stdout.write(f"{name:8} http://127.0.0.1:{port}\n")
+            sys.stdout.write(f"{name:9} http://127.0.0.1:{port}\n")
             sys.stdout.flush()
-        sys.stdout.write(f"state    {state}   (Ctrl-C ends all of it)\n")
+        for name, path in (("review", "/ui/review/"), ("dashboard", "/dashboard")):
+            sys.stdout.write(f"{name:9} http://127.0.0.1:{service_port}{path}\n")
+        sys.stdout.write(f"state     {state}   (Ctrl-C ends all of it)\n")
         sys.stdout.flush()
         while all(child.poll() is None for child in children):
             processes.shorten_logs(state)
