@@ -192,6 +192,8 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
             value = {"up": 1.0, "down": 0.0}.get(value.lower(), value)
         elif isinstance(value, bool):
             value = float(value)
+        if isinstance(value, str):
+            refuse(Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value)
     if value is not None and VALUE_FIELD[kind] == "number":
         return _number(value, f"{kind} value")
     if kind is FeedbackKind.criteria and isinstance(value, str):

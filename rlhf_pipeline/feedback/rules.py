@@ -240,7 +240,8 @@ def _check_criteria(criteria: object) -> None:
 def _number(event: Feedback) -> float:
     number = event.number
     if number is None:
-        refuse(Rule.value_missing, f"a number as the {event.kind} value", None)
+        words = "up or down (1 or 0)" if event.kind is FeedbackKind.thumbs else "a number"
+        refuse(Rule.value_missing, f"{words} as the {event.kind} value", None)
     if isinstance(number, bool) or not isinstance(number, int | float):
         refuse(Rule.wrong_type, f"a number as the {event.kind} value", number)
     if not math.isfinite(number):

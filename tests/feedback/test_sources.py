@@ -677,6 +677,14 @@ def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
     assert [event.prompt for event in events] == [user_prompt(deep), user_prompt("Why?")]
 
 
+def test_a_thumb_that_is_none_is_told_what_one_is(tmp_path: Path) -> None:
+    without = {name: value for name, value in THUMBS.items() if name != "value"}
+    rows = [{**THUMBS, "value": "yes"}, without]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert (events, rules_of(aside)) == ([], [(1, "wrong_type"), (2, "value_missing")])
+    assert all("needed up or down (1 or 0) as the thumbs value" in row.detail for row in aside)
+
+
 def test_the_position_follows_the_reading(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [THUMBS] * 5)
     position = Position()
