@@ -26,8 +26,9 @@ messages = st.builds(
 
 
 def test_ids_are_version_7_and_sort_by_time() -> None:
-    made = [uuid7() for _ in range(200)]
-    assert len(set(made)) == 200
+    made = [uuid7() for _ in range(5000)]  # hundreds in a millisecond
+    assert len(set(made)) == 5000
+    assert made == sorted(made)
     parsed = [uuid.UUID(each) for each in made]
     assert {each.version for each in parsed} == {7}
     assert {each.variant for each in parsed} == {uuid.RFC_4122}
