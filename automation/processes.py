@@ -30,8 +30,11 @@ QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
 LOG_BYTES = 16 * 2**20  # twice that a child, at most; Dagster's daemon writes 30 MB on a quiet day
 # Asks Linux for SIGTERM once the parent (argv 1) is gone, then becomes the command (argv 2 on). A
 # program of its own: what Popen would run between fork and exec may hang where there are threads.
+# A parent's ignoring the signal, or holding it back, would be inherited.
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, prctl(2); exec keeps it
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -88,9 +88,18 @@ def test_a_log_that_has_grown_large_is_put_aside_while_its_child_writes_on(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the signal")
-def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "also",
+    [
+        "pass",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])",
+    ],
+)
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, also: str) -> None:
     code = (
-        "from pathlib import Path; from automation import processes; import sys, time;"
+        "from pathlib import Path; from automation import processes; import signal, sys, time;"
+        f"{also};"
         "child = processes.start('idle', ['sleep', '600'], Path(sys.argv[1]));"
         "print(child.pid, flush=True); time.sleep(600)"
     )
