@@ -14,6 +14,8 @@ import pytest
 
 from tests.on_device import CASES
 
+pytestmark = pytest.mark.slow  # half a minute where the device is pretended
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 from automation import processes
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -16,6 +18,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 VOTE = '{"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "up", "rater": "ann"}\n'
 
 
+@pytest.mark.slow  # two processes that load everything
 def test_a_turn_that_cannot_be_says_so_in_a_line(tmp_path: Path) -> None:
     state = tmp_path / "state"
     settings = load_settings(None, {"state_dir": str(state)})
