@@ -240,6 +240,8 @@ def test_dirt_is_told_by_rule_with_a_code_of_its_own(rlhf: Run, tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_read(rlhf: Run, tmp_path: Path) -> None:
+    empty = rlhf("ingest", str(write(tmp_path / "empty.jsonl", "")), "-a", "tea")
+    assert "no row was found in 1 file" in empty.stderr
     (line,) = rlhf("ingest", str(tmp_path / "no.jsonl"), "-a", "tea", code=1).stderr.splitlines()
     assert "check the path" in line
     write(tmp_path / "inbox" / "good.jsonl", THUMBS)

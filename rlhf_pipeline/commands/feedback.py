@@ -138,6 +138,8 @@ def _print_summary(summary: IngestSummary, agent_id: str) -> None:
         typer.echo(f"every line of them: rlhf feedback quarantine --agent {agent_id}")
     for name, why in summary.unreadable.items():
         typer.echo(f"not read: {name}: {why}", err=True)
+    if not summary.read and not summary.unreadable:
+        typer.echo(f"no row was found in {files}: a row is a line, or an entry of a list", err=True)
 
 
 def export(

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import structlog
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from rlhf_pipeline.alerts import Alert, alerts_about
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from rlhf_pipeline.feedback.claims import Claim
     from rlhf_pipeline.serving.gateway import Gateway
 
+log = structlog.get_logger(__name__)
+
 PATH = "/dashboard"
 RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a Dagster run's id
 FRESH_SECONDS = 20.0  # a page asked for again within them is the same one
@@ -63,13 +66,18 @@ def add_dashboard(
         return found
 
     def made(agent_id: str) -> Response:
-        known = agents()
+        known, nonce = agents(), new_nonce()
         if agent_id not in known:
-            return HTMLResponse("<!doctype html><p>No such agent.", 404)
-        nonce = new_nonce()
-        found = looked(agent_id)
-        settings_of = gateway.champions.settings_of
-        alerts = alerts_about(agent_id, settings_of, lambda _: found, at=now())
+            page = whole("No such agent", _nav("", known, links) + "<h1>No such agent</h1>", nonce)
+            return answer(page, nonce, 404)
+        alerts = alerts_about(agent_id, gateway.champions.settings_of, looked, at=now())
+        try:
+            found = looked(agent_id)
+        except Exception:  # an alert says why, and the others' pages are a click away
+            log.exception("agent not looked at", agent=agent_id)
+            words = "<p>It cannot be looked at now; the log says more.</p>"
+            head = f"{_nav(agent_id, known, links)}<h1>{inert(agent_id)}</h1>{_told(alerts)}"
+            return answer(whole(agent_id, head + words, nonce), nonce, 503)
         page = render(
             found,
             alerts,
@@ -81,7 +89,9 @@ def add_dashboard(
         return answer(page, nonce)
 
     def nobody() -> Response:
-        return HTMLResponse("<!doctype html><p>No agent yet: nobody has sent feedback.")
+        nonce = new_nonce()
+        body = f"{_nav('', [], links)}<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
+        return answer(whole("No agent yet", body, nonce), nonce)
 
     async def one(agent_id: str) -> Response:
         """Show where an agent stands."""
@@ -101,18 +111,10 @@ def render(
     nonce: str,
 ) -> str:
     """Return the whole page as HTML."""
-    tabs = " ".join(
-        f'<a href="{PATH}/{quote(a)}">{_b(inert(a)) if a == o.agent_id else inert(a)}</a>'
-        for a in agents
-    )
-    others = " ".join(f'<a href="{inert(url)}">{inert(name)}</a>' for name, url in links.items())
     parts = [
-        f"<nav>{tabs} {others}</nav>",
+        _nav(o.agent_id, agents, links),
         f"<h1>{inert(o.agent_id)}</h1><p>{_summary(o)}</p>",
-        *(
-            f'<p class="bad">{_b(inert(a.name.replace("_", " ")))}: {inert(a.words)}</p>'
-            for a in alerts
-        ),
+        _told(alerts),
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
         picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
@@ -147,6 +149,22 @@ def render(
     ]
     again = f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">'
     return whole(o.agent_id, "".join(parts), nonce, head=again)
+
+
+def _nav(agent_id: str, agents: Sequence[str], links: Mapping[str, str]) -> str:
+    tabs = " ".join(
+        f'<a href="{PATH}/{quote(a)}">{_b(inert(a)) if a == agent_id else inert(a)}</a>'
+        for a in agents
+    )
+    others = " ".join(f'<a href="{inert(url)}">{inert(name)}</a>' for name, url in links.items())
+    return f"<nav>{tabs} {others}</nav>"
+
+
+def _told(alerts: Sequence[Alert]) -> str:
+    return "".join(
+        f'<p class="bad">{_b(inert(a.name.replace("_", " ")))}: {inert(a.words)}</p>'
+        for a in alerts
+    )
 
 
 def votes_figure(o: Overview) -> Figure:

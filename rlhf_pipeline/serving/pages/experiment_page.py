@@ -55,11 +55,11 @@ def add_experiment_page(
     def made(agent_id: str, experiment_id: str | None) -> Response:
         nonce = new_nonce()
         book = ExperimentBook(gateway.store.database)
-        every = book.history(agent_id) if agent_id in agents() else []
+        known = agent_id in agents()
+        every = book.history(agent_id) if known else []
         chosen = [e for e in every if experiment_id in (None, e.experiment_id)]
         if not chosen:
-            words = "No such experiment." if every else "No experiment of such an agent yet."
-            return answer(_whole(agent_id, f"<p>{words}</p>", nonce), nonce, 404)
+            return answer(_none(agent_id, every, known, nonce), nonce, 404)
         metrics = [PRIMARY, *guardrails_under(gateway.rules_of_trials(agent_id))]
         looks = book.looks(chosen[0].experiment_id)
         return answer(render(chosen[0], looks, metrics, every, nonce), nonce)
@@ -80,13 +80,8 @@ def render(
 ) -> str:
     """Return the page of one experiment; `every` are the agent's, newest first."""
     e = experiment
-    links = " ".join(
-        f'<a href="{PATH}/{quote(e.agent_id)}?experiment={quote(other.experiment_id)}">'
-        f"{when(other.started_at)}</a>"
-        for other in every
-    )
     parts = [
-        f'<nav><a href="/dashboard/{quote(e.agent_id)}">{inert(e.agent_id)}</a> {links}</nav>',
+        _nav(e.agent_id, every),
         f"<h1>Version {e.challenger} beside champion {e.champion}</h1>",
         "".join(f"<p>{inert(line)}</p>" for line in told(e, looks, metrics)),
     ]
@@ -202,6 +197,29 @@ def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
         f"{found['challenger_users']} and {found['champion_users']}",
         Html(f'<span class="{colour}">{words}</span>'),
     )
+
+
+def _nav(agent_id: str, every: Sequence[Experiment]) -> str:
+    links = " ".join(
+        f'<a href="{PATH}/{quote(agent_id)}?experiment={quote(other.experiment_id)}">'
+        f"{when(other.started_at)}</a>"
+        for other in every
+    )
+    return f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a> {links}</nav>'
+
+
+def _none(agent_id: str, every: Sequence[Experiment], known: bool, nonce: str) -> str:
+    """Return the page where there is nothing to show: the agent's others, or how one begins."""
+    if not known:
+        return _whole("No such agent", '<nav><a href="/dashboard">Agents</a></nav>', nonce)
+    words = "<h1>No such experiment</h1><p>Those above are all there are.</p>"
+    if not every:
+        words = (
+            "<h1>No experiment yet</h1><p>One begins by itself for a version that the gate lets "
+            "through, where the recipe has <code>experiments.enabled</code>, or by hand: "
+            f"<code>rlhf experiment start {inert(agent_id)} --version N</code>.</p>"
+        )
+    return _whole(agent_id, _nav(agent_id, every) + words, nonce)
 
 
 def _whole(agent_id: str, body: str, nonce: str) -> str:

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -248,6 +248,7 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
     assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text
     assert client.get("/dashboard/%3Cb%3E").status_code == 404
+    assert '<a href="/dashboard/tea">tea</a>' in client.get("/dashboard/other").text
 
     def gone(_: str) -> Settings:
         raise ConfigError("needed a recipe, found no gone.yaml")
@@ -256,3 +257,31 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     page = client.get("/dashboard/tea")
     assert page.status_code == 200
     assert "<b>settings unsound</b>: no turn starts and nothing is pruned until" in page.text
+
+
+def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.ensure_agent("milk")
+    seen = overview
+
+    def damaged(store: Any, ledger: Any, agent_id: str) -> Any:
+        if agent_id == "tea":
+            raise RegistryError(f"needed a manifest, found none {HOSTILE}")
+        return seen(store, ledger, agent_id)
+
+    monkeypatch.setattr("rlhf_pipeline.serving.pages.dashboard.overview", damaged)
+    app = FastAPI()
+    champions = SimpleNamespace(
+        registry=SimpleNamespace(ledger=PromotionLedger(store.database)),
+        settings_of=lambda _: Settings(),
+    )
+    gateway = SimpleNamespace(store=store, champions=champions, waiting=0)
+    add_dashboard(app, cast("Any", gateway), store.agents, {"Chat": "/ui/"})
+    client = TestClient(app)
+    page = client.get("/dashboard/tea")
+    assert page.status_code == 503
+    assert "needed a manifest, found none &lt;script&gt;" in page.text
+    assert '<a href="/dashboard/milk">milk</a>' in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert client.get("/dashboard/milk").status_code == 200

@@ -85,6 +85,14 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     book.end(begun, "rolled_back", HOSTILE)
     ended, looks = book.history("tea")[0], book.looks(begun.experiment_id)
     assert told(ended, looks, METRICS)[0].endswith(f"the challenger was rolled back: {HOSTILE}.")
-    assert client.get("/experiments/tea?experiment=other").status_code == 404
-    assert client.get("/experiments/nobody").status_code == 404
+    other = client.get("/experiments/tea?experiment=other")
+    assert other.status_code == 404
+    assert f'"/experiments/tea?experiment={begun.experiment_id}"' in other.text
+    nobody = client.get("/experiments/nobody")
+    assert (nobody.status_code, "<h1>" in nobody.text) == (404, False)
+    store.ensure_agent("milk")
+    none = client.get("/experiments/milk")
+    assert none.status_code == 404
+    assert "rlhf experiment start milk --version N" in none.text
+    assert '<a href="/dashboard/milk">' in none.text
     database.close()
