@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,27 @@ def free_the_claim(context: dg.HookContext) -> None:
     claim = pipeline.claims.of_holder((run and run.root_run_id) or context.run_id)
     if claim is None or claim.state != "held":
         return
+    logs = context.instance.all_logs(context.run_id)
+    why = why_failed([log.dagster_event for log in logs if log.dagster_event is not None])
     try:
-        pipeline.claims.finish(claim.token, "failed", f"step {context.op.name} failed")
+        pipeline.claims.finish(claim.token, "failed", f"step {context.op.name} failed: {why}")
     except ClaimLost:
         context.log.info("the claim had been taken over already")
+
+
+def why_failed(events: Sequence[dg.DagsterEvent]) -> str:
+    """Return what ended the run of these events last: a blocking check's words, a step's error."""
+    for event in reversed(events):
+        if event.event_type is dg.DagsterEventType.ASSET_CHECK_EVALUATION:
+            check = event.asset_check_evaluation_data
+            if check.blocking and not check.passed and check.description is not None:
+                return f"{check.check_name}: {check.description}"
+    for event in reversed(events):
+        if event.is_step_failure and event.step_failure_data.error is not None:
+            error = event.step_failure_data.error
+            cause = error.cause or error
+            return f"{event.step_key}: {cause.message.strip()[-600:]}"
+    return "no step failed"
 
 
 LIGHT = dg.in_process_executor  # a step's own process costs seconds; training has one anyway

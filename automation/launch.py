@@ -14,7 +14,7 @@ from rich.console import Console
 from automation import processes
 from automation.bars import Bars, be_quiet, looking
 from automation.dead import end_dead_turns
-from automation.jobs import bootstrap, retrain
+from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
@@ -54,7 +54,7 @@ def run_job(
         )
     if not outcome.success:
         raise PipelineError(
-            f"{job} of {agent_id} failed: {_why(outcome)}; see "
+            f"{job} of {agent_id} failed: {why_failed(outcome.all_events)}; see "
             + (f"{folder} and `make ui`" if folder.exists() else "`make ui`")
         )
     return outcome
@@ -107,18 +107,6 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
                 highlight=False,
                 soft_wrap=True,
             )
-
-
-def _why(outcome: dg.ExecuteInProcessResult) -> str:
-    for check in outcome.get_asset_check_evaluations():
-        if check.blocking and not check.passed and check.description is not None:
-            return f"{check.check_name}: {check.description}"
-    for event in outcome.all_events:
-        if event.is_step_failure and event.step_failure_data.error is not None:
-            error = event.step_failure_data.error
-            cause = error.cause or error
-            return f"{event.step_key}: {cause.message.strip()[-600:]}"
-    return "no step failed"
 
 
 if __name__ == "__main__":

@@ -167,6 +167,8 @@ def test_too_few_clean_rows_stop_the_turn_before_it_trains(
     assert result.success, failures(result)
     claims = loop.pipeline.claims.history(agent)
     assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
+    begins = "step validated_feedback failed: enough_rows_are_clean: needed"
+    assert (claims[0].reason or "").startswith(begins)
 
 
 @pytest.mark.slow
@@ -290,7 +292,9 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
         patch.setattr(Pipeline, "promote_if_due", full)
         failed = loop.run("retrain", agent, compute=replaying(first_turn.work))
     assert failed_steps(failed) == ["promotion"]
-    assert loop.pipeline.claims.history(agent)[-1].state == "failed"
+    claim = loop.pipeline.claims.history(agent)[-1]
+    assert claim.state == "failed"
+    assert "OSError: disk full" in (claim.reason or "")
 
     monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
     monkeypatch.setattr(Compute, "start_ahead", lambda _: None)

@@ -32,6 +32,8 @@ def test_a_turn_that_cannot_be_says_so_in_a_line(tmp_path: Path) -> None:
     assert "validation.min_rows; see `make ui`\n" in few  # no stage began: there is no folder
 
     claims = ClaimBook(database)
+    told = claims.history("tea")[-1].reason or ""  # as `rlhf status` says
+    assert "failed: enough_rows_are_clean: needed 10 votes that keep every rule, found 2" in told
     claims.claim(
         "tea", "f" * 64, 2, holder="another", asked_by="sensor", lease=timedelta(minutes=5)
     )
