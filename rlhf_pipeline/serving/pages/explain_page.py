@@ -51,6 +51,7 @@ TOKENS = """
 .tokens .d1, .tokens .d2, .tokens .d3 { border-bottom: 3px dotted #b2182b }
 .u1 { background: #eef7f0 } .u2 { background: #cfead5 } .u3 { background: #9fd4ab }
 .d1 { background: #fcefee } .d2 { background: #f7d2cf } .d3 { background: #eda9a4 }
+.u1, .u2, .u3, .d1, .d2, .d3 { color: #1c1c1c }
 .said { white-space: pre-wrap; border-left: 3px solid #ddd; padding-left: .8rem }
 """
 LEGEND = (

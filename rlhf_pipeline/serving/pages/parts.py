@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = """
+:root { color-scheme: light dark }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem;
-       color: #1c1c1c; background: #fff; overflow-wrap: break-word }
+       color: CanvasText; background: Canvas; overflow-wrap: anywhere }
 nav a { margin-right: 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem;
        border-bottom: 1px solid #ddd; vertical-align: top } .n { text-align: right }
 img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; gap: 1rem }
 .facts div { border: 1px solid #ddd; border-radius: .4rem; padding: .5rem .9rem }
 .facts b { display: block; font-size: 1.25rem } .bad { color: #b2182b } .good { color: #1b7837 }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; overflow-wrap: break-word }
+@media (prefers-color-scheme: dark) { td, th, .facts div { border-color: #444 }
+       .bad, .fail { color: #ff9a9a } .good, .pass { color: #7fd495 }
+       .pause, .warn { color: #f0b070 } }
 """
 
 
