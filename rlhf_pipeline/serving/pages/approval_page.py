@@ -23,7 +23,16 @@ from rlhf_pipeline.evaluation.page import body
 from rlhf_pipeline.registry.comparison import compared_with, comparison_of, pictures_of
 from rlhf_pipeline.serving.access import sign, unsign
 from rlhf_pipeline.serving.pages.data_page import FORMS, form, form_of
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, to_first, when, whole
+from rlhf_pipeline.serving.pages.parts import (
+    STYLE,
+    answer,
+    inert,
+    new_nonce,
+    no_such_agent,
+    to_first,
+    when,
+    whole,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -44,7 +53,7 @@ def add_approval_page(
     def shown(agent_id: str, version: str | None, words: str = "", status: int = 200) -> Response:
         nonce, known = new_nonce(), agents()
         if agent_id not in known:
-            return answer(_whole("No such agent", "", nonce), nonce, 404)
+            return no_such_agent()
         waiting = registry.ledger.standing(agent_id).waiting
         told = [f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a></nav>', words]
         told += [_list(agent_id, waiting)]

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import structlog
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from rlhf_pipeline.alerts import Alert, alerts_about
+from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
@@ -27,6 +26,7 @@ from rlhf_pipeline.serving.pages.parts import (
     answer,
     inert,
     new_nonce,
+    no_such_agent,
     picture,
     table,
     to_first,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from rlhf_pipeline.feedback.claims import Claim
     from rlhf_pipeline.serving.gateway import Gateway
-
-log = structlog.get_logger(__name__)
 
 PATH = "/dashboard"
 RUN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a Dagster run's id
@@ -68,16 +66,12 @@ def add_dashboard(
     def made(agent_id: str) -> Response:
         known, nonce = agents(), new_nonce()
         if agent_id not in known:
-            page = whole("No such agent", _nav("", known, links) + "<h1>No such agent</h1>", nonce)
-            return answer(page, nonce, 404)
+            return no_such_agent()
         alerts = alerts_about(agent_id, gateway.champions.settings_of, looked, at=now())
-        try:
-            found = looked(agent_id)
-        except Exception:  # an alert says why, and the others' pages are a click away
-            log.exception("agent not looked at", agent=agent_id)
-            words = "<p>It cannot be looked at now; the log says more.</p>"
-            head = f"{_nav(agent_id, known, links)}<h1>{inert(agent_id)}</h1>{_told(alerts)}"
-            return answer(whole(agent_id, head + words, nonce), nonce, 503)
+        if any(alert.name == UNSEEN for alert in alerts):
+            body = f"{_nav(agent_id, known, links)}<h1>{inert(agent_id)}</h1>{_told(alerts)}"
+            return answer(whole(agent_id, body, nonce), nonce, 503)
+        found = looked(agent_id)
         page = render(
             found,
             alerts,

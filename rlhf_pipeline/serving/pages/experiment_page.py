@@ -22,6 +22,7 @@ from rlhf_pipeline.serving.pages.parts import (
     answer,
     inert,
     new_nonce,
+    no_such_agent,
     picture,
     table,
     when,
@@ -55,11 +56,12 @@ def add_experiment_page(
     def made(agent_id: str, experiment_id: str | None) -> Response:
         nonce = new_nonce()
         book = ExperimentBook(gateway.store.database)
-        known = agent_id in agents()
-        every = book.history(agent_id) if known else []
+        if agent_id not in agents():
+            return no_such_agent()
+        every = book.history(agent_id)
         chosen = [e for e in every if experiment_id in (None, e.experiment_id)]
         if not chosen:
-            return answer(_none(agent_id, every, known, nonce), nonce, 404)
+            return answer(_none(agent_id, every, nonce), nonce, 404)
         metrics = [PRIMARY, *guardrails_under(gateway.rules_of_trials(agent_id))]
         looks = book.looks(chosen[0].experiment_id)
         return answer(render(chosen[0], looks, metrics, every, nonce), nonce)
@@ -208,10 +210,8 @@ def _nav(agent_id: str, every: Sequence[Experiment]) -> str:
     return f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a> {links}</nav>'
 
 
-def _none(agent_id: str, every: Sequence[Experiment], known: bool, nonce: str) -> str:
+def _none(agent_id: str, every: Sequence[Experiment], nonce: str) -> str:
     """Return the page where there is nothing to show: the agent's others, or how one begins."""
-    if not known:
-        return _whole("No such agent", '<nav><a href="/dashboard">Agents</a></nav>', nonce)
     words = "<h1>No such experiment</h1><p>Those above are all there are.</p>"
     if not every:
         words = (

@@ -28,6 +28,7 @@ from rlhf_pipeline.serving.pages.parts import (
     answer,
     inert,
     new_nonce,
+    no_such_agent,
     table,
     to_first,
     when,
@@ -86,7 +87,7 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
     def listed(agent_id: str) -> Response:
         nonce, known = new_nonce(), agents()
         if agent_id not in known:
-            return answer(_whole("No such agent", "", nonce), nonce, 404)
+            return no_such_agent()
         return answer(_list(gateway.store.database, agent_id, known, nonce), nonce)
 
     def nobody() -> Response:

@@ -74,6 +74,16 @@ def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> 
     return HTMLResponse(page, status, headers=safe)
 
 
+def no_such_agent() -> HTMLResponse:
+    """Return the page of an agent that nobody knows."""
+    nonce = new_nonce()
+    body = (
+        '<nav><a href="/dashboard">Agents</a></nav><h1>No such agent</h1>'
+        "<p>Those that there are stand on the dashboard; feedback makes one known.</p>"
+    )
+    return answer(whole("No such agent", body, nonce), nonce, 404)
+
+
 def to_first(
     path: str, agents: Callable[[], Sequence[str]], nobody: Callable[[], Response]
 ) -> Callable[[], Awaitable[Response]]:

@@ -248,7 +248,7 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
     assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text
     assert client.get("/dashboard/%3Cb%3E").status_code == 404
-    assert '<a href="/dashboard/tea">tea</a>' in client.get("/dashboard/other").text
+    assert '<a href="/dashboard">Agents</a>' in client.get("/dashboard/other").text
 
     def gone(_: str) -> Settings:
         raise ConfigError("needed a recipe, found no gone.yaml")
@@ -263,9 +263,10 @@ def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
     store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.ensure_agent("milk")
-    seen = overview
+    seen, looks = overview, []
 
     def damaged(store: Any, ledger: Any, agent_id: str) -> Any:
+        looks.append(agent_id)
         if agent_id == "tea":
             raise RegistryError(f"needed a manifest, found none {HOSTILE}")
         return seen(store, ledger, agent_id)
@@ -280,7 +281,7 @@ def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
     add_dashboard(app, cast("Any", gateway), store.agents, {"Chat": "/ui/"})
     client = TestClient(app)
     page = client.get("/dashboard/tea")
-    assert page.status_code == 503
+    assert (page.status_code, looks) == (503, ["tea"])
     assert "needed a manifest, found none &lt;script&gt;" in page.text
     assert '<a href="/dashboard/milk">milk</a>' in page.text
     assert page.headers["content-security-policy"].startswith("default-src 'none'")

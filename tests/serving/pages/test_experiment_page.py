@@ -89,7 +89,7 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     assert other.status_code == 404
     assert f'"/experiments/tea?experiment={begun.experiment_id}"' in other.text
     nobody = client.get("/experiments/nobody")
-    assert (nobody.status_code, "<h1>" in nobody.text) == (404, False)
+    assert (nobody.status_code, "<h1>No such agent</h1>" in nobody.text) == (404, True)
     store.ensure_agent("milk")
     none = client.get("/experiments/milk")
     assert none.status_code == 404
