@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
 from rlhf_pipeline import records
 from rlhf_pipeline.config import Settings
@@ -31,7 +32,6 @@ STATE = "state"
 FORMAT = 1
 
 _LEFT_OUT = {"checkpoints"}  # folders
-_DATABASE = b"SQLite format 3\x00"
 # Where MLflow's own tables hold the place of an artifact, absolute by its design.
 _MLFLOW_PLACES = (
     ("experiments", "artifact_location"),
@@ -75,14 +75,12 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
     if target.resolve().is_relative_to(state.resolve()):
         raise BackupError(f"a backup inside the state folder would copy itself: {target}")
     with new_folder(target) as folder:
-        names = sorted(_files_of(state), key=lambda name: (not _is_database(state / name), name))
+        names = sorted(_files_of(state), key=lambda name: (not name.endswith(".db"), name))
         for done, name in enumerate(names, 1):
             copy = folder / STATE / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             try:
-                if _is_database(state / name):
-                    _copy_database(state / name, copy)
-                else:
+                if not (name.endswith(".db") and _copy_database(state / name, copy)):
                     shutil.copy(state / name, copy)  # with its mode: keys are their owner's
             except FileNotFoundError:  # a temporary file of somebody at work; the check below
                 continue  # misses it if anything registered needs it
@@ -167,24 +165,28 @@ def _copy_modes(source: Path, target: Path) -> None:
         shutil.copymode(source / path.relative_to(target), path)
 
 
-def _is_database(path: Path) -> bool:
-    if path.suffix != ".db":
-        return False
+def _copy_database(source: Path, target: Path) -> bool:
+    """Copy a database that others may be writing to, as of one instant; False where it is none.
+
+    SQLite alone opens it. Whoever closes a file loses every lock the process has on it (POSIX),
+    those of SQLite's open connections among them: the next to close the database takes its log
+    away under them, and what they commit after that is lost.
+    """
+    reading = f"file:{quote(str(source))}?mode=ro"
     try:
-        with path.open("rb") as file:
-            return file.read(len(_DATABASE)) == _DATABASE
-    except FileNotFoundError:
-        return False
-
-
-def _copy_database(source: Path, target: Path) -> None:
-    """Copy a database that others may be writing to, as of one instant."""
-    with (
-        closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True, timeout=60)) as reader,
-        closing(sqlite3.connect(target)) as writer,
-    ):
-        reader.backup(writer)
-        writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
+        with (
+            closing(sqlite3.connect(reading, uri=True, timeout=60)) as reader,
+            closing(sqlite3.connect(target)) as writer,
+        ):
+            reader.backup(writer)
+            writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
+    except sqlite3.DatabaseError as error:
+        if not source.exists():
+            raise FileNotFoundError(source) from error
+        if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+            return False
+        raise
+    return True
 
 
 def _check_models(state: Path) -> list[str]:

@@ -42,6 +42,16 @@ for n in range(1_000_000):
     print(n, flush=True)
 """
 
+LISTS = """
+import sys
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.store import FeedbackStore
+
+database = Database(f"sqlite:///{sys.argv[1]}/feedback.db")
+print(*FeedbackStore(database).agents())
+database.close()
+"""
+
 
 def settings_in(folder: Path) -> Settings:
     return Settings.model_validate({"recipe": "a test", "state_dir": folder})
@@ -92,6 +102,33 @@ def test_a_store_that_is_written_to_all_the_time_is_copied_as_of_one_instant(
     database.close()
     assert found == [f"key {n}" for n in range(len(found))]  # a prefix: nothing lost, nothing torn
     assert before <= len(found) <= after
+
+
+def test_a_copy_takes_no_locks_from_who_makes_it(state: Path, tmp_path: Path) -> None:
+    def listed_by_another() -> list[str]:
+        told = subprocess.run(
+            [sys.executable, "-c", LISTS, str(state)], check=True, capture_output=True, text=True
+        )
+        return told.stdout.split()
+
+    ours = FeedbackStore(Database(f"sqlite:///{state / 'feedback.db'}"))
+    ours.ensure_agent("coffee")
+    back_up(settings_in(state), tmp_path / "copy")
+    # Whoever thinks it is the last to close takes the log away, and with it what comes next.
+    assert listed_by_another() == ["tea", "coffee"]
+    ours.ensure_agent("cocoa")
+    found = listed_by_another()
+    ours.database.close()
+    assert found == ["tea", "coffee", "cocoa"]
+
+
+@pytest.mark.parametrize("name", ["notes.db", "100%20#1?.db"])
+def test_a_file_that_only_ends_as_a_database_does_is_copied_as_it_is(
+    name: str, state: Path, tmp_path: Path
+) -> None:
+    (state / name).write_bytes(b"not a database, and longer than the sixteen bytes of a head " * 9)
+    back_up(settings_in(state), tmp_path / "copy")
+    assert (tmp_path / "copy" / STATE / name).read_bytes() == (state / name).read_bytes()
 
 
 def test_a_copy_has_what_matters_and_says_what_it_is(state: Path, tmp_path: Path) -> None:
