@@ -528,7 +528,9 @@ class ExperimentSettings(Section):
         description="Shares of the users that meet the challenger, one step after the other.",
     )
     users_per_step: Positive = Field(
-        30, description="Challenger users at a step of the ramp before the next."
+        30,
+        description="Challenger users at a step of the ramp before the next; where so many do not "
+        "come, fewer do after a while: all steps but the last together take half the days at most.",
     )
     minutes_per_step: Minutes = 60.0
     days: Annotated[Days, Field(gt=0)] = Field(14.0, description="Then the champion stays.")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ ENDS: Mapping[Action, State] = {
 BELIEVED = 0.25
 """Part of its days after which the rate at which users come is believed: three days and a half by
 default, as a night or a weekend alone does not tell how many come on the other days."""
+ROWS_AT_ONCE = 1000
 REFUSES = re.compile(
     r"\b(i (can(no|')?t|am (not able|unable)|won'?t|must decline)|i'm (sorry|unable|not able))\b",
     re.IGNORECASE,
@@ -249,17 +250,25 @@ def _go_on(
     arms: Mapping[str, Arms],
     why: str,
 ) -> str:
-    """Take the next step of the ramp when enough people met the challenger for long enough."""
+    """Take the next step of the ramp when enough people met the challenger for long enough.
+
+    One hundredth of a few hundred people is never enough: a step in which anybody came takes its
+    part of half the days at most, which leaves the other half to the last step.
+    """
     wider = [share for share in settings.ramp if share > experiment.share]
-    waited = now() - experiment.share_since >= timedelta(minutes=settings.minutes_per_step)
-    users = arms["feedback_rate"].challenger.users
-    if wider and waited and users >= settings.users_per_step:
+    so_far = now() - experiment.share_since
+    waited = so_far >= timedelta(minutes=settings.minutes_per_step)
+    longest = timedelta(days=settings.days) / (2 * len(settings.ramp))
+    met = arms["feedback_rate"]
+    came = met.challenger.users + met.champion.users > 0
+    enough = met.challenger.users >= settings.users_per_step or (came and so_far >= longest)
+    if wider and waited and enough:
         book.ramp(experiment, wider[0])
         return f"ramped from {experiment.share:.0%} to {wider[0]:.0%}"
     return f"goes on at {experiment.share:.0%}: {why}"
 
 
-def _interactions(database: db.Database, experiment: Experiment) -> Iterable[Any]:
+def _interactions(database: db.Database, experiment: Experiment) -> Iterator[Any]:
     i = db.interactions.c
     columns = (
         i.interaction_id,
@@ -272,11 +281,10 @@ def _interactions(database: db.Database, experiment: Experiment) -> Iterable[Any
         i.latency_seconds,
     )
     query = sa.select(*columns).where(i.experiment == experiment.experiment_id)
-    with database.read() as connection:
-        return connection.execute(query.order_by(i.created_at)).all()
+    return _rows(database, query.order_by(i.created_at))
 
 
-def _votes(database: db.Database, experiment: Experiment) -> Iterable[Any]:
+def _votes(database: db.Database, experiment: Experiment) -> Iterator[Any]:
     f, i = db.effective_feedback.c, db.interactions.c
     query = (
         sa.select(f.interaction_id, f.kind, f.number, f.rater_id)
@@ -286,5 +294,10 @@ def _votes(database: db.Database, experiment: Experiment) -> Iterable[Any]:
         .where(i.experiment == experiment.experiment_id, f.source == "human")
         .order_by(f.seq)
     )
+    return _rows(database, query)
+
+
+def _rows(database: db.Database, query: sa.Select[Any]) -> Iterator[Any]:
+    """Yield what a query finds without holding all of it: weeks of answers may be among it."""
     with database.read() as connection:
-        return connection.execute(query).all()
+        yield from connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -98,6 +99,23 @@ def test_an_equal_challenger_goes_up_the_ramp_step_by_step_and_times_out(
     assert champion(ledger) == 0
     assert [e.state for e in book.history(AGENT)] == ["timed_out"]
     assert [k.look for k in book.looks(experiment.experiment_id)] == [1, 2, 3, 4]
+
+
+def test_a_few_people_hold_no_step_of_the_ramp_for_more_than_its_part_of_half_the_days(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    settings = SETTINGS.model_copy(update={"users_per_step": 30, "days": 12})
+    book, experiment = begin(store, 0.1)
+    longest = timedelta(days=12) / 2 / 2  # two steps share half the days
+
+    def looked(after: timedelta) -> str:
+        with patch("rlhf_pipeline.experiment.live.now", lambda: experiment.share_since + after):
+            return look(book, ledger, experiment, settings)[1]
+
+    assert "goes on at 10%" in looked(longest)  # nobody came: nothing is learnt by showing more
+    meet(store, experiment, range(60), likes=(0.6, 0.6))  # six or so meet the challenger
+    assert "goes on at 10%" in looked(longest - timedelta(minutes=1))
+    assert looked(longest) == "ramped from 10% to 50%"
 
 
 @pytest.mark.parametrize(
