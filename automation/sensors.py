@@ -33,7 +33,7 @@ from resources.pipeline import (
     bootstrap_mark,
 )
 from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
-from rlhf_pipeline.continuous import BACK_OFF, Due
+from rlhf_pipeline.continuous import Due, back_off
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
@@ -74,31 +74,35 @@ def enough_new_feedback(
 def _ended_unclaimed(
     instance: dg.DagsterInstance, pipeline: Pipeline, turn: Due, most: int
 ) -> tuple[int, str | None]:
-    """Return how many runs for this turn failed before they claimed it, and why none starts now.
+    """Return how many runs failed before they claimed, and why none starts now.
 
-    A run key is used up even by a run whose process never came to its first step; without this
-    count the turn would never be asked for again.
+    Counted since the agent's last claim. A run key is used up even by a run whose process never
+    came to its first step; without this count the turn would never be asked for again.
     """
+    claims = pipeline.claims.history(turn.agent_id)
     records = instance.get_run_records(
         dg.RunsFilter(
-            tags={AGENT: turn.agent_id, FINGERPRINT: turn.fingerprint[:32]},
+            job_name=retrain.name,
+            tags={AGENT: turn.agent_id},
             statuses=[dg.DagsterRunStatus.FAILURE],
+            created_after=claims[-1].created_at if claims else None,
         )
     )
     ended = [r for r in records if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
-    words = f"runs for {turn.fingerprint[:16]} failed before they began"
-    return len(ended), _why_wait(ended, most, words)
+    mark = turn.fingerprint[:32]
+    same = [r for r in ended if r.dagster_run.tags.get(FINGERPRINT) == mark]
+    words = f"{len(ended)} runs failed before they began"
+    return len(ended), _why_wait(ended, words, is_over=len(same) >= most)
 
 
-def _why_wait(failed: Sequence[dg.RunRecord], most: int, words: str) -> str | None:
-    """Return why none starts now after these: each doubles the wait, the last one ends it."""
+def _why_wait(failed: Sequence[dg.RunRecord], words: str, *, is_over: bool) -> str | None:
+    """Return why none starts now after these: each doubles the wait, until a person must look."""
     if not failed:
         return None
-    words = f"{len(failed)} {words}"
-    if len(failed) >= most:
+    if is_over:
         return f"{words}; a person must look"
     latest = max(record.update_timestamp for record in failed).replace(tzinfo=UTC)
-    wait = latest + BACK_OFF * 2 ** (len(failed) - 1) - now()
+    wait = latest + back_off(len(failed)) - now()
     return f"{words}; next in {wait}" if wait > timedelta() else None
 
 
@@ -124,7 +128,8 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
             key = f"{path}:{stamp_of(stat)}"
             ended = _failed_to_take_in(context.instance, key)
             most = settings.continuous_learning.max_attempts
-            if (reason := _why_wait(ended, most, f"runs for {path.name} failed")) is not None:
+            words = f"{len(ended)} runs for {path.name} failed"
+            if (reason := _why_wait(ended, words, is_over=len(ended) >= most)) is not None:
                 reasons.append(reason)
                 continue
             requests.append(
@@ -138,8 +143,8 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                     },
                 )
             )
-    words = "; ".join([f"{len(sizes)} files in {inbox}, none ready to take in", *reasons])
-    skip = None if requests else words
+    waiting = "; ".join([f"{len(sizes)} files in {inbox}, none ready to take in", *reasons])
+    skip = None if requests else waiting
     return dg.SensorResult(run_requests=requests, skip_reason=skip, cursor=json.dumps(sizes))
 
 

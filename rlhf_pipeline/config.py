@@ -505,7 +505,9 @@ class ContinuousLearningSettings(Section):
     enabled: bool = True
     min_new_feedback: Positive = Field(100, description="Effective votes that start a turn.")
     min_age_seconds: Annotated[float, Field(ge=0)] = Field(
-        60.0, description="Quiet time after the newest vote, so that a burst is taken whole."
+        60.0,
+        description="Quiet time after the newest vote, so that a burst is taken whole; where votes "
+        "never pause, those that have waited ten times as long are taken.",
     )
     cool_down_minutes: Minutes = 60.0
     nightly_cron: Cron = Field("0 2 * * *", description="In UTC.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -13,6 +14,8 @@ from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
+LONGEST_BACK_OFF = timedelta(hours=6)
+PATIENCE = 10  # times the quiet time: enough votes that have waited so long go without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +72,22 @@ def due(
         # version could meet nobody while this one does.
         return NotDue(agent_id, f"version {running.challenger} is in an experiment")
     last = claims.last_done(agent_id)
-    new = store.new_since(agent_id, last.watermark if last else 0)
+    watermark = last.watermark if last else 0
+    new = store.new_since(agent_id, watermark)
     needed = min_new_feedback or rules.min_new_feedback
     if new.votes < needed or new.newest_received_at is None:
         return NotDue(agent_id, f"{new.votes} new votes of the {needed} needed")
-    age = (at - new.newest_received_at).total_seconds()
-    if age < rules.min_age_seconds:
-        return NotDue(
-            agent_id, f"newest vote is {age:.0f} s old, {rules.min_age_seconds:g} s needed"
-        )
+    age, quiet = at - new.newest_received_at, timedelta(seconds=rules.min_age_seconds)
+    if age < quiet:
+        # An assistant that people use around the clock is never quiet.
+        new = store.new_since(agent_id, watermark, until=at - PATIENCE * quiet)
+        if new.votes < needed:
+            return NotDue(
+                agent_id,
+                f"newest vote is {age.total_seconds():.0f} s old, {rules.min_age_seconds:g} s "
+                f"needed, or {needed} votes that have waited {PATIENCE * rules.min_age_seconds:g} "
+                f"s: {new.votes} have",
+            )
     history = claims.history(agent_id)
     if last is not None and last.watermark > 0:  # version 0 from seeds needs no rest
         rested = (at - last.heartbeat_at).total_seconds() / 60
@@ -98,15 +108,29 @@ def due(
         return NotDue(
             agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
         )
-    if earlier:
-        waited = (at - earlier[-1].heartbeat_at).total_seconds() / 60
-        back_off = (BACK_OFF * 2 ** (len(earlier) - 1)).total_seconds() / 60
-        if waited < back_off:
+    # Whatever they trained on: with each new vote there is another fingerprint to fail at.
+    if failed := failed_since_verdict(history):
+        waited, wait = at - failed[-1].heartbeat_at, back_off(len(failed))
+        if waited < wait:
             return NotDue(
                 agent_id,
-                f"{waited:.1f} min since attempt {len(earlier)} failed, {back_off:g} needed",
+                f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
+                f"the last verdict), {wait / timedelta(minutes=1):g} needed",
             )
     return Due(agent_id, mark, new.newest_seq, new.votes, len(earlier) + 1)
+
+
+def failed_since_verdict(history: list[Claim]) -> list[Claim]:
+    """Return the attempts after the newest that came to its verdict, oldest first."""
+    done = max((n for n, claim in enumerate(history, 1) if claim.state == "done"), default=0)
+    return history[done:]
+
+
+def back_off(failures: int) -> timedelta:
+    """Return how long to wait after so many failures in a row, one or more."""
+    doublings = min(failures - 1, math.ceil(math.log2(LONGEST_BACK_OFF / BACK_OFF)))
+    doubled: timedelta = BACK_OFF * 2**doublings
+    return min(doubled, LONGEST_BACK_OFF)
 
 
 def minutes_since(history: list[Claim], start: datetime) -> float:

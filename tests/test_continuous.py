@@ -7,11 +7,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from rlhf_pipeline.config import Settings, load_settings
-from rlhf_pipeline.continuous import BACK_OFF, Due, NotDue, due, minutes_since
+from rlhf_pipeline.continuous import BACK_OFF, Due, NotDue, back_off, due, minutes_since
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
@@ -139,8 +140,24 @@ def test_a_burst_is_taken_whole(agent: Agent) -> None:
     agent.send(5)
     agent.at = now() + timedelta(seconds=20)
     reason = agent.refusal()
-    assert reason.endswith(" s old, 60 s needed")
+    assert reason.endswith(" s old, 60 s needed, or 5 votes that have waited 600 s: 0 have")
     assert 15 <= int(reason.removeprefix("newest vote is ").split()[0]) <= 21
+
+
+def test_where_votes_never_pause_enough_of_them_wait_ten_quiet_times_at_most(agent: Agent) -> None:
+    agent.send(5)
+    waited = agent.newest()
+    begun, until = now(), now() + timedelta(seconds=600)
+    with patch("rlhf_pipeline.feedback.store.now", lambda: until):
+        agent.send(3)
+    agent.at = until + timedelta(seconds=1)
+    verdict = agent.asks()
+    assert isinstance(verdict, Due)
+    # Of what has waited: a younger vote may still be on its way into its place before others.
+    assert (verdict.votes, verdict.watermark) == (5, waited)
+    assert "6 votes that have waited 600 s: 5 have" in agent.refusal(min_new_feedback=6)
+    agent.at = begun + timedelta(seconds=590)
+    assert "5 votes that have waited 600 s: 0 have" in agent.refusal()
 
 
 def test_a_paused_agent_says_why(agent: Agent) -> None:
@@ -238,14 +255,31 @@ def test_a_failed_attempt_is_tried_again_after_a_while_that_doubles(agent: Agent
     begin = agent.at
     agent.turn(begin, 1, "failed")
     agent.at = begin + timedelta(minutes=3)
-    assert agent.refusal() == "2.0 min since attempt 1 failed, 5 needed"
+    assert agent.refusal() == "2.0 min since a turn failed (1 since the last verdict), 5 needed"
     agent.at = begin + timedelta(minutes=1) + BACK_OFF
     second = agent.asks()
     assert isinstance(second, Due)
     assert (second.attempt, second.run_key[-2:]) == (2, ":2")
     agent.turn(agent.at, 1, "failed")
     agent.at += timedelta(minutes=10)
-    assert agent.refusal() == "9.0 min since attempt 2 failed, 10 needed"
+    assert agent.refusal() == "9.0 min since a turn failed (2 since the last verdict), 10 needed"
+
+
+def test_new_votes_do_not_start_what_failed_just_now(agent: Agent) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(minutes=60), 1, "done")
+    for minutes in (30, 20, 7):
+        agent.send(5)
+        agent.turn(agent.at - timedelta(minutes=minutes), 1, "failed")
+    agent.send(5)  # another fingerprint each time
+    assert agent.refusal() == "6.0 min since a turn failed (3 since the last verdict), 20 needed"
+    agent.at += timedelta(minutes=14)
+    assert isinstance(agent.asks(), Due)
+
+
+def test_the_wait_doubles_up_to_six_hours() -> None:
+    waits = [back_off(n) / timedelta(minutes=1) for n in (1, 2, 3, 7, 8, 9, 10_000)]
+    assert waits == [5, 10, 20, 320, 360, 360, 360]
 
 
 def test_after_the_last_attempt_a_person_must_look(agent: Agent) -> None:

@@ -256,14 +256,22 @@ class FeedbackStore:
         values["prompt"] = prompt_from_json(values["prompt"])
         return Interaction(**values)
 
-    def new_since(self, agent_id: str, watermark: int) -> NewFeedback:
-        """Return what arrived after the watermark; costs what is new, not what is there."""
+    def new_since(
+        self, agent_id: str, watermark: int, *, until: datetime | None = None
+    ) -> NewFeedback:
+        """Return what arrived after the watermark, and where said by a moment.
+
+        Costs what is new, not what is there.
+        """
         f = db.feedback.c
+        new = [f.agent_id == agent_id, f.seq > watermark]
+        if until is not None:
+            new.append(f.received_at <= until)
         with self.database.read() as connection:
             # Materialised, or SQLite reads the agent's whole voting index to save itself a sort.
             fresh = (
                 sa.select(f.voter, f.target, f.kind)
-                .where(f.agent_id == agent_id, f.seq > watermark, f.erased_at.is_(None))
+                .where(*new, f.erased_at.is_(None))
                 .cte("fresh")
                 .prefix_with("MATERIALIZED")
             )
@@ -271,10 +279,7 @@ class FeedbackStore:
                 sa.select(sa.func.count()).select_from(sa.select(fresh).distinct().subquery())
             ).scalar_one()
             last = connection.execute(
-                sa.select(f.seq, f.received_at)
-                .where(f.agent_id == agent_id, f.seq > watermark)
-                .order_by(f.seq.desc())
-                .limit(1)
+                sa.select(f.seq, f.received_at).where(*new).order_by(f.seq.desc()).limit(1)
             ).first()
         return NewFeedback(votes, last.seq if last else watermark, last and last.received_at)
 

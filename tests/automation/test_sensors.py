@@ -252,11 +252,14 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
     ticks.instance.add_dynamic_partitions("agents", [agent])
     ticks.vote(agent, 40)
     [first] = ticks.tick("enough_new_feedback").run_requests
-    tag = {FINGERPRINT: first.tags[FINGERPRINT]}
-    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
+
+    def die(asked: dg.RunRequest) -> None:
+        run = ticks.start_run(agent, job="retrain", **{FINGERPRINT: asked.tags[FINGERPRINT]})
+        ticks.instance.report_run_failed(run)
+
+    die(first)
     skipped = ticks.tick("enough_new_feedback").skip_message
-    assert "stillborn: 1 runs for" in skipped
-    assert "failed before they began; next in 0:0" in skipped
+    assert "stillborn: 1 runs failed before they began; next in 0:0" in skipped
 
     def later(after: timedelta) -> Any:
         moment = now() + after
@@ -265,12 +268,18 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
 
     [again] = later(BACK_OFF).run_requests
     assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
-    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
-    assert "2 runs for" in later(BACK_OFF).skip_message
+    die(again)
+    assert "2 runs failed" in later(BACK_OFF).skip_message
     [third] = later(2 * BACK_OFF).run_requests
     assert third.run_key == f"{first.run_key}.2"
-    ticks.instance.report_run_failed(ticks.start_run(agent, **tag))
+    die(third)
     assert "a person must look" in later(99 * BACK_OFF).skip_message
+    ticks.vote(
+        agent, 1, start=40
+    )  # other votes: asked for again, and not at once for the fourth time
+    assert "3 runs failed before they began; next in" in later(2 * BACK_OFF).skip_message
+    [other] = later(4 * BACK_OFF).run_requests
+    assert other.tags[FINGERPRINT] != third.tags[FINGERPRINT]
 
 
 # -- dropped_files ----------------------------------------------------------------------------
