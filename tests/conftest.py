@@ -36,12 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nobodys_environment() -> Iterator[None]:
-    """Tests neither read nor write the state, recipe or Dagster home of whoever runs them."""
+    """Tests neither read nor write the state, recipe or Dagster home of whoever runs them.
+
+    Nor does the width of their terminal, or the length of a temporary path, break a line of theirs.
+    """
     names = [n for n in os.environ if n.startswith("RLHF_") or n == "DAGSTER_HOME"]
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.delenv(name)
         patch.setenv("DAGSTER_DISABLE_TELEMETRY", "1")
+        patch.setenv("COLUMNS", "200")
         yield
 
 

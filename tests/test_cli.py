@@ -48,7 +48,6 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     for name in ("RECIPE", "DATABASE_URL", "MLFLOW_URI", "WEBHOOK", "AGENT"):
         monkeypatch.delenv(f"RLHF_{name}", raising=False)
     monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*words: str, typed: str | None = None, code: int = 0) -> Result:
         result = CliRunner().invoke(app, list(words), input=typed)

@@ -157,7 +157,7 @@ def run_dg(*arguments: str, home: Path) -> str:
     done = subprocess.run(
         [tool, *arguments],
         cwd=ROOT,
-        env={**os.environ, "DAGSTER_HOME": str(home), "COLUMNS": "200"},
+        env={**os.environ, "DAGSTER_HOME": str(home)},
         capture_output=True,
         text=True,
         check=False,

@@ -341,7 +341,8 @@ def test_logprobs_in_pieces_have_the_same_values_and_gradients(
     whole = value_and_gradient()
     monkeypatch.setattr(sampling, "LOGITS_AT_ONCE", 5 * V)
     pieces = value_and_gradient()
-    torch.testing.assert_close(pieces, whole)
+    # Sums in another order, some of thousands of terms that nearly cancel.
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_hidden_states_have_not_seen_the_token_they_predict() -> None:

@@ -187,11 +187,11 @@ def test_freed_memory_goes_back_between_phases(
 def test_the_peak_of_resident_memory_counts_from_where_it_was_forgotten() -> None:
     memory.forget_peak()
     before, _ = memory.resident_memory()
-    block = torch.ones(2**23)  # 32 MiB
+    block = torch.ones(2**24)  # 64 MiB: more than glibc ever keeps in its heap
     del block
-    assert memory.resident_memory()[1] - before > 24 * 2**20
+    assert memory.resident_memory()[1] - before > 48 * 2**20
     memory.forget_peak()
-    assert memory.resident_memory()[1] - before < 24 * 2**20
+    assert memory.resident_memory()[1] - before < 48 * 2**20
 
 
 def test_tensorboard_hears_every_update(tmp_path: Path) -> None:
