@@ -48,7 +48,7 @@ from rlhf_pipeline.ppo.critic import (
     load_reward_adapters,
     load_reward_trunk,
 )
-from rlhf_pipeline.ppo.memory import keep_large_blocks_apart
+from rlhf_pipeline.ppo.memory import suit_allocator
 from rlhf_pipeline.ppo.processes import ALONE, Team, base_shares, join_team
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -217,7 +217,7 @@ def build_learner(
     digest = None if base is None else base.digest
     optimizer = new_optimizer(trainable_of(policy, critic), settings)
     if policy.device.type == "cpu":
-        keep_large_blocks_apart(list(policy.model.parameters()))
+        suit_allocator(list(policy.model.parameters()))
     learner = Learner(
         policy, saved_model, reference, critic, optimizer, settings, digest, scaler=scaler
     )

@@ -47,7 +47,13 @@ from rlhf_pipeline.policy.loading import (
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
 from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, check_context, new_scaler
-from rlhf_pipeline.ppo.memory import LARGE_MODEL, forget_peak, give_back_freed, resident_memory
+from rlhf_pipeline.ppo.memory import (
+    LARGE_MODEL,
+    forget_peak,
+    give_back_freed,
+    resident_memory,
+    suit_allocator,
+)
 from rlhf_pipeline.ppo.optimising import descend
 from rlhf_pipeline.ppo.processes import base_shares
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -283,6 +289,7 @@ def rehearse(config: Any, plan: Plan) -> Plan:
         return plan
     before = _settled_memory()
     model = _random_model(config, settings)
+    suit_allocator(list(model.parameters()))
     separate = settings.has_critic and settings.critic == "separate"
     critic = _random_model(config, settings) if separate else None
     networks = [net for net in (model, critic) if net is not None]

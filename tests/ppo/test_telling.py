@@ -151,7 +151,9 @@ def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_large_blocks_are_kept_apart_for_large_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_blocks_are_given_back_by_large_models_and_kept_by_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[int, int]] = []
 
     def mallopt(option: int, value: int) -> int:
@@ -162,12 +164,13 @@ def test_large_blocks_are_kept_apart_for_large_models_only(monkeypatch: pytest.M
     monkeypatch.setattr("sys.platform", "linux")
     small = torch.empty(1000, device="meta")
     large = torch.empty(memory.LARGE_MODEL // 4, device="meta")
-    assert not memory.keep_large_blocks_apart([small])
-    assert asked == []
-    assert memory.keep_large_blocks_apart([small, large])
+    assert memory.suit_allocator([small])
+    assert asked == [(-3, 2**25), (-1, 2**28)]
+    asked.clear()
+    assert memory.suit_allocator([small, large])
     assert asked == [(-3, 2**20)]
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())  # another C library
-    assert not memory.keep_large_blocks_apart([large])
+    assert not memory.suit_allocator([large])
 
 
 def test_freed_memory_goes_back_between_phases(
