@@ -31,7 +31,12 @@ def training_data(
     """The validated votes as data sets; no prompt is in two splits."""
     with pipeline.turn(context) as turn:
         feedback = turn.settings.feedback
-        votes = stages.without_gold(turn, snapshot.read(turn.data / VALIDATED))
+        every = stages.without_gold(turn, snapshot.read(turn.data / VALIDATED))
+        votes = datasets.newest(every, feedback.max_votes)
+        if len(votes) < len(every):
+            context.log.info(
+                "the newest %d of %d votes train (feedback.max_votes)", len(votes), len(every)
+            )
         capped, left_out = datasets.within_caps(
             votes, per_rater=feedback.max_per_rater, unsigned=feedback.max_unsigned
         )
@@ -58,6 +63,7 @@ def training_data(
                 source=turn.data / VALIDATED,
                 context="training",
                 counts={
+                    "older": len(every) - len(votes),
                     "over_caps": len(votes) - len(capped),
                     "preference_pairs": len(built.preference_pairs),
                     "reward_examples": len(built.reward_examples),

@@ -171,6 +171,12 @@ class FeedbackSettings(Section):
         4, ge=1, le=5, description="Rating from which a completion is imitated."
     )
     max_samples: Positive | None = Field(None, description="Rows per data set; None keeps all.")
+    max_votes: Positive | None = Field(
+        100_000,
+        description="Votes that data sets are made of, the newest; older ones stay in the "
+        "snapshot. Without a bound a turn takes longer every year, and new votes weigh ever less. "
+        "None: all.",
+    )
     max_per_rater: Positive | None = Field(
         1000,
         description="Votes of one rater that data sets are made of, the same ones every time; the "

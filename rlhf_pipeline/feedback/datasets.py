@@ -147,6 +147,17 @@ def build(
     )
 
 
+def newest(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
+    """Return the rows of a snapshot frame that were stored last, so many at most, in their order.
+
+    Of what `within_caps` then keeps of somebody's votes by their hash, new ones have their part
+    however long people have voted.
+    """
+    if most is None or len(frame) <= most:
+        return frame
+    return frame[frame["seq"].rank(method="first") > len(frame) - most].reset_index(drop=True)
+
+
 def within_caps(
     frame: pd.DataFrame, *, per_rater: int | None, unsigned: int | None
 ) -> tuple[pd.DataFrame, Mapping[str, int]]:

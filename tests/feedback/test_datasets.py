@@ -19,6 +19,7 @@ from rlhf_pipeline.feedback.datasets import (
     Job,
     build,
     job_of,
+    newest,
     read_jsonl,
     split_of,
     unit_interval,
@@ -281,6 +282,23 @@ def votes_by(*senders: tuple[str | None, str, int]) -> pd.DataFrame:
             "origin": [origin for _, origin in rows],
         }
     )
+
+
+def test_the_newest_votes_train_however_long_people_have_voted() -> None:
+    votes = votes_by(("ann", "api", 30), (None, "api", 70)).assign(seq=[*range(50, 150)])
+    votes = votes.sample(frac=1, random_state=0).reset_index(drop=True)
+    kept = newest(votes, 40)
+    assert sorted(kept["seq"]) == [*range(110, 150)]
+    assert kept["seq"].tolist() == [seq for seq in votes["seq"] if seq >= 110]
+    assert kept.index.tolist() == list(range(40))
+    assert newest(votes, None) is newest(votes, 100) is votes
+    # A rater at the cap is heard with new votes too.
+    old = votes_by(("ann", "api", 1000)).assign(seq=range(1000))
+    new = votes_by(("ann", "api", 20)).assign(seq=range(1000, 1020))
+    new["feedback_id"] = "new-" + new["feedback_id"]
+    both = newest(pd.concat([old, new], ignore_index=True), 40)
+    heard, _ = within_caps(both, per_rater=20, unsigned=None)
+    assert heard["feedback_id"].str.startswith("new-").sum() >= 5
 
 
 def test_no_rater_has_more_votes_than_the_cap() -> None:
