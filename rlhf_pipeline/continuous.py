@@ -102,13 +102,8 @@ def due(
             agent_id,
             f"{spent:.0f} min of training in 24 h, budget {rules.gpu_minutes_per_night} min",
         )
-    mark = snapshot.fingerprint(database, agent_id, new.newest_seq)
-    earlier = [claim for claim in history if claim.fingerprint == mark]
-    if len(earlier) >= rules.max_attempts:
-        return NotDue(
-            agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
-        )
-    # Whatever they trained on: with each new vote there is another fingerprint to fail at.
+    # Whatever they trained on: with each new vote there is another fingerprint to fail at. Asked
+    # before that is made, which reads every vote.
     if failed := failed_since_verdict(history):
         waited, wait = at - failed[-1].heartbeat_at, back_off(len(failed))
         if waited < wait:
@@ -117,6 +112,12 @@ def due(
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
                 f"the last verdict), {wait / timedelta(minutes=1):g} needed",
             )
+    mark = snapshot.fingerprint(database, agent_id, new.newest_seq)
+    earlier = [claim for claim in history if claim.fingerprint == mark]
+    if len(earlier) >= rules.max_attempts:
+        return NotDue(
+            agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
+        )
     return Due(agent_id, mark, new.newest_seq, new.votes, len(earlier) + 1)
 
 
