@@ -74,10 +74,11 @@ def enough_new_feedback(
 def _ended_unclaimed(
     instance: dg.DagsterInstance, pipeline: Pipeline, turn: Due, most: int
 ) -> tuple[int, str | None]:
-    """Return how many runs failed before they claimed, and why none starts now.
+    """Return how many runs that were asked for failed before they claimed, and why none starts now.
 
-    Counted since the agent's last claim. A run key is used up even by a run whose process never
-    came to its first step; without this count the turn would never be asked for again.
+    Counted since the agent's last claim; what a person began is not. A run key is used up even by a
+    run whose process never came to its first step; without this count the turn would never be asked
+    for again.
     """
     claims = pipeline.claims.history(turn.agent_id)
     records = instance.get_run_records(
@@ -88,9 +89,10 @@ def _ended_unclaimed(
             created_after=claims[-1].created_at if claims else None,
         )
     )
-    ended = [r for r in records if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
+    asked = [r for r in records if FINGERPRINT in r.dagster_run.tags]
+    ended = [r for r in asked if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
     mark = turn.fingerprint[:32]
-    same = [r for r in ended if r.dagster_run.tags.get(FINGERPRINT) == mark]
+    same = [r for r in ended if r.dagster_run.tags[FINGERPRINT] == mark]
     words = f"{len(ended)} runs failed before they began"
     return len(ended), _why_wait(ended, words, is_over=len(same) >= most)
 
