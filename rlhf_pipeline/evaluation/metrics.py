@@ -105,8 +105,9 @@ def repetition(text: str, n: int = 4) -> float:
 
 
 def repetition_change(now: float, before: float) -> float:
-    """Return how much more is repeated, relative to what was, or to 0.02 where that was less."""
-    return (now - before) / max(before, REPETITION_FLOOR)
+    """Return how much more is repeated, relative to what was; either counts as 0.02 at least."""
+    now, before = max(now, REPETITION_FLOOR), max(before, REPETITION_FLOOR)
+    return (now - before) / before
 
 
 def bleu(text: str, references: Sequence[str], n: int) -> float:

@@ -112,7 +112,7 @@ class EvaluationReport:
 
         `prompts` (how many were compared), `candidate/gate_score`, `vs_champion/gate_score_low`,
         `vs_champion/win_rate`, ... and, per other system, `length_ratio`, `distinct_2_change` and
-        `perplexity_change` (relative), `repetition_change` (relative to at least 0.02),
+        `perplexity_change` (relative), `repetition_change` (below 0.02 counts as that),
         `truncation_beyond` (the candidate's rate where it exceeds the other's, else 0),
         `behaviour_worse` (behaviour items, and kinds of them, that it fails more often). What was
         not measured is not there.

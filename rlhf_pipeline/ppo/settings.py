@@ -147,8 +147,8 @@ class PpoSettings:
     chosen; None sets no bound."""
     max_repetition: float | None = 0.25
     """No checkpoint is chosen whose completions repeat themselves by more than this share more than
-    before training (4-grams, to at least 2 %), as the gate would not have it: what a reward model
-    thinks of a phrase said twice it has seldom been told. None sets no bound."""
+    before training (4-grams; below 2 % counts as 2), as the gate would not have it: what a reward
+    model thinks of a phrase said twice it has seldom been told. None sets no bound."""
 
     # the machine
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
