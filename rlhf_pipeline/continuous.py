@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -129,9 +128,8 @@ def failed_since_verdict(history: list[Claim]) -> list[Claim]:
 
 def back_off(failures: int) -> timedelta:
     """Return how long to wait after so many failures in a row, one or more."""
-    doublings = min(failures - 1, math.ceil(math.log2(LONGEST_BACK_OFF / BACK_OFF)))
-    doubled: timedelta = BACK_OFF * 2**doublings
-    return min(doubled, LONGEST_BACK_OFF)
+    times: float = min(2 ** (failures - 1), LONGEST_BACK_OFF / BACK_OFF)
+    return BACK_OFF * times
 
 
 def minutes_since(history: list[Claim], start: datetime) -> float:

@@ -274,9 +274,8 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
     assert third.run_key == f"{first.run_key}.2"
     die(third)
     assert "a person must look" in later(99 * BACK_OFF).skip_message
-    ticks.vote(
-        agent, 1, start=40
-    )  # other votes: asked for again, and not at once for the fourth time
+    # Other votes are asked for again, and not at once for the fourth time.
+    ticks.vote(agent, 1, start=40)
     assert "3 runs failed before they began; next in" in later(2 * BACK_OFF).skip_message
     [other] = later(4 * BACK_OFF).run_requests
     assert other.tags[FINGERPRINT] != third.tags[FINGERPRINT]
