@@ -37,7 +37,7 @@ from rlhf_pipeline.continuous import Due, back_off
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.experiment.live import look
+from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
@@ -233,6 +233,9 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
     for experiment in book.all_running():
         try:
             settings = pipeline.settings(experiment.agent_id).experiments
+            if not catch_up(pipeline.database, experiment, settings, most=ANSWERS_AT_ONCE):
+                said.append(f"{experiment.agent_id}: counts the answers so far")
+                continue
             _, done = look(book, pipeline.ledger, experiment, settings)
         except Exception as error:  # the others are looked at all the same
             log.exception("experiment not looked at", agent=experiment.agent_id)

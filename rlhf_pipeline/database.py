@@ -77,7 +77,7 @@ interactions = sa.Table(
     sa.Column("latency_seconds", sa.Float),
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Index("ix_interactions_agent_created", "agent_id", "created_at"),
-    sa.Index("ix_interactions_experiment", "experiment"),
+    sa.Index("ix_interactions_experiment_created", "experiment", "created_at"),
 )
 
 feedback = sa.Table(

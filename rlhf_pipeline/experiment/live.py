@@ -9,6 +9,9 @@ earlier days in the new arm; beside people who have, a day without votes would s
 challenger.) What it costs is the numbers of smaller steps; people who come again count again.
 Arms are drawn by the hash, never by what people thought. A fallback answer stays in its arm.
 
+Answers are read once: a process keeps what it has counted of a running experiment, and reads those
+that came since. Votes, which people change and take back, are read at every look.
+
 Opinions are counted by who has them: an annotator who judges the answers of a thousand people is
 one opinion in either arm, not a thousand. What is counted by the person who was answered (how much
 of it got a vote, how much a thumb down) hears each voter on one person's answers in either arm.
@@ -17,11 +20,13 @@ of it got a vote, how much a thumb down) hears each voter on one person's answer
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -57,6 +62,10 @@ BELIEVED = 0.25
 """Part of its days after which the rate at which users come is believed: three days and a half by
 default, as a night or a weekend alone does not tell how many come on the other days."""
 ROWS_AT_ONCE = 1000
+ANSWERS_AT_ONCE = 100_000  # counted in one tick of a sensor, which Dagster ends after a minute
+SETTLED = timedelta(minutes=15)
+"""Age from which an answer is counted for good: a younger one may yet be stored after one that was
+given later, and would be passed over."""
 REFUSES = re.compile(
     r"\b(i (can(no|')?t|am (not able|unable)|won'?t|must decline)|i'm (sorry|unable|not able))\b",
     re.IGNORECASE,
@@ -64,18 +73,126 @@ REFUSES = re.compile(
 """Words that begin a refusal, in English; a completion is searched in its first 80 characters."""
 
 
-@dataclass(slots=True)
-class _Person:
-    """What one user did and said in one arm."""
+_Place = tuple[str, Arm]  # a user in an arm
+
+
+class _Answered(NamedTuple):
+    """What one user was answered in one arm: sums over the answers."""
 
     answers: int = 0
     fallbacks: int = 0
     truncated: int = 0
     refusals: int = 0
     slow: int = 0
-    length: float = 0.0
-    heard: set[str] = field(default_factory=set)  # interactions with any feedback
-    downs: int = 0
+    words: int = 0  # of an answer at most as many as make it a long one
+
+    def and_(self, other: _Answered) -> _Answered:
+        """Return the sums over both."""
+        return _Answered(
+            self.answers + other.answers,
+            self.fallbacks + other.fallbacks,
+            self.truncated + other.truncated,
+            self.refusals + other.refusals,
+            self.slow + other.slow,
+            self.words + other.words,
+        )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Who was answered what while the present share held, and who met it or one before."""
+
+    people: dict[_Place, _Answered] = field(default_factory=dict)
+    met: dict[str, tuple[float, Arm]] = field(default_factory=dict)  # share and arm at first
+    until: datetime | None = None  # the newest answer's moment
+
+    def read(
+        self,
+        database: db.Database,
+        experiment: Experiment,
+        rules: ExperimentSettings,
+        *,
+        settled: datetime | None = None,
+        most: int | None = None,
+    ) -> bool:
+        """Count the answers that came since, up to a moment; return whether these were all.
+
+        No more than `most`, but for others of the last one's moment.
+        """
+        with closing(_interactions(database, experiment, self.until, settled)) as rows:
+            for n, row in enumerate(rows):
+                if most is not None and n >= most and row.created_at != self.until:
+                    return False
+                self._count(row, experiment, rules)
+                self.until = row.created_at
+        return True
+
+    def _count(self, row: Any, experiment: Experiment, rules: ExperimentSettings) -> None:
+        user, arm = row.user_id or row.session_id, row.arm
+        if user is None or arm not in ("champion", "challenger"):
+            return
+        share = float(row.sampling.get("challenger_share", 0.0))
+        self.met.setdefault(user, (share, arm))
+        if share != experiment.share:
+            return
+        served = experiment.challenger if arm == "challenger" else experiment.champion
+        answered = _Answered(
+            answers=1,
+            # The version says it of older rows alone: a baseline that is champion stands in for
+            # itself.
+            fallbacks=row.sampling.get("fell_back", row.model_version != served),
+            truncated=row.sampling.get("ending") == "length",
+            refusals=REFUSES.search(row.completion[:80]) is not None,
+            slow=(row.latency_seconds or 0.0) > rules.slow_seconds,
+            words=min(len(row.completion.split()), rules.long_words),
+        )
+        self.people[user, arm] = self.people.get((user, arm), _Answered()).and_(answered)
+
+    def and_(self, newer: _Tally) -> _Tally:
+        """Return both as one: who was met in this one was met here first."""
+        people = dict(self.people)
+        for place, answered in newer.people.items():
+            people[place] = people.get(place, _Answered()).and_(answered)
+        return _Tally(people, newer.met | self.met, newer.until or self.until)
+
+
+_KEPT: dict[tuple[str, str], tuple[object, _Tally]] = {}
+"""By database and agent: of its running experiment, what was counted for good, and under what."""
+_READING = threading.Lock()
+
+
+def catch_up(
+    database: db.Database,
+    experiment: Experiment,
+    settings: ExperimentSettings,
+    *,
+    most: int | None = None,
+) -> bool:
+    """Count answers that are SETTLED for good; return whether all of them are counted.
+
+    They are counted anew where the share, a rule or an erasure changed what counts.
+    """
+    with _READING:
+        tally = _kept(database, experiment, settings)
+        return tally.read(database, experiment, settings, settled=now() - SETTLED, most=most)
+
+
+def _kept(database: db.Database, experiment: Experiment, settings: ExperimentSettings) -> _Tally:
+    """Return what was counted for good under the rules that hold, nothing where they are new."""
+    e = db.erasures.c
+    erased = sa.select(sa.func.count()).where(e.agent_id == experiment.agent_id)
+    with database.read() as connection:
+        under = (
+            experiment.experiment_id,
+            experiment.share,
+            settings.slow_seconds,
+            settings.long_words,
+            connection.execute(erased).scalar_one(),
+        )
+    place = (str(database.url), experiment.agent_id)
+    if place not in _KEPT or _KEPT[place][0] != under:
+        _KEPT[place] = under, _Tally()
+    return _KEPT[place][1]
 
 
 def guardrails_under(settings: ExperimentSettings) -> list[Metric]:
@@ -115,79 +232,59 @@ def measured(
     database: db.Database, experiment: Experiment, settings: ExperimentSettings
 ) -> tuple[dict[str, Arms], list[RampStep]]:
     """Return every metric's users in either arm, and how many users each step of the ramp met."""
-    people: dict[tuple[str, Arm], _Person] = defaultdict(_Person)
-    met: dict[str, tuple[float, Arm]] = {}  # user -> share and arm when first seen
-    where: dict[str, tuple[str, Arm]] = {}
-    opinions: dict[tuple[str, Arm], list[float]] = defaultdict(list)  # by who voted
-    heard_on: dict[tuple[str, Arm], str] = {}  # who voted -> the user on whose answers they count
-    for row in _interactions(database, experiment):
-        user, arm = row.user_id or row.session_id, row.arm
-        if user is None or arm not in ("champion", "challenger"):
-            continue
-        share = float(row.sampling.get("challenger_share", 0.0))
-        met.setdefault(user, (share, arm))
-        if share != experiment.share:
-            continue
-        where[row.interaction_id] = (user, arm)
-        person = people[user, arm]
-        person.answers += 1
-        served = experiment.challenger if arm == "challenger" else experiment.champion
-        # The version says it of older rows alone: a baseline that is champion stands in for itself.
-        person.fallbacks += row.sampling.get("fell_back", row.model_version != served)
-        person.truncated += row.sampling.get("ending") == "length"
-        person.refusals += REFUSES.search(row.completion[:80]) is not None
-        person.slow += (row.latency_seconds or 0.0) > settings.slow_seconds
-        person.length += min(len(row.completion.split()) / settings.long_words, 1.0)
+    catch_up(database, experiment, settings)
+    with _READING:
+        settled = _kept(database, experiment, settings)
+        recent = _Tally(until=settled.until)
+        recent.read(database, experiment, settings)
+        tally = settled.and_(recent)
+    opinions: dict[_Place, list[float]] = defaultdict(list)  # by who voted
+    heard_on: dict[_Place, str] = {}  # who voted -> the user on whose answers they count
+    heard: dict[_Place, set[str]] = defaultdict(set)  # interactions with any feedback
+    downs: Counter[_Place] = Counter()
     for vote in _votes(database, experiment):
-        place = where.get(vote.interaction_id)
-        if place is None:
+        user, arm = vote.user_id or vote.session_id, vote.arm
+        if (user, arm) not in tally.people or (vote.share or 0.0) != experiment.share:
             continue
-        user, arm = place
         voter = vote.rater_id or user
         said = opinions[voter, arm]
         if heard_on.setdefault((voter, arm), user) == user:
-            people[place].heard.add(vote.interaction_id)
-            people[place].downs += vote.kind == "thumbs" and vote.number == 0
+            heard[user, arm].add(vote.interaction_id)
+            downs[user, arm] += vote.kind == "thumbs" and vote.number == 0
         if vote.kind == "thumbs":
             said.append(vote.number)
         elif vote.kind == "rating":
             said.append((vote.number - 1) / 4)
         elif vote.kind == "score":
             said.append(vote.number)
-    arms = _arms(people, opinions)
-    counts: dict[float, dict[Arm, int]] = defaultdict(lambda: {"champion": 0, "challenger": 0})
-    for share, arm in met.values():
-        counts[share][arm] += 1
-    steps = [RampStep(s, n["challenger"], n["champion"]) for s, n in sorted(counts.items())]
-    return arms, steps
-
-
-def _arms(
-    people: Mapping[tuple[str, Arm], _Person], opinions: Mapping[tuple[str, Arm], list[float]]
-) -> dict[str, Arms]:
     numbers: dict[str, dict[Arm, list[float]]] = {
         metric.name: {"champion": [], "challenger": []} for metric in (PRIMARY, *GUARDRAILS)
     }
-    for (_, arm), person in people.items():
-        n = person.answers
+    for (user, arm), answered in tally.people.items():
+        n = answered.answers
         shown = {
-            "thumbs_down": person.downs / n,
-            "feedback_rate": len(person.heard) / n,
-            "fallbacks": person.fallbacks / n,
-            "truncated": person.truncated / n,
-            "refusals": person.refusals / n,
-            "slow": person.slow / n,
-            "length": person.length / n,
+            "thumbs_down": downs[user, arm] / n,
+            "feedback_rate": len(heard.get((user, arm), ())) / n,
+            "fallbacks": answered.fallbacks / n,
+            "truncated": answered.truncated / n,
+            "refusals": answered.refusals / n,
+            "slow": answered.slow / n,
+            "length": answered.words / n / settings.long_words,
         }
         for name, value in shown.items():
             numbers[name][arm].append(min(value, 1.0))
     for (_, arm), said in opinions.items():
         if said:
             numbers[PRIMARY.name][arm].append(sum(said) / len(said))
-    return {
+    arms = {
         name: Arms(Sample.of(by_arm["challenger"]), Sample.of(by_arm["champion"]))
         for name, by_arm in numbers.items()
     }
+    counts: dict[float, dict[Arm, int]] = defaultdict(lambda: {"champion": 0, "challenger": 0})
+    for share, arm in tally.met.values():
+        counts[share][arm] += 1
+    steps = [RampStep(s, n["challenger"], n["champion"]) for s, n in sorted(counts.items())]
+    return arms, steps
 
 
 def look(
@@ -268,10 +365,14 @@ def _go_on(
     return f"goes on at {experiment.share:.0%}: {why}"
 
 
-def _interactions(database: db.Database, experiment: Experiment) -> Iterator[Any]:
+def _interactions(
+    database: db.Database,
+    experiment: Experiment,
+    after: datetime | None,
+    until: datetime | None,
+) -> Generator[Any]:
     i = db.interactions.c
     columns = (
-        i.interaction_id,
         i.user_id,
         i.session_id,
         i.arm,
@@ -279,15 +380,24 @@ def _interactions(database: db.Database, experiment: Experiment) -> Iterator[Any
         i.completion,
         i.sampling,
         i.latency_seconds,
+        i.created_at,
     )
     query = sa.select(*columns).where(i.experiment == experiment.experiment_id)
+    if after is not None:
+        query = query.where(i.created_at > after)
+    if until is not None:
+        query = query.where(i.created_at <= until)
     return _rows(database, query.order_by(i.created_at))
 
 
-def _votes(database: db.Database, experiment: Experiment) -> Iterator[Any]:
+def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
     f, i = db.effective_feedback.c, db.interactions.c
+    share = i.sampling["challenger_share"].as_float().label("share")
     query = (
-        sa.select(f.interaction_id, f.kind, f.number, f.rater_id)
+        sa.select(
+            *(f.interaction_id, f.kind, f.number, f.rater_id),
+            *(i.user_id, i.session_id, i.arm, share),
+        )
         .select_from(
             db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)
         )
@@ -297,7 +407,7 @@ def _votes(database: db.Database, experiment: Experiment) -> Iterator[Any]:
     return _rows(database, query)
 
 
-def _rows(database: db.Database, query: sa.Select[Any]) -> Iterator[Any]:
+def _rows(database: db.Database, query: sa.Select[Any]) -> Generator[Any]:
     """Yield what a query finds without holding all of it: weeks of answers may be among it."""
     with database.read() as connection:
         yield from connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query)

@@ -34,7 +34,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
-from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
 from tests.loopback import answering
 
@@ -875,6 +875,36 @@ def test_an_experiment_that_cannot_be_looked_at_keeps_no_other_from_it(ticks: Ti
     assert "shop: stopped: the champion is none now" in str(failed.value)
     assert [e.state for e in book.history("shop")] == ["stopped"]
     assert book.running("astray") is not None
+
+
+def test_an_experiment_with_more_answers_than_a_tick_counts_is_looked_at_in_a_later_one(
+    ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, book = ticks.pipeline.store, ExperimentBook(ticks.pipeline.database)
+    store.ensure_agent("shop")
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    long_ago = now() - timedelta(hours=1)
+    store.add_interactions(
+        [
+            Interaction(
+                interaction_id=uuid7(),
+                agent_id="shop",
+                prompt=user_prompt("what now?"),
+                completion="this",
+                model_version=0,
+                created_at=long_ago + timedelta(seconds=n),
+                user_id=f"user-{n}",
+                experiment=begun.experiment_id,
+                arm="champion",
+                sampling={"challenger_share": 0.5},
+            )
+            for n in range(5)
+        ]
+    )
+    monkeypatch.setattr("automation.sensors.ANSWERS_AT_ONCE", 2)
+    said = [ticks.tick("live_experiments").skip_message for _ in range(3)]
+    assert said[:2] == ["shop: counts the answers so far"] * 2
+    assert said[2] == "shop: stopped: the champion is none now"
 
 
 def test_an_agent_that_cannot_be_looked_at_keeps_no_other_alert_from_being_told(

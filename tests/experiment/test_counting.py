@@ -1,0 +1,159 @@
+"""Answers of an experiment are read once, and count as if all were read at every look."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.experiment import live
+from rlhf_pipeline.experiment.book import Experiment
+from rlhf_pipeline.feedback import raters
+from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.raters import Person
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt, uuid7
+from tests.experiment.world import AGENT, SETTINGS, begin, meet
+
+LATER = live.SETTLED + timedelta(minutes=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    found = FeedbackStore(database)
+    found.ensure_agent(AGENT)
+    yield found
+    database.close()
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything that is stored now be settled."""
+    monkeypatch.setattr(live, "now", lambda: now() + LATER)
+
+
+def read_anew(store: FeedbackStore, experiment: Experiment) -> object:
+    live._KEPT.clear()
+    return live.measured(store.database, experiment, SETTINGS)
+
+
+def answer(
+    experiment: Experiment, user: str, *, at: datetime | None = None, fell_back: bool = False
+) -> Interaction:
+    return Interaction(
+        interaction_id=uuid7(),
+        agent_id=AGENT,
+        prompt=user_prompt("what now?"),
+        completion="I can't say." if fell_back else "this and that",
+        model_version=experiment.challenger,
+        created_at=at or now() - timedelta(seconds=1),
+        user_id=user,
+        experiment=experiment.experiment_id,
+        arm="challenger",
+        sampling={"challenger_share": experiment.share, "fell_back": fell_back},
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_counted_for_good_and_what_came_since_are_as_all_read_anew(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    _, experiment = begin(store, 0.3)
+    for step in range(6):
+        if rng.random() < 0.3:
+            experiment = replace(experiment, share=experiment.share + 0.1)
+        users = range(rng.randrange(40), rng.randrange(80, 130))
+        meet(store, experiment, users, likes=(0.5, 0.7), fallbacks=0.2, seed=step)
+        passed = rng.choice([timedelta(0), LATER])
+        monkeypatch.setattr(live, "now", lambda passed=passed: now() + passed)
+        found = live.measured(store.database, experiment, SETTINGS)
+        kept = dict(live._KEPT)
+        assert found == read_anew(store, experiment)
+        live._KEPT.update(kept)  # go on from what was counted step by step
+    assert found[0]["feedback_rate"].challenger.users > 10
+
+
+@pytest.mark.usefixtures("later")
+def test_an_answer_is_read_once(store: FeedbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, experiment = begin(store, 0.5)
+    meet(store, experiment, range(30), likes=(0.5, 0.5), silent=True)
+    before = live.measured(store.database, experiment, SETTINGS)
+    read: list[object] = []
+    rows_of = live._rows
+
+    def watched(*given: Any) -> Generator[Any]:
+        for row in rows_of(*given):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(live, "_rows", watched)
+    assert live.measured(store.database, experiment, SETTINGS) == before
+    assert read == []
+    store.add_interactions([answer(experiment, "new")])
+    arms, _ = live.measured(store.database, experiment, SETTINGS)
+    assert len(read) == 1
+    assert arms["length"].challenger.users == before[0]["length"].challenger.users + 1
+
+
+def test_a_young_answer_is_not_passed_over_though_a_younger_one_was_stored_first(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    store.add_interactions([answer(experiment, "ann")])
+    live.measured(store.database, experiment, SETTINGS)
+    late = answer(experiment, "bob", at=now() - live.SETTLED / 2)
+    store.add_interactions([late])
+    arms, _ = live.measured(store.database, experiment, SETTINGS)
+    assert arms["length"].challenger.users == 2
+
+
+@pytest.mark.usefixtures("later")
+def test_a_tick_counts_so_many_and_the_next_goes_on(store: FeedbackStore) -> None:
+    _, experiment = begin(store, 0.5)
+    at = now() - timedelta(hours=1)
+    moments = [0, 1, 1, 1, 2, 3]  # three at one moment are counted together
+    store.add_interactions(
+        [
+            answer(experiment, f"user-{n}", at=at + timedelta(seconds=s))
+            for n, s in enumerate(moments)
+        ]
+    )
+
+    def tick() -> tuple[bool, int]:
+        done = live.catch_up(store.database, experiment, SETTINGS, most=2)
+        return done, len(live._kept(store.database, experiment, SETTINGS).people)
+
+    assert [tick() for _ in range(3)] == [(False, 4), (True, 6), (True, 6)]
+    found = live.measured(store.database, experiment, SETTINGS)
+    assert found == read_anew(store, experiment)
+
+
+@pytest.mark.usefixtures("later")
+def test_a_rule_that_changes_and_an_erasure_count_all_anew(store: FeedbackStore) -> None:
+    _, experiment = begin(store, 0.5)
+    ann = hash_rater(AGENT, "ann")
+    said = [answer(experiment, ann, fell_back=True), answer(experiment, "bob")]
+    store.add_interactions(said)
+    arms, _ = live.measured(store.database, experiment, SETTINGS)
+    assert arms["fallbacks"].challenger.mean == arms["refusals"].challenger.mean == 0.5
+    assert arms["length"].challenger.mean == pytest.approx(3 / SETTINGS.long_words)
+    short = SETTINGS.model_copy(update={"long_words": 6})
+    arms, _ = live.measured(store.database, experiment, short)
+    assert arms["length"].challenger.mean == 0.5
+
+    person, claims = Person(AGENT, ann), ClaimBook(store.database)
+    token = claims.claim(AGENT, "erasure", 0, holder="erasure", asked_by="erasure").token
+    with store.database.read() as connection:
+        held = raters.held(connection, person)
+    assert raters.remove(store.database, person, held, token, counts={}, snapshots=(), versions=())
+    arms, _ = live.measured(store.database, experiment, short)
+    assert arms["fallbacks"].challenger.users == 1
+    assert arms["fallbacks"].challenger.mean == 0
