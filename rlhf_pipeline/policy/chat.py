@@ -63,9 +63,10 @@ def encode_prompt(
 ) -> list[int]:
     """Return the prompt's tokens, ending with the assistant's header, at most `max_tokens`.
 
-    Of a longer one the oldest turns are left out, and the system message at its head stays. One
-    whose last turn is too long beside that keeps its latest tokens, and the beginning-of-text token
-    where the layout has one (an encoder's is [CLS], where reward models read).
+    Of a longer one the oldest turns are left out, and the system message at its head stays. Of a
+    last turn that is too long beside that the end stays, and the system message where it takes half
+    of the room at most. Where not even the layout fits its latest tokens stay, and the
+    beginning-of-text token where it has one (an encoder's is [CLS], where reward models read).
     """
     return encode_prompts(tokenizer, [prompt], max_tokens=max_tokens)[0]
 
@@ -160,13 +161,22 @@ def _shortened(
     """Return the prompt's tokens, `row`, shortened as `encode_prompt` says."""
     head = prompt[:1] if prompt[0].role == "system" else ()
     begins = [i for i, m in enumerate(prompt) if m.role == "user" and i > len(head)]
+    question = prompt[-1].content
 
     def since(begin: int) -> list[int]:
         return _rows(tokenizer, [(*head, *prompt[begin:])])[0]
 
+    def ending(kept: Prompt, cut: int) -> list[int]:
+        return _rows(tokenizer, [(*kept, Message("user", question[cut:]))])[0]
+
     fits = bisect_left(begins, True, key=lambda begin: len(since(begin)) <= max_tokens)
     if fits < len(begins):
         return since(begins[fits])
+    for kept, room in ((head, max_tokens // 2), ((), max_tokens)):
+        if len(ending(kept, len(question))) < room:
+            cuts = range(len(question))
+            cut = bisect_left(cuts, True, key=lambda n: len(ending(kept, n)) <= max_tokens)
+            return ending(kept, cut)
     if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
         return [row[0], *row[1 - max_tokens :]]
     return row[-max_tokens:]

@@ -72,7 +72,8 @@ def test_a_tokenizer_without_a_template_gets_the_plain_layout_and_round_trips() 
 def test_a_long_prompt_keeps_its_latest_tokens_and_its_header() -> None:
     prompt = user_prompt("one two three four five")
     whole = encode_prompt(TOKENIZER, prompt, max_tokens=99)
-    assert encode_prompt(TOKENIZER, prompt, max_tokens=6) == whole[-6:]
+    assert encode_prompt(TOKENIZER, prompt, max_tokens=6) == [whole[0], *whole[-5:]]
+    assert encode_prompt(TOKENIZER, prompt, max_tokens=2) == whole[-2:]  # a layout without words
     with_start = plain_tokenizer()
     with_start.chat_template = "{{ bos_token }}{{ messages[-1]['content'] }}"
     whole = encode_prompt(with_start, prompt, max_tokens=99)
@@ -101,10 +102,36 @@ def test_a_long_conversation_loses_its_oldest_turns_and_keeps_the_system_message
         assert encode_prompt(tokenizer, whole, max_tokens=limit) == expected
     without = encode_prompt(tokenizer, whole[1:], max_tokens=lengths[1] - 1)
     assert without == encode_prompt(tokenizer, whole[-1:], max_tokens=999)
-    all_of_it = encode_prompt(tokenizer, whole, max_tokens=999)
-    assert (
-        encode_prompt(tokenizer, whole, max_tokens=lengths[1] - 1) == all_of_it[1 - lengths[1] :]
-    )  # not even one turn has room
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, plain_tokenizer()])
+@settings(deadline=None, max_examples=60)
+@given(
+    question=st.text("ab \u00e9\U0001f642", min_size=30, max_size=90),
+    told=st.sampled_from([None, "be kind", "be " * 30]),
+    limit=st.integers(20, 90),
+)
+def test_of_a_question_that_is_too_long_the_end_stays_in_its_layout(
+    tokenizer: Any, question: str, told: str | None, limit: int
+) -> None:
+    head = () if told is None else (Message("system", told),)
+    whole = (*head, *conversation(2)[1:-1], Message("user", question))
+
+    def length(*prompt: Message) -> int:
+        return len(encode_prompt(tokenizer, prompt, max_tokens=9999))
+
+    ids = encode_prompt(tokenizer, whole, max_tokens=limit)
+    assert len(ids) <= limit
+    if length(*head, whole[-1]) <= limit:
+        return  # there is room for the whole of it
+    if length(*head, Message("user", "")) >= limit // 2:
+        head = ()
+    kept = [
+        encode_prompt(tokenizer, (*head, Message("user", question[n:])), max_tokens=9999)
+        for n in range(len(question) + 1)
+    ]
+    # The most that has room, or all of it where only the system message had to go.
+    assert ids == next(row for row in kept if len(row) <= limit)
 
 
 def test_a_completion_ends_with_eos_only_where_it_fits() -> None:
