@@ -299,8 +299,9 @@ class _Loop:
         )
 
     def _alerts(self) -> list[str]:
-        found = overview(self.pipeline.store, self.pipeline.ledger, self.agent_id)
         settings = self.pipeline.settings(self.agent_id)
+        enough = settings.continuous_learning.min_new_feedback
+        found = overview(self.pipeline.store, self.pipeline.ledger, self.agent_id, enough=enough)
         return [alert.name for alert in alerts_of(found, settings, at=now())]
 
     def _manual_steps(self) -> int:

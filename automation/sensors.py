@@ -33,6 +33,7 @@ from resources.pipeline import (
     bootstrap_mark,
 )
 from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
+from rlhf_pipeline.config import Settings
 from rlhf_pipeline.continuous import Due, back_off
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
@@ -256,8 +257,9 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
     looked at and all that can be said of it was told before.
     """
 
-    def looked(agent_id: str) -> Overview:
-        return overview(pipeline.store, pipeline.ledger, agent_id)
+    def looked(agent_id: str, settings: Settings) -> Overview:
+        enough = settings.continuous_learning.min_new_feedback
+        return overview(pipeline.store, pipeline.ledger, agent_id, enough=enough)
 
     told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
     standing, failed = set(), []

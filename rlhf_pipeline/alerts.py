@@ -36,7 +36,7 @@ class Alert:
 def alerts_about(
     agent_id: str,
     settings_of: Callable[[str], Settings],
-    overview_of: Callable[[str], Overview],
+    overview_of: Callable[[str, Settings], Overview],
     *,
     at: datetime,
 ) -> list[Alert]:
@@ -46,7 +46,7 @@ def alerts_about(
     """
     try:
         settings = settings_of(agent_id)
-        return alerts_of(overview_of(agent_id), settings, at=at)
+        return alerts_of(overview_of(agent_id, settings), settings, at=at)
     except ConfigError as error:
         words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
         return [Alert("settings_unsound", agent_id, words)]
@@ -111,17 +111,20 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
                 f"version {number} passed the gate and waits for a person: `rlhf promote {number} "
                 f"--agent {agent_id}`, or /candidates/{agent_id} in the service",
             )
-    last, enough = overview.last_turn, settings.continuous_learning.min_new_feedback
-    if last is not None and overview.paused is None and overview.waiting_votes >= enough:
-        could = last.created_at
+    could, learns = overview.enough_since, settings.continuous_learning
+    enough = overview.waiting_votes >= learns.min_new_feedback  # a mind changed is one vote
+    is_on = settings.training.enabled and learns.enabled and overview.paused is None
+    if could is not None and enough and is_on:
         if experiment is not None:  # no turn starts beside one that runs
             could = max(could, experiment.ended_at or at)
         if at - could > timedelta(days=rules.overdue_days):
+            last = overview.last_turn
+            began = f"{(at - last.created_at).days} days ago" if last else "never"
             alert(
                 "reward_model_stale",
-                f"{overview.waiting_votes:,} votes wait and the last turn began "
-                f"{(at - last.created_at).days} days ago; look at its sensor in Dagster, or "
-                "`make train`",
+                f"{overview.waiting_votes:,} votes wait, enough for a turn for "
+                f"{(at - could).days} days; the last one began {began}; look at its sensor in "
+                "Dagster, or `make train`",
             )
     if experiment is not None and experiment.state == "invalid":
         alert("experiment_imbalance", experiment.reason)

@@ -697,7 +697,7 @@ class AlertSettings(Section):
     )
     refused_in_a_row: Positive = Field(3, description="Newest versions that the gate all refused.")
     overdue_days: Annotated[Days, Field(gt=0)] = Field(
-        7.0, description="Since the last turn, while enough votes for the next one wait."
+        7.0, description="While enough votes for a turn wait and none begins."
     )
     busiest_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="Of the signed votes, by the busiest hundredth of 100 people or more."

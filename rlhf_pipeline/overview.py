@@ -97,13 +97,17 @@ class Overview:
     waits: Waits | None  # for the newest answers
     drift: Mapping[str, Any] | None  # as the newest snapshot's drift.json says
     support: Mapping[str, Any] | None = None  # on whom it rests, as its support.json says
+    enough_since: datetime | None = None  # when as many votes waited as the next turn needs
 
 
-def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Overview:
-    """Return where the agent stands now."""
+def overview(
+    store: FeedbackStore, ledger: PromotionLedger, agent_id: str, *, enough: int | None = None
+) -> Overview:
+    """Return where the agent stands now; `enough` votes start a turn, where that is known."""
     database, row = store.database, store.agent(agent_id)
     book, claims = ExperimentBook(database), ClaimBook(database)
     last_turn = claims.last_done(agent_id)
+    watermark = last_turn.watermark if last_turn else 0
     experiment = next(iter(book.history(agent_id)), None)
     return Overview(
         agent_id=agent_id,
@@ -112,13 +116,14 @@ def overview(store: FeedbackStore, ledger: PromotionLedger, agent_id: str) -> Ov
         standings=standings(database, ledger, agent_id),
         attempts=claims.history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
         last_turn=last_turn,
-        waiting_votes=store.new_since(agent_id, last_turn.watermark if last_turn else 0).votes,
+        waiting_votes=store.new_since(agent_id, watermark).votes,
         experiment=experiment,
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),
         waits=_waits(database, agent_id),
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
+        enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
     )
 
 

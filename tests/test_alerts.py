@@ -34,13 +34,14 @@ CALM = Overview(
     votes=VOTES,
     standings=[standing(2, False), standing(1, True), standing(0, None)],
     attempts=[],
-    last_turn=turn(AT - 6 * DAY),
+    last_turn=turn(AT - 60 * DAY),
     waiting_votes=5000,
     experiment=None,
     looks=(),
     troubles={},
     waits=None,
     drift={"drifted": False, "psi": {"prompt_characters": 0.01}},
+    enough_since=AT - 6 * DAY,
 )
 ENDED = Experiment("e", "tea", 1, 2, "invalid", "look at assignment", 0.5, AT, "me", AT, AT)
 RUNNING = replace(ENDED, state="running", ended_at=None)
@@ -53,7 +54,7 @@ REFUSED = [standing(n, False) for n in (4, 3, 2)] + [standing(1, True)]
 
 
 def test_of_an_agent_that_nobody_can_look_at_the_kind_of_failure_alone_is_told() -> None:
-    def looked(_: str) -> Overview:
+    def looked(_: str, __: Settings) -> Overview:
         raise ValueError("what somebody wrote")
 
     [alert] = alerts_about("tea", lambda _: Settings(), looked, at=AT)
@@ -90,8 +91,8 @@ def test_a_calm_agent_has_none() -> None:
         ("gate_refuses", {"standings": REFUSED}, {"standings": REFUSED[1:]}),
         (
             "reward_model_stale",
-            {"last_turn": turn(AT - 8 * DAY)},
-            {"last_turn": turn(AT - 8 * DAY), "waiting_votes": 99},
+            {"enough_since": AT - 8 * DAY},
+            {"enough_since": AT - 8 * DAY, "waiting_votes": 99},
         ),
         (
             "version_waits",
@@ -122,7 +123,7 @@ def test_a_version_that_waits_comes_with_the_way_to_decide() -> None:
 
 
 def test_no_turn_is_overdue_that_an_experiment_keeps_from_starting() -> None:
-    old = replace(CALM, last_turn=turn(AT - 14 * DAY))
+    old = replace(CALM, enough_since=AT - 14 * DAY)
     assert names(replace(old, experiment=RUNNING)) == []
     lately = replace(RUNNING, state="stopped", ended_at=AT - 6 * DAY)
     assert names(replace(old, experiment=lately)) == []
@@ -142,10 +143,21 @@ def test_the_drift_that_is_told_is_what_drifted() -> None:
 def test_what_cannot_be_told_is_no_alert() -> None:
     silent = Votes(0, [], {}, 0, None, None)
     old = replace(VOTES, by_kind={}, newest_at=AT - 90 * DAY)  # given up long ago
-    unknown = replace(CALM, votes=silent, standings=[], last_turn=None, drift=None)
+    unknown = replace(
+        CALM, votes=silent, standings=[], last_turn=None, drift=None, enough_since=None
+    )
     assert names(unknown) == names(replace(CALM, votes=old)) == []
-    paused = replace(CALM, last_turn=turn(AT - 30 * DAY), paused="by a person")
-    assert names(paused) == []
+    overdue = replace(CALM, enough_since=AT - 30 * DAY)
+    assert names(replace(overdue, paused="by a person")) == []
+    off = Settings(training={"enabled": False})
+    assert alerts_of(overdue, off, at=AT) == []
+
+
+def test_a_first_turn_that_never_begins_is_told() -> None:
+    stuck = replace(CALM, last_turn=None, standings=[], enough_since=AT - 9 * DAY)
+    [alert] = alerts_of(stuck, Settings(), at=AT)
+    assert alert.name == "reward_model_stale"
+    assert "5,000 votes wait, enough for a turn for 9 days; the last one began never" in alert.words
 
 
 def test_a_full_disk_is_everybodys(tmp_path: Path) -> None:

@@ -283,6 +283,14 @@ class FeedbackStore:
             ).first()
         return NewFeedback(votes, last.seq if last else watermark, last and last.received_at)
 
+    def arrived(self, agent_id: str, watermark: int, count: int) -> datetime | None:
+        """Return when so many events had arrived since the watermark; None where fewer have."""
+        f = db.feedback.c
+        query = sa.select(f.received_at).where(f.agent_id == agent_id, f.seq > watermark)
+        with self.database.read() as connection:
+            found = connection.execute(query.order_by(f.seq).offset(count - 1).limit(1))
+            return found.scalar()
+
     def counts(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes of each kind there are."""
         e = db.effective_feedback

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from matplotlib.figure import Figure
 
+    from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.claims import Claim
     from rlhf_pipeline.serving.gateway import Gateway
 
@@ -54,12 +55,13 @@ def add_dashboard(
     """Add the page. `agents` names everybody known, `links` other pages by their name."""
     kept: dict[str, tuple[float, Overview]] = {}
 
-    def looked(agent_id: str) -> Overview:
+    def looked(agent_id: str, settings: Settings | None = None) -> Overview:
         before = kept.get(agent_id)
         if before is not None and time.monotonic() - before[0] < FRESH_SECONDS:
             return before[1]
         ledger = gateway.champions.registry.ledger
-        found = overview(gateway.store, ledger, agent_id)
+        enough = None if settings is None else settings.continuous_learning.min_new_feedback
+        found = overview(gateway.store, ledger, agent_id, enough=enough)
         kept[agent_id] = (time.monotonic(), found)
         return found
 

@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, RegistryError
@@ -128,6 +130,21 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_when_enough_votes_for_a_turn_waited_is_when_the_last_of_them_came(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    f = db.feedback.c
+    with store.database.read() as connection:
+        moments = connection.execute(sa.select(f.received_at).order_by(f.seq)).scalars().all()
+    assert overview(store, ledger, "tea", enough=29).enough_since == moments[28]
+    assert overview(store, ledger, "tea", enough=5).enough_since == moments[4]
+    assert overview(store, ledger, "tea", enough=30).enough_since is None
+    mark, claims = "f" * 64, ClaimBook(store.database)
+    seq = store.new_since("tea", 0).newest_seq - 6
+    claims.finish(claims.claim("tea", mark, seq, holder="r", asked_by="sensor").token, "done")
+    assert overview(store, ledger, "tea", enough=5).enough_since == moments[27]
 
 
 def test_versions_over_time_have_score_spread_and_what_a_vote_taught(
@@ -265,7 +282,7 @@ def test_an_agent_that_cannot_be_looked_at_has_a_page_that_says_so(
     store.ensure_agent("milk")
     seen, looks = overview, []
 
-    def damaged(store: Any, ledger: Any, agent_id: str) -> Any:
+    def damaged(store: Any, ledger: Any, agent_id: str, **_: Any) -> Any:
         looks.append(agent_id)
         if agent_id == "tea":
             raise RegistryError(f"needed a manifest, found none {HOSTILE}")
