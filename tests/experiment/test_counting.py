@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,10 @@ LATER = live.SETTLED + timedelta(minutes=1)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[FeedbackStore]:
-    database = Database(f"sqlite:///{tmp_path}/store.db")
-    found = FeedbackStore(database)
+def store(any_database: Database) -> FeedbackStore:
+    found = FeedbackStore(any_database)
     found.ensure_agent(AGENT)
-    yield found
-    database.close()
+    return found
 
 
 @pytest.fixture
