@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import html
 import json
 import math
 import re
@@ -23,14 +22,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_pipeline.errors import FeedbackRefused
@@ -40,6 +39,8 @@ from rlhf_pipeline.serving.contract import Closed, Told, refusals
 from rlhf_pipeline.serving.feedback_api import NOT_JSON, REFUSED, TOO_LARGE, is_json
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
 from rlhf_pipeline.serving.limits import Buckets
+from rlhf_pipeline.serving.pages.parts import answer as page_of
+from rlhf_pipeline.serving.pages.parts import inert, new_nonce, whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -58,6 +59,7 @@ TOKEN_SECONDS = 24 * 3600
 LONGEST_BODY = 4 << 20  # bytes
 RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once after a pause
 INTERACTION = re.compile(r"[!-~]{1,36}")
+HERE = re.compile(r"/(?![/\\])[!-~]{0,500}")  # a path of this service; two slashes begin another's
 SAFE = ("GET", "HEAD", "OPTIONS")
 TOKEN_FIELDS = frozenset(
     "agent_id kind value interaction_id rater comment tags topic idempotency_key".split()
@@ -325,9 +327,9 @@ def add_access(
     """Put the door before every route of the application, and add sign-in and feedback tokens."""
     secret = keys.signing_secret()
 
-    async def show_sign_in() -> Response:
+    async def show_sign_in(to: str = "") -> Response:
         """Show where a browser types its key."""
-        return _page("")
+        return _sign_in_page("", to)
 
     async def sign_in(request: Request) -> Response:
         """Give a browser a session for its key."""
@@ -335,12 +337,13 @@ def add_access(
         async for piece in request.stream():
             body += piece
             if len(body) > 4096:
-                return _page("That is no key.", 413)
-        typed = parse_qs(body.decode("utf-8", "replace")).get("key", [""])[0].strip()
+                return _sign_in_page("That is no key.", "", 413)
+        form = parse_qs(body.decode("utf-8", "replace"))
+        typed, to = (form.get(name, [""])[0].strip() for name in ("key", "to"))
         found = keys.find(typed)
         if found is None:
-            return _page("This key opens nothing.", 401)
-        answer = RedirectResponse("/ui/", 303)
+            return _sign_in_page("This key opens nothing.", to, 401)
+        answer = RedirectResponse(to if HERE.fullmatch(to) else "/ui/", 303)
         answer.set_cookie(
             COOKIE,
             sign(secret, "session", {"key": found.key_id}, SESSION_SECONDS),
@@ -400,20 +403,19 @@ def _right_of(key: ApiKey) -> Right:
 def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
     if refusal.status == 401 and wants_page and scope.get("method") == "GET":
-        return RedirectResponse("/sign-in", 303)
+        return RedirectResponse(f"/sign-in?{urlencode({'to': scope['path']})}", 303)
     return JSONResponse({"error": str(refusal)}, refusal.status, headers=refusal.headers)
 
 
-def _page(said: str, status: int = 200) -> HTMLResponse:
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<h1>Sign in</h1><p>{html.escape(said)}</p>"
-        '<form method="post" action="/sign-in"><label>API key '
+def _sign_in_page(said: str, to: str, status: int = 200) -> Response:
+    nonce, why = new_nonce(), f'<p class="bad" role="alert">{inert(said)}</p>' if said else ""
+    body = (
+        f'<h1>Sign in</h1>{why}<form method="post" action="/sign-in"><label>API key '
         '<input type="password" name="key" required autocomplete="current-password" autofocus>'
-        "</label> <button>Sign in</button></form></html>"
+        f'</label> <input type="hidden" name="to" value="{inert(to)}"><button>Sign in</button>'
+        "</form><p>Who runs this service makes keys with <code>rlhf keys create</code>.</p>"
     )
-    return HTMLResponse(text, status, headers={"cache-control": "no-store"})
+    return page_of(whole("Sign in", body, nonce), nonce, status, forms=True)
 
 
 def _with_headers(send: Send) -> Send:

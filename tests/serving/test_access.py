@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
@@ -285,7 +286,7 @@ def test_what_was_signed_holds_for_its_purpose_and_its_time() -> None:
 
 def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) -> None:
     sent = world.ask("GET", "/ui/", accept="text/html")
-    assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in")
+    assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in?to=%2Fui%2F")
     form = {"content_type": "application/x-www-form-urlencoded"}
     refused = _sign_in(world, "<script>", form)
     assert refused.status_code == 401
@@ -293,6 +294,13 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     made, secret = world.keys.create("client")
     entered = _sign_in(world, secret, form)
     assert (entered.status_code, entered.headers["location"]) == (303, "/ui/")
+    asked_for = _sign_in(world, secret, form, to="/dashboard/tea")
+    assert asked_for.headers["location"] == "/dashboard/tea"
+    for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "ui", "/a\nb"):
+        assert _sign_in(world, secret, form, to=elsewhere).headers["location"] == "/ui/"
+    again = _sign_in(world, "wrong", form, to='/ui/"><script>')
+    assert "<script>" not in again.text
+    assert 'value="/ui/&quot;&gt;&lt;script&gt;"' in again.text  # a mistyped key loses no place
     cookie = entered.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
@@ -307,8 +315,8 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     assert world.ask("GET", "/v1/models", cookie=kept).status_code == 401
 
 
-def _sign_in(world: World, key: str, form: dict[str, str]) -> httpx.Response:
-    return world.ask("POST", "/sign-in", None, f"key={key}".encode(), **form)
+def _sign_in(world: World, key: str, form: dict[str, str], to: str = "") -> httpx.Response:
+    return world.ask("POST", "/sign-in", None, urlencode({"key": key, "to": to}).encode(), **form)
 
 
 def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
