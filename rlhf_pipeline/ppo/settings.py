@@ -143,8 +143,8 @@ class PpoSettings:
     patience: int | None = None
     """Stop after this many looks without a better stopping score; None never does."""
     max_kl: float | None = None
-    """Nats per completion from the reference: training stops beyond, and no checkpoint beyond is
-    chosen; None sets no bound."""
+    """Nats per completion from the reference: no checkpoint beyond is chosen, and training stops
+    after three updates in a row beyond; None sets no bound."""
     max_repetition: float | None = 0.25
     """No checkpoint is chosen whose completions repeat themselves by more than this share more than
     before training (4-grams; below 2 % counts as 2), as the gate would not have it: what a reward

@@ -479,7 +479,7 @@ def test_training_stops_when_kl_leaves_the_bound_and_keeps_a_policy_within(
 ) -> None:
     settings = changed(updates=6, learning_rate=3e-2, max_kl=0.5)
     result = train(base, tmp_path, settings)
-    assert "over 0.5" in result.stopped_because
+    assert "over 0.5 for 3 updates" in result.stopped_because
     assert result.updates < 6
     chosen = next(e for e in result.evaluations if e.update == result.chosen_update)
     assert chosen.kl <= 0.5
@@ -744,8 +744,13 @@ def test_reasons_to_stop_follow_from_the_history_alone() -> None:
     stopped = reason_to_stop(now, changed(updates=9, patience=2))
     assert stopped is not None
     assert "best after update 1" in stopped
-    now.history = [{"rollout/kl_per_completion": 4.0}]
+    now.history = [{"rollout/kl_per_completion": kl} for kl in (15.0, 3.0, 4.0, 4.1)]
+    assert reason_to_stop(now, changed(updates=9, max_kl=3.0)) is None  # it came back in between
+    now.history.append({"rollout/kl_per_completion": 4.2})
+    stopped = reason_to_stop(now, changed(updates=9, max_kl=3.9))
+    assert (
+        stopped == "KL to the reference is 4.20 nats per completion, and was over 3.9 for 3 updates"
+    )
     assert reason_to_stop(now, changed(updates=9, max_kl=4.0)) is None
-    assert reason_to_stop(now, changed(updates=9, max_kl=3.9)) is not None
     now.update = 9
     assert reason_to_stop(now, changed(updates=9)) == "all updates are made"
