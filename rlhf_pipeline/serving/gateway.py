@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does not wait for longer
 NO_VERSION = -1  # model_version of a reply by a model that the ledger does not know
 
 Ending = Literal["stop", "length", "content_filter"]
@@ -353,7 +354,10 @@ class Gateway:
             seed=seed,
             stop=wishes.stop,
         )
-        ids = seat.decoder.prompt_ids(prompt, sampling)
+        if sum(len(message.content) for message in prompt) > LONG_PROMPT:
+            ids = await asyncio.to_thread(seat.decoder.prompt_ids, prompt, sampling)
+        else:
+            ids = seat.decoder.prompt_ids(prompt, sampling)
         draft.version, draft.prompt_tokens = seat.version.version, len(ids)
         draft.sampling = {
             "temperature": sampling.temperature,

@@ -31,7 +31,7 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
-from rlhf_pipeline.records import hash_rater, user_prompt
+from rlhf_pipeline.records import Prompt, hash_rater, user_prompt
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.serving import batching, chat_api
 from rlhf_pipeline.serving.app import create_app
@@ -490,6 +490,31 @@ def test_a_body_that_does_not_come_gives_its_place_back(
         for one in slow:
             assert one.recv(1000).startswith(b"HTTP/1.1 408")
         assert service.post(max_tokens=1).status_code == 200
+
+
+def test_nobody_waits_while_a_long_prompt_is_read(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, begun, others = Decoder.prompt_ids, threading.Event(), threading.Event()
+    slept: list[bool] = []
+
+    def slowly(decoder: Decoder, prompt: Prompt, sampling: Sampling) -> list[int]:
+        if len(prompt[-1].content) > 10_000:
+            begun.set()
+            slept.append(others.wait(PATIENCE))
+        return read(decoder, prompt, sampling)
+
+    monkeypatch.setattr(Decoder, "prompt_ids", slowly)
+    long = [{"role": "user", "content": "word " * 3_000}]
+    found: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: found.append(service.post(messages=long)))
+    asking.start()
+    assert begun.wait(PATIENCE)
+    assert service.post(max_tokens=2).status_code == 200
+    others.set()
+    asking.join(PATIENCE)
+    assert slept == [True]
+    assert found[0].status_code == 200
 
 
 def test_beyond_the_admission_limit_the_answer_is_come_again(service: Service) -> None:
