@@ -101,7 +101,9 @@ def encode_completions(
     texts = [_disarm(tokenizer, text, "assistant") for text in texts]
     if not tokenizer.chat_template:
         texts = [text if text[:1].isspace() or not text else f" {text}" for text in texts]
-    rows = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    rows = tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
     return [[*row, tokenizer.eos_token_id][:max_tokens] for row in rows["input_ids"]]
 
 
@@ -148,6 +150,7 @@ def _rows(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list
         [render(tokenizer, p) for p in prompts],
         add_special_tokens=not tokenizer.chat_template,  # templates write their own
         return_attention_mask=False,
+        verbose=False,  # of a text beyond the model's context; callers shorten it
     )["input_ids"]
     eos = tokenizer.eos_token_id
     if not tokenizer.chat_template:  # a tokenizer may end plain text with eos; a prompt goes on
