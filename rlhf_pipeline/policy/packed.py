@@ -1,11 +1,11 @@
 """Running sequences of different lengths end to end, so that cost follows real tokens.
 
 A trunk sees one row holding every sequence, each with its own positions; only attention needs the
-sequences apart. On a CPU it takes them one by one; a GPU, where many small calls are slow, and
-bfloat16 on a CPU, where torch's kernel is slow on short ones, get a rectangle padded on the right.
-Neither needs a mask of the padding. Models that do more across tokens than plain
-causal attention (sliding windows, ALiBi, recurrences) are left to the padded path. The last layer's
-MLP is run for those tokens alone whose states are read.
+sequences apart. On a CPU it takes them one by one, unless they are all of one length; a GPU, where
+many small calls are slow, and bfloat16 on a CPU, where torch's kernel is slow on short ones, get a
+rectangle padded on the right. Neither needs a mask of the padding. Models that do more across
+tokens than plain causal attention (sliding windows, ALiBi, recurrences) are left to the padded
+path. The last layer's MLP is run for those tokens alone whose states are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Packing:
 
     def apart(self, states: Tensor) -> Tensor:
         """Return packed states (1, heads, N, width) as (B, heads, L, width), 0 after the end."""
-        packed = states[0].transpose(0, 1)[: len(self.places)]
+        # Without a filler nothing is cut: of a cut, backward would fill zeros and copy.
+        packed = states.squeeze(0).transpose(0, 1)
+        if self.filler:
+            packed = packed[: len(self.places)]
         rows, longest = len(self.lengths), self.longest
         if not self.is_rectangle:
             shape = (rows * longest, *packed.shape[1:])
@@ -100,7 +103,7 @@ def packed_hidden(
             use_cache=False,
             packing=packing,
         ).last_hidden_state
-    return hidden[0, :N], where
+    return (hidden[0, :N] if filler else hidden.squeeze(0)), where
 
 
 def whole_tiles(count: int, device: torch.device, tile: int = TILE) -> int:
@@ -133,7 +136,7 @@ def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Te
             use_cache=False,
             packing=packing,
         ).last_hidden_state
-    return hidden[0]
+    return hidden.squeeze(0)
 
 
 @contextmanager
@@ -203,7 +206,8 @@ def _packed_attention(
     options["is_causal"] = True
     states = (query, key, value)
     on_cpu = query.device.type == "cpu"
-    if on_cpu and query.dtype == torch.bfloat16 and is_short(packing, query.shape[-1]):
+    products = packing.is_rectangle or query.dtype == torch.bfloat16
+    if on_cpu and products and is_short(packing, query.shape[-1]):
         groups = query.shape[1] // key.shape[1]
         states = (query, repeat_kv(key, groups), repeat_kv(value, groups))
         scale = options.get("scaling") or query.shape[-1] ** -0.5
@@ -229,10 +233,11 @@ def is_short(packing: Packing, width: int) -> bool:
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Return causal attention over (B, heads, L, D), as few large products.
 
-    torch's own kernel for bfloat16 on a CPU takes each head of each sequence by itself, and its
-    backward pass spends more on calling products than they take: 20 ms for 64 heads of 36 tokens,
-    here 1.5. The arithmetic is the same: scores and softmax are float32, probabilities are rounded
-    for the product with the values. They, L numbers for each token and head, are kept.
+    torch's own kernel on a CPU takes each head of each sequence by itself, and its backward pass
+    spends more on calling products than they take: in bfloat16 20 ms for 64 heads of 36 tokens,
+    here 1.5; in float32 2.5 ms for 64 heads of 63, here 1.4. The arithmetic is the same: scores and
+    softmax are float32, probabilities are rounded to the values' type for the product with these.
+    They, L numbers for each token and head, are kept.
     """
     apply: Callable[..., Tensor] = _CausalAttention.apply
     return apply(*(states.flatten(0, 1) for states in (query, key, value)), scale).view_as(query)
@@ -265,7 +270,7 @@ def _stepping_attention(
 
 
 class _CausalAttention(torch.autograd.Function):
-    """`causal_attention` of flat heads (N, L, D); the products of its backward are bfloat16."""
+    """`causal_attention` of flat heads (N, L, D); its backward's products are of their type."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

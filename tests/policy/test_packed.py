@@ -43,6 +43,9 @@ LLAMA: dict[str, Any] = {
 }
 PROMPTS = [[5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
 COMPLETIONS: list[list[int]] = [[3, 4, 5, 6, 7], [], [8], [9, 10, 1]]
+Batch = tuple[list[list[int]], list[list[int]]]
+# Rows of many lengths, and rows that are all of one.
+BATCHES: list[Batch] = [(PROMPTS, COMPLETIONS), ([[5, 6], [7, 8, 9]], [[3, 4, 5], [6, 1]])]
 
 
 def small(name: str) -> PreTrainedModel:
@@ -56,11 +59,15 @@ def small(name: str) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
 
 
-def logprobs_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]]:
-    """Return the ragged batch's log-probabilities, and gradients of a weighted sum of them."""
+def logprobs_and_gradients(
+    model: PreTrainedModel,
+    prompts: list[list[int]] = PROMPTS,
+    completions: list[list[int]] = COMPLETIONS,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a batch's log-probabilities, and gradients of a weighted sum of them."""
     model.zero_grad()
     logprobs = completion_logprobs(
-        model, *pad_left(PROMPTS, PAD), *pad_right(COMPLETIONS, PAD), temperature=0.7
+        model, *pad_left(prompts, PAD), *pad_right(completions, PAD), temperature=0.7
     )
     weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -68,14 +75,15 @@ def logprobs_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("batch", BATCHES)
 def test_packed_rows_have_the_values_and_gradients_of_padded_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small(name)
     assert can_pack(trunk_of(model))
-    packed, packed_gradients = logprobs_and_gradients(model)
+    packed, packed_gradients = logprobs_and_gradients(model, *batch)
     monkeypatch.setattr(sampling, "can_pack", lambda trunk: False)
-    padded, padded_gradients = logprobs_and_gradients(model)
+    padded, padded_gradients = logprobs_and_gradients(model, *batch)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
     assert len(packed_gradients) == len(padded_gradients)
     for one, other in zip(packed_gradients, padded_gradients, strict=True):
@@ -184,11 +192,12 @@ def test_attention_as_large_products_has_the_values_and_gradients_of_torchs_own(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_bfloat16_differs_from_float32_by_rounding(name: str) -> None:
+@pytest.mark.parametrize("batch", BATCHES)
+def test_bfloat16_differs_from_float32_by_rounding(name: str, batch: Batch) -> None:
     model = small(name)
-    logprobs, gradients = logprobs_and_gradients(model)
+    logprobs, gradients = logprobs_and_gradients(model, *batch)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, rounded_gradients = logprobs_and_gradients(model)
+        rounded, rounded_gradients = logprobs_and_gradients(model, *batch)
     torch.testing.assert_close(rounded, logprobs, rtol=0.05, atol=0.1)
     for one, other in zip(rounded_gradients, gradients, strict=True):
         assert (one - other).norm() < 0.05 * other.norm() + 1e-3
