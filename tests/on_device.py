@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rlhf_pipeline.policy import lean
+from rlhf_pipeline.policy import scripting
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import Completion, complete
 from rlhf_pipeline.ppo.optimising import train_on
@@ -150,7 +150,8 @@ def main() -> None:
         from tests.pretended import DEVICE
 
         device = str(DEVICE)
-        lean.scripted = lambda function: function  # TorchScript asks the device itself
+        # TorchScript asks the device itself.
+        scripting._scripted = lambda function: function  # type: ignore[assignment]  # and so no cache
     base = save_base(folder / "base")
     torch.set_num_threads(1)
     told: dict[str, list[Any]] = {"refused": meeting(device)}

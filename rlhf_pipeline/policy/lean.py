@@ -7,22 +7,19 @@ wait for the loop. Here the same arithmetic takes a tenth of the calls, and Torc
 them in one, for as many tokens as nobody has to hear of one by one. The lock is free meanwhile: the
 loop reads and writes beside it.
 Only decoding in service uses it; training and evaluation stay with transformers' own forward.
-
-PyTorch has deprecated TorchScript for `torch.compile`, which needs a C++ compiler where people
-serve. With a PyTorch that has it no more the same lines run in Python.
 """
 
 # No annotations from __future__ here: TorchScript reads the types of a NamedTuple's fields.
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
+from rlhf_pipeline.policy.cache import make_room, show
 from rlhf_pipeline.policy.sampling import (
     draw,
     logits_of,
@@ -31,6 +28,7 @@ from rlhf_pipeline.policy.sampling import (
     run_trunk,
     trunk_of,
 )
+from rlhf_pipeline.policy.scripting import scripted
 
 SMALL = 2**25  # weights: beyond, arithmetic takes the time, and copies of weights the memory
 
@@ -49,8 +47,6 @@ Writer = Callable[[Tensor, Tensor, DynamicCache, Drawing], tuple[Tensor, Tensor]
 """From ids (B, T), whose rows' first `starts` (B,) places with the cache's are padding, to the next
 tokens (B, n) and whether the logits of each were numbers, (B, n). At least one; no more after
 one that ends a row, one that is not sound, or `enough`. The cache then holds all but the last."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def writer_of(model: PreTrainedModel) -> Writer:
@@ -161,14 +157,9 @@ class LeanLlama:
         """Write tokens, as `Writer` says."""
         rows, new = ids.shape
         new += drawing.uniforms.shape[1] - 1  # the last one is not read yet
-        rooms = [layer.make_room(rows, new, self.kept, self.kept) for layer in cache.layers]
-        keys, values = [keys for keys, _ in rooms], [values for _, values in rooms]
-        past = cache.get_seq_length()
-        tokens, sound, keys, values = self.written(
-            ids, starts, past, keys, values, self.weights, drawing
-        )
-        for layer, *seen in zip(cache.layers, keys, values, strict=True):
-            layer.keys, layer.values = seen
+        past, buffers = cache.get_seq_length(), make_room(cache, rows, new, self.kept)
+        tokens, sound, seen = self.written(ids, starts, past, buffers, self.weights, drawing)
+        show(cache, seen)
         return tokens, sound
 
 
@@ -176,17 +167,16 @@ def _written(
     ids: Tensor,
     starts: Tensor,
     past: int,
-    keys: list[Tensor],
-    values: list[Tensor],
+    buffers: list[Tensor],
     weights: _Weights,
     drawing: Drawing,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return what `Writer` does, and keys and values as `_run`."""
     tokens: list[Tensor] = []
     sound: list[Tensor] = []
-    seen_keys, seen_values = keys, values
+    seen = buffers
     for n in range(drawing.uniforms.shape[1]):
-        logits, seen_keys, seen_values = _run(ids, starts, past, keys, values, weights)
+        logits, seen = _run(ids, starts, past, buffers, weights)
         token, is_sound = drawn(logits, drawing.uniforms[:, n], drawing)
         tokens.append(token)
         sound.append(is_sound)
@@ -194,18 +184,14 @@ def _written(
             break
         past += ids.shape[1]
         ids = token[:, None]
-    return torch.stack(tokens, 1), torch.stack(sound, 1), seen_keys, seen_values
+    return torch.stack(tokens, 1), torch.stack(sound, 1), seen
 
 
 def _run(
-    ids: Tensor,
-    starts: Tensor,
-    past: int,
-    keys: list[Tensor],
-    values: list[Tensor],
-    w: _Weights,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the last places' logits (B, V), and keys and values (B, kv heads, past + T, D) each.
+    ids: Tensor, starts: Tensor, past: int, buffers: list[Tensor], w: _Weights
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the last places' logits (B, V), and keys and values in turn, each (B, kv heads,
+    past + T, D).
 
     Those are views of the cache's buffers; the last T places are written here.
     """
@@ -216,30 +202,31 @@ def _run(
     mask = places >= starts[:, None]
     positions = (places[past:] - starts[:, None]).clamp(min=0)
     cos, sin = w.cosines[positions][:, :, None], w.sines[positions][:, :, None]
-    seen = _seen(mask, T)
-    all_keys, all_values = [k[:B, :, :length] for k in keys], [v[:B, :, :length] for v in values]
+    visible = _visible(mask, T)
+    seen = [buffer[:B, :, :length] for buffer in buffers]
     for n, layer in enumerate(w.layers):
+        keys, values = seen[2 * n], seen[2 * n + 1]
         normed = _normed(states, layer.before, w.eps)
         split = _linear(normed, layer.heads, layer.heads_bias).view(B, T, turned + w.pairs, D)
         turning = split[:, :, :turned]
         turning = turning * cos + turning.roll(D // 2, -1) * sin
-        all_keys[n][:, :, past:] = turning[:, :, w.queries :].transpose(1, 2)
-        all_values[n][:, :, past:] = split[:, :, turned:].transpose(1, 2)
+        keys[:, :, past:] = turning[:, :, w.queries :].transpose(1, 2)
+        values[:, :, past:] = split[:, :, turned:].transpose(1, 2)
         asking = turning[:, :, : w.queries].transpose(1, 2)
         if T == 1 and w.queries == w.pairs:  # of one token each plain products are the faster
-            fits = torch.matmul(asking * D**-0.5, all_keys[n].transpose(2, 3))
-            if seen is not None:
-                fits = fits.masked_fill(~seen, -torch.inf)
-            told = torch.matmul(fits.softmax(-1), all_values[n])
+            fits = torch.matmul(asking * D**-0.5, keys.transpose(2, 3))
+            if visible is not None:
+                fits = fits.masked_fill(~visible, -torch.inf)
+            told = torch.matmul(fits.softmax(-1), values)
         else:
             told = F.scaled_dot_product_attention(
-                asking, all_keys[n], all_values[n], seen, enable_gqa=w.queries != w.pairs
+                asking, keys, values, visible, enable_gqa=w.queries != w.pairs
             )
         states = states + _linear(told.transpose(1, 2).reshape(B, T, -1), layer.out, layer.out_bias)
         normed = _normed(states, layer.between, w.eps)
         gate, up = _linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         states = states + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
-    return _linear(_normed(states[:, -1], w.norm, w.eps), w.head, w.head_bias), all_keys, all_values
+    return _linear(_normed(states[:, -1], w.norm, w.eps), w.head, w.head_bias), seen
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -253,7 +240,7 @@ def _normed(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return states * torch.rsqrt((states * states).mean(-1, keepdim=True) + eps) * weight
 
 
-def _seen(mask: Tensor, T: int) -> Tensor | None:
+def _visible(mask: Tensor, T: int) -> Tensor | None:
     """Return which of L places each of the last T sees, (B, 1, T, L); None where all see all.
 
     Padding sees itself: a row of softmax over nothing would be no numbers, in the cache too.
@@ -282,17 +269,6 @@ def drawn(logits: Tensor, uniforms: Tensor, drawing: Drawing) -> tuple[Tensor, T
         tokens[some], logprobs = draw(logits[some], uniforms[some], temperature, 0, top_p)
         sound[some] = logprobs.isfinite()
     return tokens, sound
-
-
-def scripted(function: Function) -> Function:
-    """Return the function as TorchScript, or as it is where there is none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        try:
-            found: Function = torch.jit.script(function)
-        except (AttributeError, RuntimeError):
-            return function
-    return found
 
 
 def _layer(layer: Any) -> _Layer:

@@ -17,6 +17,8 @@ While tokens are written the loop has the interpreter's lock for itself (policy/
 in between. So several are written in one go: until some are due to be handed on, a row has ended,
 or somebody has come or gone. And after a token for somebody without text the thread stands aside
 until the loop has dealt with it, and what it does after writing comes before the loop is woken.
+For the same reason the thread keeps its books in lists and arrays, which never let go of the lock,
+and asks torch for as few operations as it can: a cache is changed in one (policy/scripting.py).
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.policy.cache import can_merge, empty_cache, merge
+from rlhf_pipeline.policy.cache import can_merge, empty_cache, keep_rows, merge
 from rlhf_pipeline.policy.chat import encode_prompt
 from rlhf_pipeline.policy.lean import Drawing, writer_of
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.sampling import Completion, pad_left, trunk_of
+from rlhf_pipeline.policy.sampling import Completion, trunk_of
 from rlhf_pipeline.policy.streaming import UNFINISHED
 from rlhf_pipeline.records import Prompt
 
@@ -71,7 +74,7 @@ class _Row:
     sampling: Sampling
     loop: asyncio.AbstractEventLoop
     tokens: asyncio.Queue[list[int] | Exception]
-    uniforms: list[float] = field(default_factory=list)  # T of them, once it has joined
+    uniforms: NDArray[np.float32]  # (T,)
     written: int = 0
     held: list[int] = field(default_factory=list)  # drawn, and not handed on yet
     handed: float = 0.0  # the time.monotonic() moment when tokens were last handed on
@@ -86,8 +89,8 @@ class _Batch:
 
     rows: list[_Row]
     cache: Any
-    starts: Tensor  # (B,)
-    inputs: Tensor  # (B, 1), the token each row wrote last
+    starts: NDArray[np.int64]  # (B,)
+    inputs: NDArray[np.int64]  # (B, 1), the token each row wrote last
 
 
 class Decoder:
@@ -98,11 +101,13 @@ class Decoder:
         self._write = writer_of(policy.model)
         # Set by the loop, seen by a writer that holds no lock of the interpreter.
         self._enough = np.zeros(1, np.uint8)
+        self._stop = torch.from_numpy(self._enough)  # the same memory
         self._seconds = 0.0  # a token took, the last time
         self._config = trunk_of(policy.model).config
         # Asked for at every request and token: of transformers' configurations they cost as much
         # as a small product.
-        self._eos_id, self._context_length = policy.eos_id, policy.context_length
+        self._eos_id, self._pad_id = policy.eos_id, policy.pad_id
+        self._context_length, self._device = policy.context_length, policy.device
         # Caches that forget (sliding windows) cannot be merged: there one request at a time.
         self._most = rows if can_merge(empty_cache(self._config)) else 1
         self._waiting: deque[_Row] = deque()
@@ -157,7 +162,7 @@ class Decoder:
         if time.monotonic() >= deadline:  # a first token might be faster than a timer of no time
             raise TimeoutError
         loop = asyncio.get_running_loop()
-        row = _Row(ids, sampling, loop, asyncio.Queue())
+        row = _Row(ids, sampling, loop, asyncio.Queue(), _uniforms(sampling))
         with self._changed:
             if self._retired:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
@@ -203,7 +208,7 @@ class Decoder:
 
         Tokens are handed on as they are drawn; rows that have ended or are gone are dropped.
         """
-        if self.policy.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if self._device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # One core is left to the loop that reads and writes: with all of them here each product
             # of matrices waits for the core that it is on.
             torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
@@ -237,20 +242,19 @@ class Decoder:
 
     def _join(self, batch: _Batch | None, joining: list[_Row]) -> _Batch | None:
         """Run the prompts of new rows together, draw their first tokens, add them to the batch."""
-        for row in joining:  # here, as the loop would let go of the lock at each of these calls
-            generator = torch.Generator().manual_seed(row.sampling.seed)
-            longest = row.sampling.max_completion_tokens
-            row.uniforms = torch.rand(1, longest, generator=generator)[0].tolist()
-        ids, mask = pad_left([row.ids for row in joining], self.policy.pad_id)
-        ids, starts = ids.to(self.policy.device), (~mask).sum(1).to(self.policy.device)
+        width = max(len(row.ids) for row in joining)
+        starts = np.array([width - len(row.ids) for row in joining])
+        ids = np.full((len(joining), width), self._pad_id)
+        for row, padded, start in zip(joining, ids, starts, strict=True):
+            padded[start:] = row.ids
         cache = empty_cache(self._config)
         added = self._go_on(_Batch(joining, cache, starts, ids[:, :1]), ids, 1)
         if batch is None or added is None:
             return added or batch
         left, others_left = merge(batch.cache, added.cache)
         batch.rows += added.rows
-        batch.starts = torch.cat([batch.starts + left, added.starts + others_left])
-        batch.inputs = torch.cat([batch.inputs, added.inputs])
+        batch.starts = np.concatenate([batch.starts + left, added.starts + others_left])
+        batch.inputs = np.concatenate([batch.inputs, added.inputs])
         return batch
 
     def _most_tokens(self, rows: Sequence[_Row]) -> int:
@@ -261,32 +265,30 @@ class Decoder:
         due = min(row.handed for row in rows) + _apart(rows) - time.monotonic()
         return max(1, min(left, int(due / self._seconds)))
 
-    def _go_on(self, batch: _Batch, ids: Tensor, most: int) -> _Batch | None:
+    def _go_on(self, batch: _Batch, ids: NDArray[np.int64], most: int) -> _Batch | None:
         """Read ids (B, T), write `most` tokens or fewer, return the batch without who ended."""
-        rows, device = batch.rows, ids.device
+        rows = batch.rows
         alike: dict[tuple[float, float], list[int]] = {}
         for i, row in enumerate(rows):
             alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(i)
         drawing = Drawing(
-            torch.tensor([r.uniforms[r.written : r.written + most] for r in rows], device=device),
+            self._there(np.stack([r.uniforms[r.written : r.written + most] for r in rows])),
             list(alike),
-            [torch.tensor(some, device=device) for some in alike.values()]
-            if len(alike) > 1
-            else [],
+            [self._there(np.array(some)) for some in alike.values()] if len(alike) > 1 else [],
             self._eos_id,
-            torch.from_numpy(self._enough),
+            self._stop,
         )
         began = time.monotonic()
-        tokens, sound = self._write(ids, batch.starts, batch.cache, drawing)
+        written = self._write(self._there(ids), self._there(batch.starts), batch.cache, drawing)
+        tokens, sound = (found.tolist() for found in written)  # (B, n) each
         moment = time.monotonic()
-        self._seconds = (moment - began) / tokens.shape[1]
+        self._seconds = (moment - began) / len(tokens[0])
         told: list[tuple[_Row, list[int] | Exception]] = []
         keep: list[int] = []
         apart = _apart(rows)
         if any(row.shown and moment - row.handed >= apart for row in rows):
             apart /= 2  # who is nearly due hears now too, so that more is written at once after
-        found = zip(rows, tokens.tolist(), sound.tolist(), strict=True)
-        for i, (row, new, are_sound) in enumerate(found):
+        for i, (row, new, are_sound) in enumerate(zip(rows, tokens, sound, strict=True)):
             if not are_sound[-1]:
                 told.append((row, ModelError("the model's logits are no numbers; retrain it")))
                 continue
@@ -298,7 +300,7 @@ class Decoder:
                 row.held, row.handed = [], moment
             if not ended and not row.gone:
                 keep.append(i)
-        batch.inputs = tokens[:, -1:]
+        batch.inputs = np.array([new[-1:] for new in tokens])
         left = _kept(batch, keep)  # before the loop is woken, which would want the lock meanwhile
         told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
         # Who has not come back for their last tokens is not waited for a second time.
@@ -308,6 +310,19 @@ class Decoder:
         _deliver(told)
         _stand_aside(awaited)
         return left
+
+    def _there(self, array: NDArray[Any]) -> Tensor:
+        """Return the array as the model reads it: on a CPU without asking torch for anything."""
+        found = torch.from_numpy(array)
+        return found if self._device.type == "cpu" else found.to(self._device)
+
+
+def _uniforms(sampling: Sampling) -> NDArray[np.float32]:
+    """Return a random number from 0 to 1 for each token, those that `streaming.stream` draws."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    drawn = torch.rand(1, sampling.max_completion_tokens, generator=generator)
+    array: NDArray[np.float32] = drawn.numpy()[0]
+    return array
 
 
 def _apart(rows: Sequence[_Row]) -> float:
@@ -329,10 +344,7 @@ def _kept(batch: _Batch, keep: list[int]) -> _Batch | None:
     batch.rows = [batch.rows[i] for i in order]
     batch.starts, batch.inputs = batch.starts[order], batch.inputs[order]
     columns = int(batch.starts.min())
-    for layer in batch.cache.layers:
-        layer.move_rows(moves, len(keep))
-        if columns:
-            layer.drop_left(columns)
+    keep_rows(batch.cache, moves, len(keep), columns)
     batch.starts = batch.starts - columns
     return batch
 

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rlhf_pipeline.policy import lean
 from rlhf_pipeline.policy.adapters import add_adapters
-from rlhf_pipeline.policy.cache import empty_cache
+from rlhf_pipeline.policy.cache import empty_cache, make_room, show
 from rlhf_pipeline.policy.lean import (
     Drawing,
     LeanLlama,
@@ -19,9 +19,9 @@ from rlhf_pipeline.policy.lean import (
     drawn,
     plain_forward,
     plain_write,
-    scripted,
 )
 from rlhf_pipeline.policy.sampling import draw
+from rlhf_pipeline.policy.scripting import scripted
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -65,13 +65,9 @@ def test_lean_logits_are_those_of_transformers(changes: dict[str, Any], script: 
     caches = [empty_cache(model.config) for _ in range(2)]
     for begin, end in [(0, 7), *((7 + t, 8 + t) for t in range(steps))]:
         theirs = plain_forward(model, ids[:, begin:end], starts, caches[0])
-        rooms = [
-            layer.make_room(3, end - begin, ours.kept, ours.kept) for layer in caches[1].layers
-        ]
-        keys, values = map(list, zip(*rooms, strict=True))
-        found, *seen = run(ids[:, begin:end], starts, begin, keys, values, ours.weights)
-        for layer, *both in zip(caches[1].layers, *seen, strict=True):
-            layer.keys, layer.values = both
+        buffers = make_room(caches[1], 3, end - begin, ours.kept)
+        found, seen = run(ids[:, begin:end], starts, begin, buffers, ours.weights)
+        show(caches[1], seen)
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
     mask = torch.arange(7 + steps) >= starts[:, None]
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
@@ -155,7 +151,11 @@ def test_tokens_are_drawn_as_everywhere_and_broken_rows_are_told(
 
 def test_a_pytorch_without_torchscript_runs_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.jit, "script")
-    assert scripted(drawn) is drawn
+
+    def unmet(states: Tensor) -> Tensor:
+        return states
+
+    assert scripted(unmet) is unmet
 
 
 def test_other_models_keep_their_own_forward() -> None:

@@ -21,6 +21,7 @@ import httpx
 import openai
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
@@ -28,6 +29,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy.cache import merge
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
@@ -354,6 +356,60 @@ def test_who_comes_or_goes_is_not_kept_waiting_by_tokens_written_in_one_go(
     decoder.retire()
     decoder._thread.join(PATIENCE)
     assert next(written for asked, written in goes if asked > 1) == 1
+
+
+class Operations(TorchFunctionMode):
+    """Notes what Python asks torch for inside the block; what TorchScript runs is not asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name not in ("__get__", "numel", "tolist"):  # for these the lock is kept
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_thread_asks_torch_for_no_operation_of_its_own(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of other lengths and settings join and leave: each operation might wait for the loop."""
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    decoder, asked, merged = Decoder(policy, rows=3), [], []
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any) -> Any:
+            with Operations() as operations:
+                found = function(*args)
+            asked.extend(operations.asked)
+            return found
+
+        return watching
+
+    def merging(*caches: Any) -> tuple[int, int]:
+        merged.append(merge(*caches))
+        return merged[-1]
+
+    monkeypatch.setattr(batching, "merge", merging)
+    monkeypatch.setattr(decoder, "_go_on", watched(decoder._go_on))
+    monkeypatch.setattr(decoder, "_join", watched(decoder._join))
+
+    async def one(n: int) -> None:
+        sampling = Sampling(30 + 7 * n, 60, 1.0, n, top_p=0.9 if n % 2 else 1.0)
+        ids = decoder.prompt_ids(user_prompt("word " * (1 + 7 * (n % 3))), sampling)
+        await asyncio.sleep(0.004 * n)
+        async for _ in decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE):
+            pass
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(n) for n in range(9)))
+
+    asyncio.run(all_of_them())
+    decoder.retire()
+    assert merged
+    assert asked == []
 
 
 def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) -> None:
