@@ -10,11 +10,12 @@ PyTorch that has it no more the same lines run in Python.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,6 +31,24 @@ def _scripted(function: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         try:
-            return torch.jit.script(function)
+            script = torch.jit.script(function)
         except (AttributeError, RuntimeError):
             return function
+
+    def called(*arguments: Any) -> Any:
+        # Where it lets go of a tensor that but Python has, PyTorch takes the interpreter's lock to
+        # say so: one wait for each. This list has them until the lock is here anyway.
+        held = torch._C.ScriptList(list(_tensors(arguments)))
+        found = script(*arguments)
+        del held
+        return found
+
+    return called
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for one in arguments:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -58,7 +62,7 @@ def test_lean_logits_are_those_of_transformers(changes: dict[str, Any], script: 
     model = llama(**changes)
     assert can_lean(model)
     ours, steps = LeanLlama(model), 70  # more than a cache has room for at first
-    assert isinstance(ours.written, torch.jit.ScriptFunction)
+    assert ours.written is not lean._written
     run = scripted(lean._run) if script else lean._run
     starts = torch.tensor([0, 3, 6])
     ids = torch.randint(50, (3, 7 + steps))
@@ -147,6 +151,39 @@ def test_tokens_are_drawn_as_everywhere_and_broken_rows_are_told(
         tokens, sound = function(logits, uniforms, drawing(uniforms[:, None], settings))
         assert (~sound).nonzero().flatten().tolist() == [3, 5]
         assert tokens[sound].equal(expected[sound])
+
+
+@torch.inference_mode()
+def test_a_token_waits_for_the_interpreters_lock_once() -> None:
+    """Beside a thread that lets go of it only when asked, and then 50 ms later."""
+    model = llama()
+    ours, cache, over = LeanLlama(model), empty_cache(model.config), threading.Event()
+    ids, starts, how = (
+        torch.ones(3, 1).long(),
+        torch.zeros(3).long(),
+        drawing(torch.rand(3, 1), USUAL),
+    )
+
+    def write() -> float:
+        began = time.perf_counter()
+        ours.write(ids, starts, cache, how)
+        return time.perf_counter() - began
+
+    def keep_busy() -> None:
+        while not over.is_set():
+            pass
+
+    for _ in range(5):  # the first ones compile
+        write()
+    busy, interval = threading.Thread(target=keep_busy), sys.getswitchinterval()
+    sys.setswitchinterval(0.05)
+    busy.start()
+    try:
+        assert median(write() for _ in range(8)) < 3 * 0.05
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+        busy.join()
 
 
 def test_a_pytorch_without_torchscript_runs_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
