@@ -31,14 +31,14 @@ def _scripted(function: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         try:
-            script = torch.jit.script(function)
+            script, holding = torch.jit.script(function), torch._C.ScriptList
         except (AttributeError, RuntimeError):
             return function
 
     def called(*arguments: Any) -> Any:
-        # Where it lets go of a tensor that but Python has, PyTorch takes the interpreter's lock to
-        # say so: one wait for each. This list has them until the lock is here anyway.
-        held = torch._C.ScriptList(list(_tensors(arguments)))
+        # Where it lets go of a tensor that only Python has besides, PyTorch takes the interpreter's
+        # lock to say so: one wait for each. This list has them until the lock is here anyway.
+        held = holding(list(_tensors(arguments)))
         found = script(*arguments)
         del held
         return found

@@ -153,6 +153,7 @@ def test_tokens_are_drawn_as_everywhere_and_broken_rows_are_told(
         assert tokens[sound].equal(expected[sound])
 
 
+@pytest.mark.slow  # by the clock, so not beside everything else
 @torch.inference_mode()
 def test_a_token_waits_for_the_interpreters_lock_once() -> None:
     """Beside a thread that lets go of it only when asked, and then 50 ms later."""
