@@ -44,10 +44,7 @@ class Packing:
 
     def apart(self, states: Tensor) -> Tensor:
         """Return packed states (1, heads, N, width) as (B, heads, L, width), 0 after the end."""
-        # Without a filler nothing is cut: of a cut, backward would fill zeros and copy.
-        packed = states.squeeze(0).transpose(0, 1)
-        if self.filler:
-            packed = packed[: len(self.places)]
+        packed = _first(states.squeeze(0).transpose(0, 1), len(self.places))
         rows, longest = len(self.lengths), self.longest
         if not self.is_rectangle:
             shape = (rows * longest, *packed.shape[1:])
@@ -103,7 +100,12 @@ def packed_hidden(
             use_cache=False,
             packing=packing,
         ).last_hidden_state
-    return (hidden[0, :N] if filler else hidden.squeeze(0)), where
+    return _first(hidden.squeeze(0), N), where
+
+
+def _first(states: Tensor, count: int) -> Tensor:
+    """Return the first so many states; of a cut that leaves out none, backward still copies."""
+    return states if len(states) == count else states[:count]
 
 
 def whole_tiles(count: int, device: torch.device, tile: int = TILE) -> int:
