@@ -545,12 +545,18 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp_(min=0)
 
 
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[list[list[int]], list[int]]:
+    """Return the rows, padded to end together, and where each begins."""
+    width = max(map(len, rows), default=0)
+    starts = [width - len(row) for row in rows]
+    return [[pad_id] * start + list(row) for row, start in zip(rows, starts, strict=True)], starts
+
+
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return ids (B, P) and mask (B, P) of rows that end together."""
-    width = max(map(len, rows), default=0)
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
-    starts = torch.tensor([width - len(row) for row in rows])
-    return ids, torch.arange(width)[None] >= starts[:, None]
+    padded, starts = left_padded(rows, pad_id)
+    ids = torch.tensor(padded)
+    return ids, torch.arange(ids.shape[-1])[None] >= torch.tensor(starts)[:, None]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

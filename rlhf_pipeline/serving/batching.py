@@ -43,7 +43,7 @@ from rlhf_pipeline.policy.cache import can_merge, empty_cache, keep_rows, merge
 from rlhf_pipeline.policy.chat import encode_prompt
 from rlhf_pipeline.policy.lean import Drawing, writer_of
 from rlhf_pipeline.policy.loading import Policy
-from rlhf_pipeline.policy.sampling import Completion, trunk_of
+from rlhf_pipeline.policy.sampling import Completion, left_padded, trunk_of
 from rlhf_pipeline.policy.streaming import UNFINISHED
 from rlhf_pipeline.records import Prompt
 
@@ -242,11 +242,7 @@ class Decoder:
 
     def _join(self, batch: _Batch | None, joining: list[_Row]) -> _Batch | None:
         """Run the prompts of new rows together, draw their first tokens, add them to the batch."""
-        width = max(len(row.ids) for row in joining)
-        starts = np.array([width - len(row.ids) for row in joining])
-        ids = np.full((len(joining), width), self._pad_id)
-        for row, padded, start in zip(joining, ids, starts, strict=True):
-            padded[start:] = row.ids
+        ids, starts = map(np.array, left_padded([row.ids for row in joining], self._pad_id))
         cache = empty_cache(self._config)
         added = self._go_on(_Batch(joining, cache, starts, ids[:, :1]), ids, 1)
         if batch is None or added is None:
