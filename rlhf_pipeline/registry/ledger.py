@@ -10,7 +10,7 @@ protect against: somebody who edits the tables by hand.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -133,7 +133,7 @@ class PromotionLedger:
 
     def challenger(self, agent_id: str) -> ModelVersion | None:
         """Return the newest version that passed the gate, is newer than the champion and was
-        neither rolled back from nor lost an experiment; None where there is none.
+        neither gone back from nor lost an experiment; None where there is none.
         """
         return self.standing(agent_id).challenger
 
@@ -142,7 +142,7 @@ class PromotionLedger:
         with self.database.read() as connection:
             history = _history(connection, agent_id)
             by_number = {v.version: v for v in self._versions(connection, agent_id)}
-            gone = _withdrawn(connection, agent_id, history)
+            gone = _withdrawn(connection, agent_id, history, by_number.values())
         line = _line_of_champions(history)
         champion = by_number[line[-1]] if line else None
         waiting = [
@@ -165,7 +165,8 @@ class PromotionLedger:
         """
         with self.database.read() as connection:
             history = _history(connection, agent_id)
-            gone = _withdrawn(connection, agent_id, history)
+            versions = self._versions(connection, agent_id)
+            gone = _withdrawn(connection, agent_id, history, versions)
             return _objection(self._version(connection, agent_id, version), history, gone)
 
     def find(self, agent_id: str, name: str) -> ModelVersion:
@@ -246,8 +247,10 @@ class PromotionLedger:
     ) -> ModelVersion:
         """Return the next version, registered; nobody is promoted by this.
 
-        The same files from the same snapshot come back as the version they already are, so a
-        retried step registers nothing twice. Raises ClaimLost on a stale token.
+        The same files from the same snapshot in the same folder come back as the version they
+        already are, so a retried step registers nothing twice. A turn that trained on the snapshot
+        again has a folder and a verdict of its own, and is a version of its own even where its
+        files are an earlier one's. Raises ClaimLost on a stale token.
         """
         _need_files(files)
         with self.database.write() as connection:
@@ -258,8 +261,9 @@ class PromotionLedger:
                     f"agent {agent_id} needs a baseline before other versions, found none; "
                     "register the SFT policy with add_baseline"
                 )
+            made = (fingerprint, dict(files), path.resolve())
             for earlier in known[1:]:
-                if earlier.fingerprint == fingerprint and dict(earlier.files) == dict(files):
+                if (earlier.fingerprint, dict(earlier.files), earlier.path.resolve()) == made:
                     return earlier
             number = known[-1].version + 1
             return self._insert_version(
@@ -434,8 +438,10 @@ class PromotionLedger:
             _check_token(connection, agent_id, token)
             _check_view(agent_id, newest, expected_champion)
             wanted = self._version(connection, agent_id, version)
-            # A version that a person chose elsewhere may be one that was withdrawn.
-            gone = {} if action == "adopt" else _withdrawn(connection, agent_id, history)
+            gone: Mapping[int, str] = {}
+            if action != "adopt":  # what a person chose elsewhere may be one that was withdrawn
+                versions = self._versions(connection, agent_id)
+                gone = _withdrawn(connection, agent_id, history, versions)
             objection = _objection(wanted, history, gone)
             if objection and not force:
                 raise RegistryError(objection)
@@ -533,25 +539,38 @@ def _newest(connection: sa.Connection, agent_id: str) -> Promotion | None:
 
 
 def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
-    """Return the champions that rolling back walks along, the current one last.
+    """Return the champions that rolling back walks along, the current one last."""
+    return _walked(history)[0]
+
+
+def _walked(history: Sequence[Promotion]) -> tuple[list[int], list[Promotion]]:
+    """Return the line of champions, the current one last, and the entries that went back.
 
     Promotions push; a rollback cuts the line back to its target.
     """
     line: list[int] = []
+    back: list[Promotion] = []
     for entry in history:
-        if entry.action == "rollback" and entry.version in line:
-            while line[-1] != entry.version:
+        is_known = entry.version in line
+        if entry.action == "rollback":
+            back.append(entry)
+            while is_known and line[-1] != entry.version:
                 line.pop()
-        elif not line or line[-1] != entry.version:
+        if not line or line[-1] != entry.version:
             line.append(entry.version)
-    return line
+    return line, back
 
 
 def _withdrawn(
-    connection: sa.Connection, agent_id: str, history: Sequence[Promotion]
+    connection: sa.Connection,
+    agent_id: str,
+    history: Sequence[Promotion],
+    versions: Collection[ModelVersion],
 ) -> dict[int, str]:
-    """Return the versions that were rolled back from, as champion or as challenger in an
-    experiment, and not made champion since; with the words that say so.
+    """Return the versions that were gone back from, as champion, or lost as challenger in an
+    experiment, and were not made champion since; with the words that say so.
+
+    Versions of the same files are one model: what happened to one happened to all.
     """
     e = experiments.c
     lost = connection.execute(
@@ -559,20 +578,25 @@ def _withdrawn(
         .where(e.agent_id == agent_id, e.state == "rolled_back")
         .order_by(e.ended_at)
     ).all()
+    back = {entry.entry for entry in _walked(history)[1]}
     moments: list[tuple[datetime, int, str | None]] = []
     for entry in history:
-        if entry.action == "rollback" and entry.previous_version is not None:
+        if entry.entry in back and entry.previous_version is not None:
             moments.append((entry.created_at, entry.previous_version, "was rolled back from"))
         moments.append((entry.created_at, entry.version, None))
     for row in lost:
         words = f"was rolled back in an experiment ({row.reason})"
         moments.append((row.ended_at, row.challenger, words))
+    files = {version.version: dict(version.files) for version in versions}
     gone: dict[int, str] = {}
     for _, version, why in sorted(moments, key=lambda moment: moment[0]):
-        if why is None:
-            gone.pop(version, None)
-        else:
-            gone[version] = why
+        for twin in [number for number in files if files[number] == files[version]]:
+            if why is None:
+                gone.pop(twin, None)
+            elif twin == version:
+                gone[twin] = why
+            else:
+                gone[twin] = f"has the files of version {version}, which {why}"
     return gone
 
 

@@ -132,7 +132,7 @@ def test_versions_count_up_and_a_retried_step_registers_nothing_twice(
     again = ledger.add_version(
         AGENT,
         label="v100",
-        path=Path("/x"),
+        path=first.path,
         files=first.files,
         lineage={},
         gate=PASSED,
@@ -143,6 +143,40 @@ def test_versions_count_up_and_a_retried_step_registers_nothing_twice(
     assert [v.version for v in ledger.versions(AGENT)] == [0, 1, 2]
     with pytest.raises(RegistryError, match="version 7"):
         ledger.version(AGENT, 7)
+
+
+def twin(ledger: PromotionLedger, of: ModelVersion, gate: dict[str, object]) -> ModelVersion:
+    """Return what training on the same votes again came to: the same files in another folder."""
+    return ledger.add_version(
+        AGENT,
+        label=of.label,
+        path=of.path.with_name(f"{of.path.name}-2"),
+        files=of.files,
+        lineage={},
+        gate=gate,
+        fingerprint=of.fingerprint,
+    )
+
+
+def test_training_again_to_the_same_files_is_judged_anew(ledger: PromotionLedger) -> None:
+    """The verdict that counts is today's: the recipe's gate may be another one by now."""
+    first = add(ledger, gate=PASSED)
+    again = twin(ledger, first, REFUSED)
+    assert (again.version, again.passed_gate) == (2, False)
+    with pytest.raises(RegistryError, match="refused by the gate"):
+        promote(ledger, again.version, 0)
+
+
+def test_what_was_rolled_back_stays_so_under_another_number(ledger: PromotionLedger) -> None:
+    first = add(ledger)
+    promote(ledger, 1, 0)
+    ledger.rollback(AGENT, actor="watch", reason="errors")
+    again = twin(ledger, first, PASSED)
+    assert ledger.challenger(AGENT) is None
+    with pytest.raises(RegistryError, match="has the files of version 1, which was rolled back"):
+        promote(ledger, again.version, 0)
+    ledger.promote(AGENT, 2, actor="ann", reason="fixed", expected_champion=0, force=True)
+    assert not ledger.standing(AGENT).withdrawn  # she looked at these very weights
 
 
 def test_promotion_moves_the_champion_and_keeps_the_history(ledger: PromotionLedger) -> None:
