@@ -546,13 +546,14 @@ def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
 def _walked(history: Sequence[Promotion]) -> tuple[list[int], list[Promotion]]:
     """Return the line of champions, the current one last, and the entries that went back.
 
-    Promotions push; a rollback cuts the line back to its target.
+    Promotions push; a rollback cuts the line back to its target, and so does whoever moves MLflow's
+    alias to one of the line, which is how MLflow rolls back.
     """
     line: list[int] = []
     back: list[Promotion] = []
     for entry in history:
         is_known = entry.version in line
-        if entry.action == "rollback":
+        if entry.action == "rollback" or (entry.action == "adopt" and is_known):
             back.append(entry)
             while is_known and line[-1] != entry.version:
                 line.pop()
@@ -582,7 +583,8 @@ def _withdrawn(
     moments: list[tuple[datetime, int, str | None]] = []
     for entry in history:
         if entry.entry in back and entry.previous_version is not None:
-            moments.append((entry.created_at, entry.previous_version, "was rolled back from"))
+            words = "was rolled back from" if entry.action == "rollback" else "was left by hand"
+            moments.append((entry.created_at, entry.previous_version, words))
         moments.append((entry.created_at, entry.version, None))
     for row in lost:
         words = f"was rolled back in an experiment ({row.reason})"

@@ -298,6 +298,21 @@ def test_the_challenger_is_the_newest_that_passed_and_was_not_rolled_back(
     assert champion.version == 2
 
 
+def test_going_back_by_mlflows_alias_is_going_back(ledger: PromotionLedger) -> None:
+    for number in (1, 2):
+        add(ledger)
+        promote(ledger, number, number - 1)
+    ledger.adopt(AGENT, 1, actor="mlflow-ui", reason="2 is rude", expected_champion=2)
+    standing = ledger.standing(AGENT)
+    assert standing.challenger is None
+    assert standing.withdrawn == {2: "was left by hand"}
+    assert standing.previous is not None
+    assert standing.previous.version == 0
+    assert ledger.rollback(AGENT, actor="ann", reason="1 too").promotion.version == 0
+    ledger.adopt(AGENT, 2, actor="mlflow-ui", reason="on again", expected_champion=0)
+    assert ledger.standing(AGENT).withdrawn == {1: "was rolled back from"}
+
+
 def test_a_reset_baseline_is_the_champion_of_that_day(ledger: PromotionLedger) -> None:
     add(ledger)
     promote(ledger, 1, 0)
