@@ -1,8 +1,9 @@
 """Ends what nobody is at work on: dead turns' Dagster runs, MLflow runs and places in the pool.
 
 Dagster's default launcher notices nothing of a killed process. A run keeps its claim's heartbeat
-going from its first step to its end, so a heartbeat that stopped is a run that died. What this does
-not see: a `bootstrap` that died while it waited for the pool; its deadline ends it.
+going from its first step to its end, so a heartbeat that stopped is a run that died, or one that a
+person terminated: of that Dagster tells no hook, which would let the claim go. What this does not
+see: a `bootstrap` that died while it waited for the pool; its deadline ends it.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,7 @@ UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
+TERMINATED = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 AT_WORK = [*UNFINISHED, dg.DagsterRunStatus.QUEUED]  # nobody can be dead in the queue
 PARTITION = "dagster/partition"  # run tag: the agent, also where a person began it in the UI
 
@@ -31,24 +33,32 @@ PARTITION = "dagster/partition"  # run tag: the agent, also where a person began
 def end_dead_turns(
     instance: dg.DagsterInstance, pipeline: Pipeline, agent_id: str | None = None
 ) -> list[Claim]:
-    """End every turn that died, of one agent or of all; return the claims that were given up.
+    """End every turn that died, of one agent or of all; return the claims of those.
 
+    A turn that a person terminated is not among them: its claim is given up as well, and when the
+    agent's next one starts is for the settings to say.
     1. A claim whose heartbeat stopped: its runs are ended, then the claim is given up.
     2. A run that is at work long after its claim was closed, or that claimed nothing at all: it
        died before its first step or after its last, or another run took its stale claim over.
     MLflow comes first: where it is away this raises, and the next call begins here again.
     """
-    given_up = []
+    died = []
     for claim in pipeline.claims.stale():
         if agent_id not in (None, claim.agent_id):
             continue
         pipeline.registry.end_runs(claim.agent_id, claim.fingerprint)
-        for run in runs_of(instance, claim.holder):
+        runs = runs_of(instance, claim.holder)
+        is_terminated = bool(runs) and runs[-1].status in TERMINATED
+        for run in runs:
             if not run.is_finished:
                 words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
                 _end(instance, run, words)
+        if is_terminated:
+            pipeline.claims.give_up(claim.token, "terminated by hand")
+            log.warning("run terminated", agent=claim.agent_id, run=claim.holder)
+            continue
         pipeline.claims.give_up(claim.token, "the worker died: no heartbeat")
-        given_up.append(claim)
+        died.append(claim)
         log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
     for run, words, closed in _left_over(instance, pipeline, agent_id):
         held = None if closed is None else pipeline.claims.held(closed.agent_id)
@@ -56,14 +66,14 @@ def end_dead_turns(
             pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
         _end(instance, run, words)
         log.warning("run found dead", agent=run.tags.get(AGENT, ""), run=run.run_id, why=words)
-    return given_up
+    return died
 
 
 def runs_of(instance: dg.DagsterInstance, holder: str) -> list[dg.DagsterRun]:
-    """Return the run that claimed, and those that a person set going again from it."""
+    """Return the run that claimed, and those that a person set going again from it, in order."""
     first = instance.get_run_by_id(holder)
     again = instance.get_runs(dg.RunsFilter(tags={"dagster/root_run_id": holder}))
-    return [run for run in (first, *again) if run is not None]
+    return [run for run in (first, *reversed(again)) if run is not None]
 
 
 def _left_over(
@@ -78,14 +88,17 @@ def _left_over(
             dg.RunsFilter(job_name=job.name, statuses=UNFINISHED, tags=tags)
         )
     ]
-    waiting = _waiting_for_the_pool(instance) if records else set()
+    places = _places_in_the_pool(instance) if records else {}
     found: list[tuple[dg.DagsterRun, str, Claim | None]] = []
     for record in records:
         run, at = record.dagster_run, now()
         began = _moment(record.start_time) or record.create_timestamp.replace(tzinfo=UTC)
         claim = pipeline.claims.of_holder(run.root_run_id or run.run_id)
-        if run.run_id in waiting:
-            continue
+        if run.run_id in places:
+            given = places[run.run_id]
+            if given is None:
+                continue
+            began = max(began, given)  # it looks for its place every few seconds, and claims then
         if claim is None and at - began >= UNCLAIMED:
             found.append((run, "it claimed nothing: worker died before its first step", None))
         elif claim and claim.state != "held" and at - max(began, claim.heartbeat_at) >= LEASE:
@@ -93,11 +106,13 @@ def _left_over(
     return found
 
 
-def _waiting_for_the_pool(instance: dg.DagsterInstance) -> set[str]:
+def _places_in_the_pool(instance: dg.DagsterInstance) -> dict[str, datetime | None]:
+    """Return the runs in line for the pool, and when each was given its place; None: it waits."""
     storage = instance.event_log_storage
     if not storage.supports_global_concurrency_limits:
-        return set()
-    return storage.get_concurrency_info(GPU).pending_run_ids
+        return {}
+    steps = storage.get_concurrency_info(GPU).pending_steps
+    return {step.run_id: step.assigned_timestamp for step in steps}
 
 
 def _moment(seconds: float | None) -> datetime | None:

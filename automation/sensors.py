@@ -34,7 +34,7 @@ from resources.pipeline import (
 )
 from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.continuous import Due, back_off
+from rlhf_pipeline.continuous import Due, back_off, minutes_since
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
@@ -181,7 +181,11 @@ def dead_runs(
             or pipeline.claims.held(claim.agent_id) is not None  # another has taken over
         ):
             continue
-        if claim.fingerprint == bootstrap_mark(claim.agent_id):
+        is_first = claim.fingerprint == bootstrap_mark(claim.agent_id)
+        day = minutes_since(pipeline.claims.history(claim.agent_id), now() - timedelta(hours=24))
+        if not is_first and day >= rules.gpu_minutes_per_night:
+            continue  # as one that its deadline ended: the budget says when the next turn starts
+        if is_first:
             requests.append(
                 dg.RunRequest(
                     job_name=bootstrap.name,

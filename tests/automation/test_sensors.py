@@ -495,6 +495,34 @@ def test_a_dead_run_is_marked_failed_and_asked_for_again(ticks: Ticks) -> None:
     )
 
 
+def test_a_turn_that_a_person_terminated_is_not_asked_for_again(ticks: Ticks) -> None:
+    agent, claims = "unwanted", ticks.pipeline.claims
+    ticks.pipeline.store.ensure_agent(agent)
+    run = ticks.start_run(agent)
+    claims.claim(agent, "f" * 64, 40, holder=run.run_id, asked_by="sensor", lease=EXPIRED)
+    ticks.instance.report_run_canceled(run)
+    assert ticks.tick("dead_runs").run_requests == []
+    assert [(c.state, c.reason) for c in claims.history(agent)] == [("lost", "terminated by hand")]
+
+
+def test_a_turn_that_used_the_budget_up_is_not_asked_for_again(
+    ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dagster ends it at its deadline; to begin again at once would train all day."""
+    agent, claims = "long", ticks.pipeline.claims
+    ticks.pipeline.store.ensure_agent(agent)
+    run = ticks.start_run(agent)
+    budget = ticks.pipeline.settings(agent).continuous_learning.gpu_minutes_per_night
+    began = now() - timedelta(minutes=budget + 1)
+    with monkeypatch.context() as then:
+        then.setattr(claims, "clock", lambda: began)
+        claim = claims.claim(agent, "f" * 64, 40, holder=run.run_id, asked_by="sensor")
+    claims.beat(claim.token, lease=EXPIRED)
+    ticks.instance.report_run_failed(run, message="Exceeded maximum runtime")
+    assert ticks.tick("dead_runs").run_requests == []
+    assert claims.history(agent)[0].state == "lost"
+
+
 def test_a_turn_is_tried_at_most_as_often_as_the_settings_say(ticks: Ticks) -> None:
     agent = "hopeless"
     ticks.instance.add_dynamic_partitions("agents", [agent])
@@ -603,11 +631,16 @@ def test_runs_that_died_before_their_claim_or_after_its_end_are_ended_too(
     assert ticks.tick("dead_runs").run_requests == []
     assert statuses() == ["FAILURE", "FAILURE", "STARTED", "STARTED"]
     info = storage.get_concurrency_info(pool)
-    # The dead run's place went to the one that waited.
+    # The dead run's place went to the one that waited, which has yet to see that and to claim.
     assert (info.active_run_ids, info.assigned_run_ids) == (set(), {waiting.run_id})
-    storage.free_concurrency_slots_for_run(waiting.run_id)
-    for run in (waiting, alive):  # the instance is every test's
-        ticks.instance.report_run_failed(run)
+    [given] = [step.assigned_timestamp for step in info.pending_steps]
+    monkeypatch.setattr("automation.dead.now", lambda: given + timedelta(minutes=1))
+    ticks.tick("dead_runs")
+    assert statuses()[2] == "STARTED"
+    monkeypatch.setattr("automation.dead.now", lambda: given + timedelta(minutes=15))
+    ticks.tick("dead_runs")
+    assert statuses()[2] == "FAILURE"  # it died while it had the place
+    ticks.instance.report_run_failed(alive)  # the instance is every test's
 
 
 # -- aliases_moved_by_hand --------------------------------------------------------------------
