@@ -221,11 +221,9 @@ def _event(values: Any, key: str | None) -> Feedback:
     agent_id = values.get("agent_id")
     if not isinstance(agent_id, str):
         refuse(Rule.bad_agent, "agent_id as text", agent_id)
-    if key is not None:
-        values = {**values, "idempotency_key": key}
-    elif values.get("idempotency_key") is None:
+    if values.get("idempotency_key") is None:  # a row's own key is the vote's, whatever carries it
         # Two unsigned people may say the very same: without a key each request is a vote.
-        values = {**values, "idempotency_key": f"sent:{uuid7()}"}
+        values = {**values, "idempotency_key": f"sent:{uuid7()}" if key is None else key}
     [event] = events(Row(values, agent_id, "api", "human"))
     check_event(event)
     return event

@@ -113,6 +113,16 @@ def test_many_votes_get_an_answer_each(store: FeedbackStore) -> None:
     assert again.json() == answer.json()
 
 
+def test_a_row_that_has_a_key_keeps_it_whatever_request_carries_it(store: FeedbackStore) -> None:
+    unsigned = {k: v for k, v in VOTE.items() if k != "rater"} | {"agent_id": "keyed"}
+    rows = [{**unsigned, "idempotency_key": f"ticket-{n}"} for n in range(3)]
+    requests: list[Any] = [{"events": rows}, {"events": rows}, {"events": rows[1:]}, rows[0]]
+    for n, body in enumerate(requests):
+        headers = {"idempotency-key": f"request-{n}"} if n else None
+        assert send(store, body, headers=headers).status_code == 200
+    assert store.counts("keyed") == {"thumbs": 3}
+
+
 def test_a_key_for_another_topic_or_time_is_refused(store: FeedbackStore) -> None:
     key, then = {"idempotency-key": "about"}, "2024-01-01T00:00:00Z"
     sent = {**VOTE, "agent_id": "about", "topic": "prices", "occurred_at": then}
