@@ -244,27 +244,35 @@ class _FlatTrees:
         return finished
 
     def finish(self) -> list[_Parsed]:
-        """Return the held tree as one nested row, and its messages that have no parent in it."""
+        """Return the held tree as one nested row, and its messages that do not hang on it.
+
+        Those are the ones whose parent is missing, and all that is said below them.
+        """
         rows, self.rows = self.rows, []
-        nodes: dict[object, dict[str, Any]] = {}
+        nodes: dict[str, dict[str, Any]] = {}
+        for _, _, values in rows:
+            if isinstance(message_id := values.get("message_id"), str):
+                nodes[message_id] = {**values, "replies": []}
+        for node in nodes.values():
+            if isinstance(parent := node.get("parent_id"), str) and parent in nodes:
+                nodes[parent]["replies"].append(node)
+        hanging = [node for node in nodes.values() if node.get("parent_id") is None]
+        for node in hanging:  # grows until every leaf was reached; a ring is never entered
+            hanging += node["replies"]
+        reached = {id(node) for node in hanging}
         parsed: list[_Parsed] = []
         for line, raw, values in rows:
-            message_id = values.get("message_id")
-            if isinstance(message_id, str):
-                nodes[message_id] = {**values, "replies": []}
+            message_id, parent_id = values.get("message_id"), values.get("parent_id")
+            if not isinstance(message_id, str):
+                found: Any = _refusal(Rule.missing_field, "message_id as text", None)
+            elif id(nodes[message_id]) not in reached:
+                needed = "a message that hangs, by its parents, on the tree's first one"
+                found = _refusal(Rule.orphan_message, needed, f"parent {parent_id!r}")
+            elif parent_id is None:
+                found = nodes[message_id]
             else:
-                parsed.append((line, raw, _refusal(Rule.missing_field, "message_id as text", None)))
-        for line, raw, values in rows:
-            node, parent_id = nodes.get(values.get("message_id")), values.get("parent_id")
-            if node is None:
                 continue
-            if parent_id is None:
-                parsed.append((line, raw, node))
-            elif isinstance(parent_id, str) and parent_id in nodes:
-                nodes[parent_id]["replies"].append(node)
-            else:
-                found = f"parent {parent_id!r}"
-                parsed.append((line, raw, _refusal(Rule.orphan_message, "its parent", found)))
+            parsed.append((line, raw, found))
         return parsed
 
 

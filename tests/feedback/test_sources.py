@@ -348,6 +348,28 @@ def test_flat_messages_without_their_tree_are_set_aside(
     assert sorted(rules_of(aside)) == [(3, "orphan_message"), (4, "missing_field"), (5, "too_long")]
 
 
+@pytest.mark.parametrize("missing", ["e", "a"])
+def test_what_was_said_below_a_missing_message_is_set_aside_too(
+    tmp_path: Path, missing: str
+) -> None:
+    rows = [row for row in flat(tree(), "a") if row["message_id"] != missing]
+    events, aside = read_all(write_lines(tmp_path / "m.jsonl", rows))
+    lost = {"e": {"f", "g"}, "a": {"b", "c", "d", "x", "e", "f", "g"}}[missing]
+    lines = {n for n, row in enumerate(rows, 1) if row["message_id"] in lost}
+    assert {*rules_of(aside)} == {(n, "orphan_message") for n in lines}
+    assert bool(events) == (missing == "e")
+
+
+def test_messages_that_are_each_others_parents_are_set_aside(tmp_path: Path) -> None:
+    root, *rest = flat(tree(), "a")
+    ring = [{**message("r", "s", "prompter"), "message_tree_id": "a"}]
+    ring += [{**message("s", "r", "assistant", rank=0), "message_tree_id": "a"}]
+    whole, _ = read_all(write_lines(tmp_path / "t.jsonl", [root, *rest]))
+    events, aside = read_all(write_lines(tmp_path / "m.jsonl", [root, *ring, *rest]))
+    assert said(events) == said(whole)
+    assert {*rules_of(aside)} == {(2, "orphan_message"), (3, "orphan_message")}
+
+
 def test_judged_answers_become_pairs_with_ties_and_a_correction(tmp_path: Path) -> None:
     asked = {"question": "Why?", "passages": [], "prediction 1": "A.", "prediction 2": "B."}
     three = {**asked, "prediction 3": "C.", "preference": [0, 1, 2]}
