@@ -21,6 +21,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.raters import marks_of
+from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -211,6 +212,7 @@ class FeedbackStore:
         """Set the rows aside and return how many were not there yet."""
         added = 0
         with self.database.write() as connection:
+            _alone(connection)  # two files may hold the same bad line
             for some in _chunks(rows, LOOKUP):
                 by_id = {_quarantine_id(row): row for row in some}
                 known = set(
@@ -421,10 +423,9 @@ def _insert_events(
     connection: sa.Connection, events: Sequence[Feedback]
 ) -> list[Stored | FeedbackError]:
     """Insert what is new and return an answer or a refusal for each event, in order."""
-    if connection.dialect.name == "postgresql":
-        # One writer at a time: sequence numbers then appear in the order of commits, so no reader
-        # ever sees a number below its watermark turn up late.
-        connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+    # Sequence numbers then appear in the order of commits, so no reader ever sees a number below
+    # its watermark turn up late.
+    _alone(connection)
     known = _known_keys(connection, events)
     missing = _missing_interactions(connection, events)
     received = now()
@@ -570,10 +571,19 @@ def _interaction_row(interaction: Interaction) -> dict[str, Any]:
     }
 
 
+def _alone(connection: sa.Connection) -> None:
+    """Wait until no other transaction writes here, as SQLite's do by themselves."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+
+
 def _quarantine_id(row: QuarantinedRow) -> str:
     if row.feedback_id is not None:
         return hashed(row.agent_id, row.feedback_id)  # a stored row is set aside once
-    return hashed(row.agent_id, row.rule, row.raw if row.raw is not None else row.detail)
+    said = row.raw if row.raw is not None else row.detail
+    if row.rule in (Rule.damaged_file, Rule.line_too_long):  # all that is kept of it may be alike
+        return hashed(row.agent_id, row.rule, said, row.origin, str(row.line))
+    return hashed(row.agent_id, row.rule, said)
 
 
 def _clean(text: str) -> str:

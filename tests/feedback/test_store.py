@@ -399,6 +399,28 @@ def test_the_same_dirt_is_set_aside_once(store: FeedbackStore) -> None:
     assert store.quarantined("tea") == {"broken_json": 2}
 
 
+@pytest.mark.parametrize("rule", ["damaged_file", "line_too_long"])
+def test_damage_of_another_place_is_other_damage(store: FeedbackStore, rule: str) -> None:
+    row = QuarantinedRow("tea", rule, "needed the end", "a.jsonl", 3, raw="{")
+    assert store.quarantine([row, replace(row, origin="b.jsonl"), replace(row, line=4)]) == 3
+    assert store.quarantine([row]) == 0
+
+
+def test_two_who_meet_the_same_dirt_at_once_set_it_aside_once(postgres_url: str) -> None:
+    rows = [QuarantinedRow("tea", "broken_json", "", "a.jsonl", n, raw=f"{n}") for n in range(300)]
+    stores = [FeedbackStore(Database(postgres_url)) for _ in range(2)]
+    together = threading.Barrier(2)
+
+    def set_aside(store: FeedbackStore) -> int:
+        together.wait()
+        return store.quarantine(rows)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sum(threads.map(set_aside, stores)) == 300
+    for store in stores:
+        store.database.close()
+
+
 def test_any_bytes_can_be_set_aside(store: FeedbackStore) -> None:
     raw = "\ud800 \x00 " + "x" * (2 * LONGEST_RAW)
     assert store.quarantine([QuarantinedRow("tea", "bad_text", raw, "\udcff.jsonl", raw=raw)]) == 1
