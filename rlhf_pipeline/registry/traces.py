@@ -122,31 +122,41 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
     events: list[Feedback] = []
     aside: list[QuarantinedRow] = []
     traces, next_turn = _looked_at(registry, agent_id, turn_ms)
-    for interaction_id, trace_id, assessment in _assessments(traces):
+    said = list(_assessments(traces))
+    tops = _tops(assessment for _, _, assessment in said)
+    for interaction_id, trace_id, assessment in said:
         changed = int(assessment.last_update_time_ms or assessment.create_time_ms or 0)
         if assessment.valid is False:
             continue
         try:
-            event = event_of(assessment, agent_id, interaction_id, registry, changed)
+            top = tops.get(assessment.name)
+            event = event_of(assessment, agent_id, interaction_id, registry, changed, top)
             check_event(event)
         except FeedbackRefused as refusal:
             raw = f"{trace_id} {assessment.assessment_id} {assessment.name} {changed}"
             aside.append(QuarantinedRow(agent_id, refusal.rule, str(refusal), "mlflow", raw=raw))
         else:
             events.append(event)
+    events.sort(key=lambda event: event.occurred_at)  # what is stored last counts
     return Read(tuple(events), tuple(aside), next_turn)
 
 
 def event_of(
-    assessment: Any, agent_id: str, interaction_id: str, registry: ModelRegistry, changed: int
+    assessment: Any,
+    agent_id: str,
+    interaction_id: str,
+    registry: ModelRegistry,
+    changed: int,
+    top: int | None = None,
 ) -> Feedback:
-    """Return the vote an assessment is.
+    """Return the vote an assessment is; `top` is where its name's scale ends, if that is known.
 
     | value | vote |
     |---|---|
     | true, false; up, down, yes, no, good, bad, pass, fail | thumbs |
-    | a whole number from 1 to 5, unless it is named `score` | rating |
+    | a whole number from 2 to 5, unless it is named `score` | rating |
     | another number, or one named `score` | score, 0 to 1 |
+    | 1 | rating where it is named so or others of its name are above, score where below |
     | {"chosen", "rejected"} | preference |
     | an expectation (text, or {"expected_response"}) | correction |
     | other text | comment |
@@ -155,7 +165,7 @@ def event_of(
     """
     value = assessment.value
     about: dict[str, Any] = {"interaction_id": interaction_id}
-    kind, said = _said(value, assessment.name, expected=assessment.expectation is not None)
+    kind, said = _said(value, assessment.name, top, expected=assessment.expectation is not None)
     if kind is FeedbackKind.preference:
         interaction = _interaction(registry, interaction_id)
         about = {"prompt": interaction.prompt, "completion": value["chosen"]}
@@ -177,7 +187,23 @@ def event_of(
     )
 
 
-def _said(value: Any, name: str, *, expected: bool) -> tuple[FeedbackKind, dict[str, Any]]:
+def _tops(assessments: Iterable[Any]) -> dict[str, int]:
+    """Return, of each name whose numbers tell, where its scale ends: 1 or 5.
+
+    MLflow hands every number back as a float, so 1 alone may be the best or the worst.
+    """
+    below, above = set(), set()
+    for assessment in assessments:
+        value = assessment.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            below |= {assessment.name} if 0 <= value < 1 else set()
+            above |= {assessment.name} if value in (2, 3, 4, 5) else set()
+    return {**dict.fromkeys(below - above, 1), **dict.fromkeys(above - below, 5)}
+
+
+def _said(
+    value: Any, name: str, top: int | None, *, expected: bool
+) -> tuple[FeedbackKind, dict[str, Any]]:
     """Return an assessment's kind and the fields that hold its value."""
     if expected:
         text = value.get("expected_response") if isinstance(value, dict) else value
@@ -187,7 +213,11 @@ def _said(value: Any, name: str, *, expected: bool) -> tuple[FeedbackKind, dict[
     if isinstance(value, bool):
         return FeedbackKind.thumbs, {"number": float(value)}
     if isinstance(value, int | float):
-        rated = name.lower() != "score" and value in (1, 2, 3, 4, 5)
+        top = {"score": 1, "rating": 5}.get(name.lower(), top)
+        if value == 1 and top is None:
+            needed = "a number whose scale is known (1 ends one and begins another; call it score "
+            refuse(Rule.wrong_type, f"{needed}or rating, or give others of its name)", value)
+        rated = top != 1 and value in (1, 2, 3, 4, 5)
         kind = FeedbackKind.rating if rated else FeedbackKind.score
         return kind, {"number": float(value)}
     if isinstance(value, str):

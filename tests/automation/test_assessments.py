@@ -122,6 +122,41 @@ def test_what_is_said_late_or_changed_is_heard(traced: Traced) -> None:
     assert [vote[1] for vote in traced.votes()] == [1.0, 0.0]
 
 
+def test_of_two_answers_read_in_one_look_the_last_word_counts(traced: Traced) -> None:
+    from mlflow.entities import Feedback
+
+    trace = traced.say("9 coins")
+    first = traced.label(trace, "is it kind?", False)
+    time.sleep(0.01)
+    traced.label(trace, "is it right?", False)
+    time.sleep(0.01)
+    changed = Feedback(name="is it kind?", value=True, source=first.source)
+    traced.client.update_assessment(trace, first.assessment_id, changed)
+    traced.tick()
+    assert [vote[1] for vote in traced.votes()] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "kind"),
+    [
+        ("helpful", (0.0, 0.9), "score"),
+        ("stars", (4, 5), "rating"),
+        ("rating", (), "rating"),
+        ("unheard of", (), None),
+        ("both", (0.5, 4), None),
+    ],
+)
+def test_a_one_is_the_best_or_the_worst_as_its_name_is_used(
+    traced: Traced, name: str, others: tuple[float, ...], kind: str | None
+) -> None:
+    for number in others:
+        traced.label(traced.say(f"answer {number}"), name, number)
+    traced.label(traced.say("the answer"), name, 1)
+    traced.tick()
+    assert [vote[0] for vote in traced.votes() if vote[1] == 1] == ([kind] if kind else [])
+    assert traced.pipeline.store.quarantined(AGENT) == ({} if kind else {"wrong_type": 1})
+
+
 def test_what_is_said_about_an_old_trace_is_heard_in_its_turn(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
