@@ -423,17 +423,18 @@ class Text:
         return text
 
     def _decoded(self, ids: list[int]) -> str:
+        """Return the tokens' text; NUL, which tokens of bytes can spell, no store or API takes."""
         if not ids:
             return ""
         # What `tokenizer.decode` calls for a fast tokenizer, without the work around it.
         fast = getattr(self.policy.tokenizer, "backend_tokenizer", None)
         if fast is not None:
-            return str(fast.decode(ids, skip_special_tokens=True))
-        return str(
-            self.policy.tokenizer.decode(
+            text = fast.decode(ids, skip_special_tokens=True)
+        else:
+            text = self.policy.tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        )
+        return str(text).replace("\x00", "\N{REPLACEMENT CHARACTER}")
 
 
 def _overlap(text: str, stop: str) -> int:

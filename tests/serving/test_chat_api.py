@@ -424,6 +424,18 @@ def test_text_ends_before_a_stop_and_holds_back_its_beginning(world: Workspace) 
     assert "".join(pieces) + text.rest() == text.shown == "one two three"
 
 
+def test_a_nul_that_a_token_of_bytes_spells_is_shown_as_what_can_be_stored(
+    world: Workspace,
+) -> None:
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    text = Text(policy)
+    ids = policy.tokenizer.convert_tokens_to_ids(["a", "\u0100", "b"])  # byte-level BPE's own 0
+    assert (
+        "".join([*(text.add([token]) for token in ids), text.rest()])
+        == "a\N{REPLACEMENT CHARACTER}b"
+    )
+
+
 # -- the API --------------------------------------------------------------------------------------
 
 
