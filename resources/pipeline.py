@@ -217,6 +217,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "base": turn.settings.policy.base,
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
+            "previous": str(before) if (before := stages.rewards_before(turn)) else None,
             "recipe": shown(turn.settings),
             "code": code_version(),
             "seed": turn.settings.training.seed,

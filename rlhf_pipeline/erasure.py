@@ -146,12 +146,12 @@ def versions_with(
 def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
     if earlier.version >= version.version:
         return False
-    for name in ("started_from", "baseline"):
-        place = version.lineage.get(name)
-        # The end of the path, as the state folder may have been elsewhere on that day.
-        if place is not None and Path(place).parts[-3:] == earlier.path.parts[-3:]:
-            return True
-    return False
+    lineage = version.lineage
+    places = [lineage[name] for name in ("started_from", "baseline") if lineage.get(name)]
+    if lineage.get("previous"):  # the turn whose reward models it began from
+        places.append(Path(lineage["previous"], "ppo", "policy"))
+    # The end of the path, as the state folder may have been elsewhere on that day.
+    return any(Path(place).parts[-3:] == earlier.path.parts[-3:] for place in places)
 
 
 def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Person]:

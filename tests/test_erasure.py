@@ -19,7 +19,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.erasure import erase, held_about, told
+from rlhf_pipeline.erasure import erase, held_about, told, versions_with
 from rlhf_pipeline.errors import (
     ClaimRefused,
     FeedbackRefused,
@@ -343,6 +343,22 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
         (0, 6, []),
         (1, 0, [0]),
     ]
+
+
+def test_a_version_whose_reward_models_began_from_another_turns_is_named(world: World) -> None:
+    before = "/elsewhere/state/agents/tea/turns/other1"
+    ledger = world.registry.ledger
+    ledger.add_version(
+        "tea",
+        label="v3",
+        path=Path("/elsewhere/turns/other3/ppo/policy"),
+        files={"m": "3"},
+        lineage={"previous": before},
+        gate=None,
+        fingerprint="other3",
+    )
+    found = versions_with(ledger, "tea", {"other1": 4})
+    assert [(v["version"], v["rows"], v["through"]) for v in found] == [(1, 4, []), (3, 0, [1])]
 
 
 def test_votes_watermarks_and_numbers_hold_after_an_erasure(world: World) -> None:

@@ -111,6 +111,9 @@ def recorded_turn(
         )
     old_state = str(lineage["recipe"]["state_dir"])
     champion = _moved(lineage.get("started_from"), old_state, settings)
+    previous = _moved(lineage.get("previous"), old_state, settings)
+    if exact:
+        _check_previous(version, recipe, previous)
     baseline = ledger.baseline(version.agent_id)
     recorded = _moved(lineage.get("baseline"), old_state, settings)
     return stages.Turn(
@@ -123,7 +126,25 @@ def recorded_turn(
         baseline=recorded or (baseline.path if baseline and champion else None),
         champion=champion,
         settings=recipe,
+        previous=previous,
     )
+
+
+def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | None) -> None:
+    """Raise RegistryError where reward models came of the turn before, and nobody has them now."""
+    which = f"version {version.version} of {version.agent_id}"
+    looks_back = recipe.reward.warm_start or recipe.reward.retrain_drop is not None
+    if looks_back and "previous" not in version.lineage:
+        raise RegistryError(
+            f"{which} may have begun from the reward models of the turn before "
+            "(reward.retrain_drop, reward.warm_start), found no word of that turn in its lineage; "
+            "versions that are trained from now on have it"
+        )
+    if previous is not None and not (previous / "reward").is_dir():
+        raise RegistryError(
+            f"{which} began from the reward models at {previous / 'reward'}, found none there; "
+            "restore them from a backup"
+        )
 
 
 def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> stages.Turn:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
@@ -49,6 +50,31 @@ def test_erased_rows_are_said_before_anything_is_trained(
     gone = replace(version, lineage={**version.lineage, "data": {"gone.jsonl": "0" * 64}})
     with pytest.raises(RegistryError, match="restore it from a backup"):
         recorded_turn(loop.pipeline.ledger, settings, gone, tmp_path)
+
+
+def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """A turn that may begin from them comes out otherwise without."""
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    assert version.lineage["previous"] is None  # nothing of this recipe looks back
+    recipe = dict(version.lineage["recipe"])
+    recipe["reward"] = {**recipe["reward"], "warm_start": True}
+    before = Path(recipe["state_dir"]) / "before"
+
+    def turn(**lineage: object) -> stages.Turn:
+        kept = {k: v for k, v in version.lineage.items() if k != "previous"}
+        told = replace(version, lineage={**kept, "recipe": recipe, **lineage})
+        return recorded_turn(ledger, settings, told, tmp_path)
+
+    with pytest.raises(RegistryError, match="no word of that turn in its lineage"):
+        turn()
+    with pytest.raises(RegistryError, match="restore them from a backup"):
+        turn(previous=str(before))
+    assert turn(previous=None).previous is None
+    (before / "reward").mkdir(parents=True)
+    assert turn(previous=str(before)).previous == before
 
 
 def test_a_version_without_a_turn_says_so(
