@@ -8,11 +8,13 @@ for years) where a finish_reason has said that the text is whole.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import ssl
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,20 +53,11 @@ async def upstream_pieces(
         "stream_options": {"include_usage": True},
     }
     last: dict[str, Any] = {"finish_reason": None, "usage": None}
-    left = max(deadline - time.monotonic(), 0.001)
-    timeout = httpx.Timeout(left, connect=min(CONNECT_SECONDS, left))
     try:
-        async with (
-            httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client,
-            client.stream(
-                "POST",
-                f"{upstream.url.rstrip('/')}/chat/completions",
-                json=body,
-                headers=_headers(upstream),
-            ) as answer,
-        ):
+        async with _asked(upstream, body, deadline) as answer:
             if answer.status_code != 200:
-                if answer.status_code in (400, 413) and TOO_LONG.search(await _beginning(answer)):
+                refused = answer.status_code in (400, 413)
+                if refused and TOO_LONG.search(await _beginning(answer, deadline)):
                     raise PromptRefused(
                         "messages within the upstream's context are needed, found longer ones; "
                         "send fewer, or ask for fewer tokens"
@@ -73,7 +66,7 @@ async def upstream_pieces(
                     f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; "
                     "look at its log"
                 )
-            async for line in _lines(answer):
+            async for line in _lines(answer, deadline):
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 if not line.startswith(b"data:"):
@@ -96,26 +89,54 @@ async def upstream_pieces(
     yield last
 
 
-async def _beginning(answer: httpx.Response) -> bytes:
+@asynccontextmanager
+async def _asked(
+    upstream: UpstreamSettings, body: dict[str, Any], deadline: float
+) -> AsyncGenerator[httpx.Response, None]:
+    """Give the upstream's answer once its headers have come, and close it."""
+    # httpx bounds each wait anew, and not how long they take together: the deadline does.
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    async with httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client:
+        url = f"{upstream.url.rstrip('/')}/chat/completions"
+        request = client.build_request("POST", url, json=body, headers=_headers(upstream))
+        async with asyncio.timeout(deadline - time.monotonic()):
+            answer = await client.send(request, stream=True)
+        async with aclosing(answer):
+            yield answer
+
+
+async def _beginning(answer: httpx.Response, deadline: float) -> bytes:
     """Return the first LONGEST_LINE bytes of a refusal, or less."""
     found = b""
-    async for some in answer.aiter_bytes():
+    async for some in _chunks(answer, deadline):
         found += some
         if len(found) >= LONGEST_LINE:
             break
     return found
 
 
-async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
+async def _lines(answer: httpx.Response, deadline: float) -> AsyncGenerator[bytes, None]:
     """Yield the answer's whole lines; texts may hold what is a line's end elsewhere (U+2028)."""
     rest = b""
-    async for some in answer.aiter_bytes():
+    async for some in _chunks(answer, deadline):
         *lines, rest = (rest + some).split(b"\n")
         for line in lines:
             yield line
         if len(rest) > LONGEST_LINE:
             raise ModelError(f"the upstream must send lines of at most {LONGEST_LINE} bytes")
     yield rest
+
+
+async def _chunks(answer: httpx.Response, deadline: float) -> AsyncGenerator[bytes, None]:
+    """Yield the answer's bytes as they come. Raises TimeoutError at the deadline."""
+    chunks = answer.aiter_bytes()
+    while True:
+        # Around each wait alone: whoever reads this may take the next piece in another task.
+        async with asyncio.timeout(deadline - time.monotonic()):
+            some = await anext(chunks, None)
+        if some is None:
+            return
+        yield some
 
 
 def _read(data: bytes, last: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ ASKED = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
 BLOCKED = "write to ann@example.org for more"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
 DONE = b"data: [DONE]\n\n"
+OK = b"HTTP/1.0 200 OK\r\n\r\n"
+SILENCE = (5.0, b"")
+DRIPS = [(0.05, b"x")] * 100
 
 
 def chunk(text: str | None, ending: str | None = None, **more: Any) -> bytes:
@@ -66,12 +69,41 @@ def answering(
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    with running(Upstream) as upstream:
+        try:
+            yield upstream
+        finally:
+            over.set()
+
+
+@contextmanager
+def sending(parts: Sequence[tuple[float, bytes]]) -> Iterator[UpstreamSettings]:
+    """Run a server that sends these bytes, headers among them, each after so many seconds."""
+    over = threading.Event()
+
+    class Upstream(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            with suppress(OSError):  # who asked has left
+                for pause, part in parts:
+                    if not over.wait(pause):
+                        self.wfile.write(part)
+
+    with running(Upstream) as upstream:
+        try:
+            yield upstream
+        finally:
+            over.set()
+
+
+@contextmanager
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[UpstreamSettings]:
+    """Run a server on a port of its own."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield UpstreamSettings(url=f"http://127.0.0.1:{server.server_port}/v1", model="any")
     finally:
-        over.set()
         server.shutdown()
         server.server_close()
 
@@ -83,9 +115,9 @@ def served_by(upstream: UpstreamSettings, state: Path) -> World:
     return World(create_app(settings, pages=False), Keys(state), "", "", "")
 
 
-def pieces_of(upstream: UpstreamSettings) -> list[str | dict[str, Any]]:
+def pieces_of(upstream: UpstreamSettings, seconds: float = PATIENCE) -> list[str | dict[str, Any]]:
     async def all_of_them() -> list[str | dict[str, Any]]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + seconds
         return [
             p async for p in upstream_pieces(upstream, user_prompt("hi"), {}, deadline=deadline)
         ]
@@ -121,6 +153,23 @@ def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
 def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
     with answering(200, chunk("Hello ") + rest) as upstream, pytest.raises(ModelError):
         pieces_of(upstream)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0.0, OK), (0.9, chunk("Hello ")), SILENCE],
+        [(0.9, OK), (0.0, b": ping\n\n"), SILENCE],
+        [(0.0, OK), *DRIPS],
+        [(0.0, OK.replace(b"200", b"400")), *DRIPS],
+    ],
+)
+def test_the_time_for_an_answer_is_for_all_of_it(parts: list[tuple[float, bytes]]) -> None:
+    with sending(parts) as upstream:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            pieces_of(upstream, 1.0)
+        assert time.monotonic() - began < 1.6
 
 
 @pytest.mark.parametrize(
