@@ -85,6 +85,7 @@ class _Draft:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
+    beside: list[asyncio.Future[str]] = field(default_factory=list)  # others under way
     others: tuple[str, ...] = ()
     broken: Exception | None = None  # what ended it after words had been shown
 
@@ -148,9 +149,9 @@ class Gateway:
 
         `at_once` says that each piece is shown as it comes. Where it is not, nothing is yielded
         before all of it is checked, so that the baseline can still answer.
-        `others` more completions are drawn beside it, in the same batch (an upstream gives as many
-        of them as it can); `note` gets the text and them once it is shown, and returns what is to
-        be stored with the sampling settings.
+        `others` more completions are drawn beside it, in the same batch; those that fail are left
+        out. `note` gets the text and them once it is shown, and returns what is to be stored with
+        the sampling settings.
         Raises ChatRefused for a prompt that is empty, too long or not readable; ChatAway, or what
         failed first, where neither the arm nor the baseline can answer.
         """
@@ -300,22 +301,34 @@ class Gateway:
         """
         rules = self.settings.serving.guardrails
         shown = 0
-        async with aclosing(self._raw(agent_id, prompt, wishes, draft, others)) as pieces:
-            async for piece in pieces:
-                draft.text += piece
-                sure = certain(draft.text)
-                if len(sure) <= draft.sound:
-                    continue
-                if blocked := output_block(sure, prompt, rules, whole=False):
-                    raise _Stopped(blocked)
-                draft.sound = len(sure)
-                if at_once and rules.release == "words":
-                    yield sure[shown:]
-                    shown = len(sure)
-        if blocked := output_block(draft.text, prompt, rules, whole=True):
-            raise _Stopped(blocked)
-        if len(draft.text) > shown:
-            yield draft.text[shown:]
+        try:
+            async with aclosing(self._raw(agent_id, prompt, wishes, draft, others)) as pieces:
+                async for piece in pieces:
+                    draft.text += piece
+                    sure = certain(draft.text)
+                    if len(sure) <= draft.sound:
+                        continue
+                    if blocked := output_block(sure, prompt, rules, whole=False):
+                        raise _Stopped(blocked)
+                    draft.sound = len(sure)
+                    if at_once and rules.release == "words":
+                        yield sure[shown:]
+                        shown = len(sure)
+            if blocked := output_block(draft.text, prompt, rules, whole=True):
+                raise _Stopped(blocked)
+            rest = draft.text[shown:]
+            if at_once and rest:
+                yield rest
+            # An arm that gives one answer but not three gives one: others are a courtesy, which
+            # whoever reads along does not wait for.
+            found = await asyncio.gather(*draft.beside, return_exceptions=True)
+            draft.others = tuple(text for text in found if isinstance(text, str))
+            if not at_once and rest:  # shown with them: who leaves before has seen nothing
+                yield rest
+        finally:
+            for task in draft.beside:
+                task.cancel()
+            await asyncio.gather(*draft.beside, return_exceptions=True)
 
     async def _raw(
         self, agent_id: str, prompt: Prompt, wishes: Wishes, draft: _Draft, others: int
@@ -366,7 +379,7 @@ class Gateway:
             "max_completion_tokens": sampling.max_completion_tokens,
             "model_sha256": seat.digest,
         }
-        beside = [
+        draft.beside = [
             asyncio.ensure_future(
                 _whole(
                     seat.decoder.pieces(
@@ -376,20 +389,15 @@ class Gateway:
             )
             for n in range(others)
         ]
-        try:
-            async with aclosing(
-                seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain)
-            ) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, str):
-                        yield piece
-                    else:
-                        draft.completion_tokens = piece.tokens
-                        draft.ending = "stop" if piece.finished else "length"
-            draft.others = tuple(await asyncio.gather(*beside))
-        finally:
-            for task in beside:
-                task.cancel()
+        async with aclosing(
+            seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain)
+        ) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, str):
+                    yield piece
+                else:
+                    draft.completion_tokens = piece.tokens
+                    draft.ending = "stop" if piece.finished else "length"
 
     async def _seat(self, agent_id: str, arm: Arm, deadline: float) -> Seat:
         """Return the loaded model of the arm; the first request for it waits while it loads."""
@@ -421,32 +429,24 @@ class Gateway:
         seeds = [
             {} if wishes.seed is None else {"seed": wishes.seed + 1 + n} for n in range(others)
         ]
-        beside = [
+        draft.beside = [
             asyncio.ensure_future(
                 _whole(upstream_pieces(upstream, prompt, {**settings, **seed}, deadline=deadline))
             )
             for seed in seeds
         ]
-        try:
-            async with aclosing(
-                upstream_pieces(upstream, prompt, settings, deadline=deadline)
-            ) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, str):
-                        yield piece
-                        continue
-                    usage = piece["usage"] or {}
-                    draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
-                    draft.completion_tokens = int(usage.get("completion_tokens", 0))
-                    reason = piece["finish_reason"]
-                    draft.ending = reason if reason in ("length", "content_filter") else "stop"
-            # An upstream that gives one answer but not three gives one: others are a courtesy.
-            found = await asyncio.gather(*beside, return_exceptions=True)
-            draft.others = tuple(text for text in found if isinstance(text, str))
-        finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+        async with aclosing(
+            upstream_pieces(upstream, prompt, settings, deadline=deadline)
+        ) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, str):
+                    yield piece
+                    continue
+                usage = piece["usage"] or {}
+                draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
+                draft.completion_tokens = int(usage.get("completion_tokens", 0))
+                reason = piece["finish_reason"]
+                draft.ending = reason if reason in ("length", "content_filter") else "stop"
 
     # -- the store --------------------------------------------------------------------------------
 

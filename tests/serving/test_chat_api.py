@@ -39,7 +39,7 @@ from rlhf_pipeline.serving import batching, chat_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
-from rlhf_pipeline.serving.gateway import Gateway
+from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from tests.serving.doors import listening
 from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
@@ -939,6 +939,56 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
             assert "bob" not in kept.completion
             assert kept.sampling["fell_back"] is True
         assert book.history("shop")[0].state == "rolled_back"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("error", [ModelError("out of memory"), TimeoutError()])
+def test_answers_drawn_beside_one_cost_it_nothing_where_they_fail(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, error: Exception, at_once: bool
+) -> None:
+    """Nor does whoever reads along wait for them."""
+    book, happened = ExperimentBook(world.database), []
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    user = next(n for n in map(str, range(40)) if is_challenged(begun, n))
+
+    async def drawn(
+        _: Decoder, ids: Any, sampling: Sampling, **given: Any
+    ) -> AsyncGenerator[str | Completion, None]:
+        if sampling.seed != SEED:
+            await written.wait()
+            await asyncio.sleep(0.2)
+            happened.append("failed")
+            raise error
+        yield "It costs "
+        yield "nine euros"  # the end is held back: it may become an address
+        written.set()
+        yield Completion("It costs nine euros", 4, True)
+
+    monkeypatch.setattr(Decoder, "pieces", drawn)
+    gateway, written = Gateway(world.settings, world.store, world.registry), asyncio.Event()
+    for arm in ("champion", "challenger"):
+        gateway.champions.seat("shop", arm)
+
+    async def asked() -> Reply:
+        person, prompt = hash_rater("shop", user), user_prompt("how much?")
+        async for piece in gateway.reply(
+            "shop", prompt, Wishes(seed=SEED), user_id=person, others=2, at_once=at_once
+        ):
+            if isinstance(piece, Reply):
+                return piece
+            happened.append(piece)
+        raise AssertionError("a reply ends with a Reply")
+
+    reply = asyncio.run(asked())
+    gateway.close()
+    book.end(begun, "stopped", "the test is over")
+    text, failed = ["It costs ", "nine euros"], ["failed"] * 2
+    assert happened == ([*text, *failed] if at_once else [*failed, "".join(text)])
+    kept = world.store.interaction(reply.interaction.interaction_id)
+    assert kept is not None
+    assert (kept.arm, kept.completion, reply.others) == ("challenger", "It costs nine euros", ())
+    assert (kept.sampling["ending"], kept.sampling["fell_back"]) == ("stop", False)
+    assert "events" not in kept.sampling
 
 
 def test_a_baseline_that_fails_where_it_alone_may_answer_says_nothing_of_the_challenger(
