@@ -151,13 +151,15 @@ class Decoder:
         *,
         deadline: float,
         certain: Callable[[str], str] = str,
+        count: Callable[[int], None] = lambda tokens: None,
     ) -> AsyncGenerator[str | Completion, None]:
         """Yield the completion's text piece by piece, and last the whole `Completion`.
 
         `deadline` is a time.monotonic() moment; `certain` says how much of a text so far is shown
-        to whoever asked: until that is something, tokens come one by one. Closing the iterator
-        takes the row out of the batch. Raises TimeoutError at the deadline, ModelError where the
-        model writes no numbers or the decoder has retired.
+        to whoever asked: until that is something, tokens come one by one. `count` is told how many
+        tokens there are so far, before each piece. Closing the iterator takes the row out of the
+        batch. Raises TimeoutError at the deadline, ModelError where the model writes no numbers or
+        the decoder has retired.
         """
         if time.monotonic() >= deadline:  # a first token might be faster than a timer of no time
             raise TimeoutError
@@ -188,6 +190,7 @@ class Decoder:
                     if ended:
                         piece += text.rest()
                         break
+                count(n)
                 if piece:
                     yield piece
                     row.shown = row.shown or bool(certain(text.shown))

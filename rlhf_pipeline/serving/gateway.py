@@ -67,8 +67,8 @@ class Reply:
 
     interaction: Interaction
     ending: Ending
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int  # 0 where an upstream told none
+    completion_tokens: int  # the pieces that came, where an upstream told none
     others: tuple[str, ...] = ()  # further completions of the same prompt, not stored
 
 
@@ -83,7 +83,7 @@ class _Draft:
     sound: int = 0  # characters at its beginning that break no rule
     ending: Ending = "stop"
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    completion_tokens: int = 0  # so far: a rule may end it before a total is told
     sampling: dict[str, Any] = field(default_factory=dict)
     beside: list[asyncio.Future[str]] = field(default_factory=list)  # others under way
     others: tuple[str, ...] = ()
@@ -389,8 +389,12 @@ class Gateway:
             )
             for n in range(others)
         ]
+
+        def count(tokens: int) -> None:
+            draft.completion_tokens = tokens
+
         async with aclosing(
-            seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain)
+            seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain, count=count)
         ) as pieces:
             async for piece in pieces:
                 if isinstance(piece, str):
@@ -440,11 +444,13 @@ class Gateway:
         ) as pieces:
             async for piece in pieces:
                 if isinstance(piece, str):
+                    draft.completion_tokens += 1  # a delta is about a token
                     yield piece
                     continue
                 usage = piece["usage"] or {}
                 draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
-                draft.completion_tokens = int(usage.get("completion_tokens", 0))
+                told = usage.get("completion_tokens")
+                draft.completion_tokens = int(told or draft.completion_tokens)
                 reason = piece["finish_reason"]
                 draft.ending = reason if reason in ("length", "content_filter") else "stop"
 

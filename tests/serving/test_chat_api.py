@@ -40,6 +40,7 @@ from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.guardrails import certain
 from tests.serving.doors import listening
 from tests.serving.kills import start
 from tests.serving.pages.world import free_port, made_desk
@@ -638,6 +639,31 @@ def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Se
         'rlhf_chat_events_total{rule="unsafe_request"} 1.0'
         in httpx.get(f"{service.address}/metrics").text
     )
+
+
+def test_of_an_answer_that_a_rule_ends_the_tokens_are_counted(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for together in ("TOGETHER_SECONDS", "ROW_SECONDS"):
+        monkeypatch.setattr(batching, together, 0.0)  # each token is looked at before the next
+    most = 12  # characters
+    policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
+    alone: dict[str, Any] = {"max_prompt_tokens": 60, "temperature": 1.0, "seed": SEED}
+    prompt = user_prompt(ASKED["messages"][0]["content"])
+    for tokens in range(1, 61):
+        *_, last = stream(policy, prompt, max_completion_tokens=tokens, **alone)
+        assert isinstance(last, Completion)
+        if len(certain(last.text)) > most:
+            break
+    rules = world.settings.serving.guardrails.model_copy(update={"max_completion_characters": most})
+    with serving(told(world.settings, guardrails=rules), world) as running:
+        body = {"model": "shop:baseline", "temperature": 1.0, "stream": True, "max_tokens": 60}
+        answer = running.post(**body, stream_options={"include_usage": True})
+        *_, ended, usage = [json.loads(x[6:]) for x in answer.text.splitlines() if x[6:7] == "{"]
+        counted = httpx.get(f"{running.address}/metrics").text
+    assert ended["choices"][0]["finish_reason"] == "content_filter"
+    assert usage["usage"]["completion_tokens"] == tokens > 1
+    assert f'rlhf_tokens_total{{agent="shop",side="completion"}} {tokens}.0' in counted
 
 
 def test_a_corrupt_champion_is_never_served_and_without_a_baseline_it_is_a_polite_503(

@@ -265,6 +265,26 @@ def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path:
     assert choice["finish_reason"] == "content_filter"
 
 
+@pytest.mark.parametrize(
+    ("body", "usage"),
+    [
+        (chunk("Hello, ") + chunk("dear ") + chunk(BLOCKED) + event(USAGE) + DONE, (0, 3)),
+        (chunk("Hello, ") + chunk("dear", "stop") + DONE, (0, 2)),
+        (chunk("Hello", "stop") + event(USAGE) + DONE, (3, 2)),
+    ],
+)
+def test_where_no_total_is_told_the_pieces_are_counted(
+    tmp_path: Path, body: bytes, usage: tuple[int, int]
+) -> None:
+    """It comes last, when a rule may have ended the answer; of the prompt nothing else tells."""
+    with answering(200, body) as upstream:
+        world = served_by(upstream, tmp_path)
+        told = world.ask("POST", "/v1/chat/completions", None, ASKED).json()["usage"]
+        counted = world.ask("GET", "/metrics").text
+    assert (told["prompt_tokens"], told["completion_tokens"]) == usage
+    assert f'rlhf_tokens_total{{agent="tea",side="completion"}} {usage[1]}.0' in counted
+
+
 def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> None:
     """Its id came with the first words; of an answer that nobody saw nothing is kept."""
     with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
