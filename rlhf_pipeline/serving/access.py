@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from hashlib import sha256
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
@@ -28,7 +27,7 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -172,7 +171,7 @@ class Access:
             if found is None:
                 raise _Refused(401, "needed an API key that holds, found another; ask an admin")
             return _right_of(found)
-        found = self._signed_in(headers)
+        found = self._signed_in(scope)
         if found is None:
             raise _Refused(401, "needed an API key (authorization: Bearer …), found none")
         # The browser sends a cookie along wherever a click leads: another site's must not count.
@@ -182,12 +181,9 @@ class Access:
             raise _Refused(403, "needed a request from our own pages, found another origin")
         return _right_of(found)
 
-    def _signed_in(self, headers: Headers) -> ApiKey | None:
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            return None
-        told = None if cookie is None else unsign(self.secret, "session", cookie.value)
+    def _signed_in(self, scope: Scope) -> ApiKey | None:
+        # Not http.cookies: at a cookie against its grammar it drops those that follow, ours too.
+        told = unsign(self.secret, "session", HTTPConnection(scope).cookies.get(COOKIE, ""))
         return self.keys.holding(str(told["key"])) if told else None
 
     async def _admit_token(self, token: str, receive: Receive) -> tuple[Right, Receive]:
