@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import sqlalchemy as sa
 import structlog
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 LONGEST_BODY = 1 << 20  # bytes
 BODY_SECONDS = 10.0
@@ -248,6 +250,10 @@ class _Refused(Exception):
         self.status, self.param, self.code = status, param, code
 
 
+class _Gone(Exception):
+    """The client has gone away."""
+
+
 Answered = Callable[[Interaction], None]
 """Hears of every answer once it is stored."""
 
@@ -270,11 +276,13 @@ def add_chat_routes(
             if not asked.stream:
                 return await _unless_gone(request, answer.whole())
             stream = answer.events()
-            head = await anext(stream)  # an answer that cannot begin is an error, not a stream
+            head = await _begun(request, stream)
             taken = False  # the stream gives the place back
             return _Stream(head, stream, gateway)
         except _Refused as refusal:
             return _error(refusal.status, str(refusal), param=refusal.param, code=refusal.code)
+        except _Gone:
+            return Response(status_code=499)  # nobody reads it
         finally:
             if taken:
                 gateway.under_way -= 1
@@ -462,8 +470,23 @@ class _Answer:
         }
 
 
-async def _unless_gone(request: Request, answering: Any) -> Response:
-    """Return the answer; a client that goes away meanwhile takes its place in the batch along."""
+async def _begun(request: Request, stream: AsyncGenerator[bytes, None]) -> bytes:
+    """Return a stream's first event; where nobody gets that, the stream is closed.
+
+    Raises _Refused for an answer that cannot begin, which is an error and no stream, and _Gone.
+    """
+    try:
+        return await _unless_gone(request, anext(stream))
+    except BaseException:
+        await stream.aclose()
+        raise
+
+
+async def _unless_gone(request: Request, answering: Awaitable[T]) -> T:
+    """Return the answer. A client that goes away meanwhile takes its place in the batch along.
+
+    Raises _Gone where it does.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -473,9 +496,8 @@ async def _unless_gone(request: Request, answering: Any) -> Response:
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            return Response(status_code=499)  # nobody reads it
-        response: Response = answer.result()
-        return response
+            raise _Gone
+        return answer.result()
     finally:
         for task in (answer, leaving):
             task.cancel()

@@ -586,6 +586,37 @@ def test_nobody_waits_while_a_long_prompt_is_read(
     assert found[0].status_code == 200
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_who_leaves_before_the_first_word_gives_the_place_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def silent(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+        begun.set()
+        try:
+            await asyncio.sleep(PATIENCE)
+            yield "It costs"
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Gateway, "_raw", silent)
+    gateway: Gateway = service.app.state.gateway
+    body = json.dumps({"model": "shop", "stream": streams, **ASKED}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    port = int(service.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as leaving:
+        leaving.sendall(head + body)
+        assert begun.wait(PATIENCE)
+        assert gateway.under_way == 1
+    assert ended.wait(PATIENCE / 4)
+    until = time.monotonic() + PATIENCE / 4
+    while gateway.under_way:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_beyond_the_admission_limit_the_answer_is_come_again(service: Service) -> None:
     found: list[int] = []
     body = {"model": "shop", "seed": SEED, **ASKED}
