@@ -10,6 +10,7 @@ machine, put TLS in front.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -17,10 +18,11 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
 from pydantic import Field
@@ -35,7 +37,14 @@ from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.records import hash_rater
 from rlhf_pipeline.serving.contract import Closed, Told, refusals
-from rlhf_pipeline.serving.feedback_api import NOT_JSON, REFUSED, TOO_LARGE, is_json
+from rlhf_pipeline.serving.feedback_api import (
+    NOT_JSON,
+    READ_AT_ONCE,
+    REFUSED,
+    TOO_LARGE,
+    TOO_LATE,
+    is_json,
+)
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
 from rlhf_pipeline.serving.limits import Buckets
 from rlhf_pipeline.serving.pages.parts import answer as page_of
@@ -45,6 +54,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rlhf_pipeline.feedback.store import FeedbackStore
+
+T = TypeVar("T")
 
 OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in"})
 """What needs no right. Everything else does."""
@@ -56,6 +67,9 @@ COOKIE = "rlhf_session"
 SESSION_SECONDS = 12 * 3600
 TOKEN_SECONDS = 24 * 3600
 LONGEST_BODY = 4 << 20  # bytes
+# With a token; a vote whose texts are all as long as they may be, in \u escapes, has 1.3 MiB.
+LONGEST_VOTE = 2 << 20  # bytes
+BODY_SECONDS = 10.0  # for a whole body, where the door or the chat reads it
 RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once after a pause
 INTERACTION = re.compile(r"[!-~]{1,36}")
 HERE = re.compile(r"/(?![/\\])[!-~]{0,500}")  # a path of this service; two slashes begin another's
@@ -193,17 +207,8 @@ class Access:
         if told["key"] and not self.keys.holding(told["key"]):  # "" is of a service that is open
             raise _Refused(401, "needed a feedback token whose key holds, found a revoked one's")
         self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
-        values, _ = await _read_json(receive)
-        if values.get("interaction_id") != told["interaction"]:
-            raise _Refused(403, "interaction_id: needed the one the feedback token is for")
-        if values.get("agent_id") != told["agent"]:
-            raise _Refused(403, "agent_id: needed the one the feedback token is for")
-        if more := sorted(set(values) - TOKEN_FIELDS):
-            raise _Refused(403, f"{more[0][:64]!a}: a feedback token does not reach this field")
-        named, rater = values.pop("rater", None), told["rater"]
-        if named not in (None, "") and hash_rater(told["agent"], str(named)) != rater:
-            raise _Refused(403, "rater: needed the one the feedback token is for, or none")
-        signed = json.dumps({**values, "rater_id": rater}).encode()
+        body = await _read_whole(receive, LONGEST_VOTE)
+        signed = await _look(body, partial(_signed_vote, told))
         return Right(str(told["key"]), "client", str(told["agent"])), _giving(signed, receive)
 
     def _spend(self, who: str, rate: float = RATE_PER_SECOND, burst: float = BURST) -> None:
@@ -237,38 +242,85 @@ async def _check_agent(right: Right, method: str, path: str, receive: Receive) -
     if path in ASK_THEMSELVES or path.startswith(tuple(f"{page}/" for page in PAGES)):
         return receive
     if path in ("/v1/feedback", "/v1/chat/completions") and method == "POST":
-        values, again = await _read_json(receive)
-        rows = values.get("events", [values]) if path == "/v1/feedback" else [values]
-        name = "agent_id" if path == "/v1/feedback" else "model"
-        found = [row.get(name) for row in rows if isinstance(row, dict)] if rows else [None]
-        agents = [str(one).partition(":")[0] if name == "model" else one for one in found]
+        body = await _read_whole(receive)
+        within = await _look(body, partial(_is_within, right, path))
+        receive = _giving(body, receive)
     else:
-        agents = [path.rpartition("/")[2].partition(":")[0]]
         named = ("/api/policies/", "/v1/models/", "/v1/chat/events/")
-        agents, again = agents if path.startswith(named) else [None], receive
-    if not agents or any(agent != right.agent_id for agent in agents):
+        agent = path.rpartition("/")[2].partition(":")[0]
+        within = path.startswith(named) and agent == right.agent_id
+    if not within:
         raise _Refused(403, right.alone)
-    return again
+    return receive
 
 
-async def _read_json(receive: Receive) -> tuple[dict[str, Any], Receive]:
-    """Return a body's object, and a receive that gives the same body again."""
+def _is_within(right: Right, path: str, values: Mapping[str, Any]) -> bool:
+    """Say whether a chat, or each row of a body of votes, is about the right's one agent."""
+    if path == "/v1/chat/completions":
+        return str(values.get("model")).partition(":")[0] == right.agent_id
+    rows = [row for row in values.get("events", [values]) if isinstance(row, dict)]
+    return bool(rows) and all(row.get("agent_id") == right.agent_id for row in rows)
+
+
+def _signed_vote(told: Mapping[str, Any], values: dict[str, Any]) -> bytes:
+    """Return the vote as who a feedback token is for. Raises _Refused where it reaches further."""
+    if values.get("interaction_id") != told["interaction"]:
+        raise _Refused(403, "interaction_id: needed the one the feedback token is for")
+    if values.get("agent_id") != told["agent"]:
+        raise _Refused(403, "agent_id: needed the one the feedback token is for")
+    if more := sorted(set(values) - TOKEN_FIELDS):
+        raise _Refused(403, f"{more[0][:64]!a}: a feedback token does not reach this field")
+    named, rater = values.pop("rater", None), told["rater"]
+    if named not in (None, "") and hash_rater(told["agent"], str(named)) != rater:
+        raise _Refused(403, "rater: needed the one the feedback token is for, or none")
+    return json.dumps({**values, "rater_id": rater}).encode()
+
+
+def _asked_for(values: Mapping[str, Any]) -> str:
+    """Return the interaction a token is to be for. Raises _Refused where none, or more, is said."""
+    if more := sorted(set(values) - {"interaction_id"}):
+        raise _Refused(REFUSED, f"{more[0][:64]!a}: needed interaction_id alone")
+    asked = values.get("interaction_id")
+    if not isinstance(asked, str) or not INTERACTION.fullmatch(asked):
+        raise _Refused(REFUSED, "interaction_id: needed an interaction's id")
+    return asked
+
+
+async def _read_whole(receive: Receive, longest: int = LONGEST_BODY) -> bytes:
+    """Return a whole body. Raises _Refused where it is too long or does not come in time."""
     body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Refused(400, "needed a whole body")
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > LONGEST_BODY:
-            raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
     try:
-        values = parse(RawRow(1, bytes(body)))
-    except FeedbackRefused as refusal:
-        raise _Refused(422, str(refusal)) from refusal
-    if not isinstance(values.get("events", []), list):
-        raise _Refused(422, "events: needed a list of rows; mend it and send again")
-    return values, _giving(bytes(body), receive)
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _Refused(400, "needed a whole body")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > longest:
+                    raise _Refused(TOO_LARGE, f"needed a body of at most {longest} bytes")
+    except TimeoutError:
+        words = f"needed a whole body within {BODY_SECONDS:.0f} s; send it again"
+        raise _Refused(TOO_LATE, words) from None
+    return bytes(body)
+
+
+async def _look(body: bytes, find: Callable[[dict[str, Any]], T]) -> T:
+    """Return what is found in a body's object. Raises _Refused where the body is none.
+
+    A long body is looked into in a thread: the others need not wait for it.
+    """
+
+    def found() -> T:
+        try:
+            values = parse(RawRow(1, body))
+        except FeedbackRefused as refusal:
+            raise _Refused(REFUSED, str(refusal)) from refusal
+        if not isinstance(values.get("events", []), list):
+            raise _Refused(REFUSED, "events: needed a list of rows; mend it and send again")
+        return find(values)
+
+    return found() if len(body) <= READ_AT_ONCE else await run_in_threadpool(found)
 
 
 def _bounded(receive: Receive) -> Receive:
@@ -355,12 +407,7 @@ def add_access(
         try:
             if not is_json(request):
                 raise _Refused(NOT_JSON, "needed content-type application/json")
-            values, _ = await _read_json(request.receive)
-            if more := sorted(set(values) - {"interaction_id"}):
-                raise _Refused(REFUSED, f"{more[0][:64]!a}: needed interaction_id alone")
-            asked = values.get("interaction_id")
-            if not isinstance(asked, str) or not INTERACTION.fullmatch(asked):
-                raise _Refused(REFUSED, "interaction_id: needed an interaction's id")
+            asked = await _look(await _read_whole(request.receive), _asked_for)
         except _Refused as refusal:
             return _refusal(request.scope, refusal)
         right: Right = request.scope["rlhf.right"]
@@ -386,7 +433,7 @@ def add_access(
         methods=["POST"],
         tags=["feedback"],
         response_model=Token,
-        responses=refusals(400, 404, TOO_LARGE, NOT_JSON, REFUSED),
+        responses=refusals(400, 404, TOO_LATE, TOO_LARGE, NOT_JSON, REFUSED),
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
     app.add_middleware(Access, keys=keys, open_without_keys=open_without_keys)

@@ -31,10 +31,10 @@ from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
-from rlhf_pipeline.serving.access import right_in
+from rlhf_pipeline.serving.access import BODY_SECONDS, right_in
 from rlhf_pipeline.serving.champions import Arm
-from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
-from rlhf_pipeline.serving.feedback_api import is_json
+from rlhf_pipeline.serving.contract import Closed, Refusal, Text, Told, refusals
+from rlhf_pipeline.serving.feedback_api import READ_AT_ONCE, is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import Rail
 
@@ -46,7 +46,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LONGEST_BODY = 1 << 20  # bytes
-BODY_SECONDS = 10.0
 SORRY = "Sorry, the assistant cannot answer right now; please try again."
 ARMS: tuple[Arm, ...] = ("champion", "baseline")
 HARMLESS = frozenset(
@@ -325,7 +324,8 @@ def add_chat_routes(
         response_model=ChatCompletion,
         responses={
             200: {"description": "The completion, whole or as events.", "content": streamed},
-            **refusals(400, 404, 408, 413, 415, 429, 503, model=ChatRefusal),
+            **refusals(400, 404, 413, 415, 429, 503, model=ChatRefusal),
+            **refusals(408, model=ChatRefusal | Refusal),  # the door reads some bodies
             **refusals(422),
         },
         openapi_extra={"requestBody": {"required": True, "content": body}},
@@ -519,8 +519,15 @@ async def _read(request: Request) -> ChatRequest:
         raise _Refused(408, f"needed a whole body within {BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
         raise _Refused(400, "the body was not sent whole") from None
+    if len(body) <= READ_AT_ONCE:
+        return _checked(bytes(body))
+    return await run_in_threadpool(_checked, bytes(body))
+
+
+def _checked(body: bytes) -> ChatRequest:
+    """Return what a body asks for. Raises _Refused with the name of the field that is wrong."""
     try:
-        values = dict(parse(RawRow(1, bytes(body))))
+        values = dict(parse(RawRow(1, body)))
     except FeedbackRefused as refusal:
         raise _Refused(400, str(refusal)) from refusal
     for name, neutral in NEUTRAL.items():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
-CONFLICT, REFUSED, TOO_LARGE, NOT_JSON, TOO_MANY, AWAY = 409, 422, 413, 415, 429, 503
+TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, TOO_MANY, AWAY = 408, 409, 413, 415, 422, 429, 503
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -72,7 +72,7 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
         methods=["POST"],
         tags=["feedback"],
         response_model=StoredVote | StoredVotes,
-        responses=refusals(CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
+        responses=refusals(TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
         openapi_extra={
             "requestBody": {"required": True, "content": content},
             "parameters": [KEY_HEADER],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -21,13 +22,22 @@ from hypothesis import strategies as st
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.feedback.lines import RawRow, parse
+from rlhf_pipeline.feedback.rules import (
+    LONGEST_COMMENT,
+    LONGEST_KEY,
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    MOST_TAGS,
+)
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
+from rlhf_pipeline.serving import access, chat_api, feedback_api
 from rlhf_pipeline.serving.access import COOKIE, OPEN, add_access, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
-from tests.serving.doors import World
+from tests.serving.doors import PATIENCE, World
 
 EMPTY = "needed a message with words in it, found none"
 ROOT = Path(__file__).parents[2]
@@ -335,6 +345,86 @@ def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.Monke
     for length in ("-1", "9" * 5000):
         answer = world.ask("GET", "/v1/models", world.admin, content_length=length)
         assert answer.status_code == 413
+
+
+def test_a_body_that_stops_half_way_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.1)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"model": "tea", '
+        await asyncio.sleep(PATIENCE)
+
+    async def asked(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(world.app)
+        headers = {"authorization": f"Bearer {world.tea}", "content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as user:
+            async with asyncio.timeout(PATIENCE / 4):
+                return await user.post(path, content=half(), headers=headers)
+
+    for path in ("/v1/chat/completions", "/v1/feedback", "/v1/feedback/tokens"):
+        answer = asyncio.run(asked(path))
+        assert (answer.status_code, "whole body" in answer.text) == (408, True), path
+
+
+def test_the_longest_vote_fits_beside_a_token_and_what_is_longer_does_not(world: World) -> None:
+    about = {**ABOUT, "interaction_id": "i-long"}
+    token = _token_for(world, "i-long")
+    letter = "\N{SPEAKER}"  # twelve bytes of JSON where only ASCII is sent
+    longest = {
+        **about,
+        "kind": "correction",
+        "value": letter * LONGEST_TEXT,
+        "comment": letter * LONGEST_COMMENT,
+        "tags": [letter * (LONGEST_NAME - 1) + chr(65 + n) for n in range(MOST_TAGS)],
+        "topic": letter * 200,
+        "idempotency_key": letter * LONGEST_KEY,
+    }
+    longer = json.dumps(about).encode().ljust(3 << 20)
+    for body, code in ((longest, 200), (longer, 413)):
+        answer = world.ask("POST", "/v1/feedback", None, body, x_feedback_token=token)
+        assert answer.status_code == code, answer.text
+
+
+def test_a_long_body_is_read_beside_the_loop_that_everybody_shares(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = _token_for(world, "i-beside")
+    threads: list[int] = []
+
+    def noting(row: RawRow) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return parse(row)
+
+    for module in (access, chat_api, feedback_api):
+        monkeypatch.setattr(module, "parse", noting)
+    about = {**ABOUT, "interaction_id": "i-beside"}
+    # Blanks would not do: the door hands a token's vote on without them.
+    better = {**about, "kind": "correction", "value": "x" * feedback_api.READ_AT_ONCE}
+    chat = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
+    for path, body, right, code, times in (
+        ("/v1/feedback", better, None, 200, 2),
+        ("/v1/feedback", {"events": [VOTE]}, world.tea, 200, 2),
+        ("/v1/feedback/tokens", {"interaction_id": "i-beside"}, world.tea, 200, 1),
+        ("/v1/chat/completions", chat, world.tea, 404, 2),
+    ):
+        threads.clear()
+        sent = {"x_feedback_token": token} if right is None else {}
+        long = json.dumps(body).encode().ljust(2 * feedback_api.READ_AT_ONCE)
+        assert world.ask("POST", path, right, long, **sent).status_code == code
+        assert len(threads) == times  # by the door, and by the route
+        assert threading.get_ident() not in threads  # which runs the loop
+
+
+def _token_for(world: World, name: str) -> str:
+    """Store an answer of `tea`, and return a token to vote on it."""
+    database = open_database(f"sqlite:///{world.keys.folder.parent}/feedback.db")
+    said = Interaction(name, "tea", user_prompt("hi"), "hello", 0, now())
+    FeedbackStore(database).add_interactions([said])
+    database.close()
+    answer = world.ask("POST", "/v1/feedback/tokens", world.client, {"interaction_id": name})
+    return str(answer.json()["token"])
 
 
 def test_what_failed_inside_is_told_to_admins_alone(tmp_path: Path) -> None:
