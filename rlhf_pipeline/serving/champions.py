@@ -1,15 +1,19 @@
 """The models that answer, loaded: each agent's champion and baseline, as the ledger has them.
 
 A watcher looks at the ledger every LOOK_EVERY_SECONDS: a new champion is loaded beside the old one
-and takes its place; what the old one is writing it finishes. Files are held against the ledger's
-hashes before they are loaded. What this does not see: files that change after they were loaded.
+and takes its place; what the old one is writing it finishes. Models load one after the other, for
+memory's sake, and whoever has one here waits for none of the others. Files are held against the
+ledger's hashes before they are loaded. What this does not see: files that change after they were
+loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -62,7 +66,10 @@ class Champions:
         self.store = store
         self.registry = registry
         self._seats: dict[tuple[str, Arm], Seat | _Unfit] = {}
-        self._loading = threading.Lock()
+        self._loading = threading.Lock()  # held while a model loads
+        self._looking = threading.Lock()  # held for moments, also by who holds _loading
+        self._asked: dict[tuple[str, Arm], Future[Seat | _Unfit]] = {}  # what requests wait for
+        self._asking = threading.Lock()
         self._beside: set[tuple[str, Arm]] = set()  # arms that are being loaded for who comes next
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
@@ -77,16 +84,44 @@ class Champions:
         seat = self._seats.get((agent_id, arm))
         return seat if isinstance(seat, Seat) else None
 
-    def seat(self, agent_id: str, arm: Arm) -> Seat:
+    async def seat(self, agent_id: str, arm: Arm) -> Seat:
         """Return the model of the arm, loaded now if need be.
 
+        All who ask for it while it loads wait for one thread, and whoever leaves ends nothing.
         Raises RegistryError where the agent has none, HashMismatch or ModelError where it is not
         fit to serve.
         """
-        seat = self._seats.get((agent_id, arm)) or self._look(agent_id, arm)
+        seat = self._seats.get((agent_id, arm))
+        if seat is None:
+            seat = await asyncio.wrap_future(self._ask(agent_id, arm))
         if isinstance(seat, _Unfit):
             raise seat.error
         return seat
+
+    def _ask(self, agent_id: str, arm: Arm) -> Future[Seat | _Unfit]:
+        """Return what a look at the arm will find; one that is under way serves all who ask."""
+        key = (agent_id, arm)
+        with self._asking:
+            asked = self._asked.get(key)
+            if asked is None:
+                asked = Future()
+                asked.set_running_or_notify_cancel()  # from here on nobody can cancel it
+                # Not the loop's executor, whose few threads are everybody's, nor another, for
+                # whose threads the process waits at its end.
+                threading.Thread(
+                    target=self._answer, args=(agent_id, arm, asked), name="seat", daemon=True
+                ).start()
+                self._asked[key] = asked
+            return asked
+
+    def _answer(self, agent_id: str, arm: Arm, asked: Future[Seat | _Unfit]) -> None:
+        try:
+            asked.set_result(self._look(agent_id, arm))
+        except BaseException as error:  # noqa: BLE001 - every waiting request must hear of it
+            asked.set_exception(error)
+        finally:
+            with self._asking:
+                del self._asked[agent_id, arm]
 
     def prepared(self, agent_id: str, arm: Arm, version: int) -> bool:
         """Say whether this version holds the arm, loaded or found unfit; if not, load it beside.
@@ -142,34 +177,58 @@ class Champions:
 
     def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
         """Bring one arm up to what the ledger says and return it."""
+        with self._looking:
+            found = self._here(agent_id, arm)
+        if isinstance(found, Seat | _Unfit):
+            return found
         with self._loading:
-            version = self._version(agent_id, arm)
-            if version is None:
-                self._leave(agent_id, arm)
-                raise RegistryError(
-                    f"agent {agent_id!r} needs a {arm} to answer, found none; its first turn "
-                    "trains version 0"
-                )
-            key = (agent_id, arm)
-            before = self._seats.get(key)
-            if isinstance(before, Seat) and before.version.version == version.version:
-                return before
-            if (
-                isinstance(before, _Unfit)
-                and before.version == version.version
-                and time.monotonic() - before.since < TRY_AGAIN_SECONDS
-            ):
-                return before
-            seat = self._seats[key] = self._loaded(agent_id, version)
+            with self._looking:  # it may have been loaded meanwhile, or another be wanted now
+                found = self._here(agent_id, arm)
+            if isinstance(found, Seat | _Unfit):
+                return found
+            seat = self._loaded(agent_id, found)
+            with self._looking:
+                self._take(agent_id, arm, seat)
             settle()
-            if isinstance(before, Seat):
-                log.info(f"{arm} changed", agent=agent_id, version=version.version)
-                if not any(seat is before for seat in self._seats.values()):
-                    before.decoder.retire()
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="champions", daemon=True)
                 self._watcher.start()
             return seat
+
+    def _here(self, agent_id: str, arm: Arm) -> Seat | _Unfit | ModelVersion:
+        """Return what the arm has as the ledger says, else the version that is to be loaded."""
+        version = self._version(agent_id, arm)
+        if version is None:
+            self._leave(agent_id, arm)
+            raise RegistryError(
+                f"agent {agent_id!r} needs a {arm} to answer, found none; its first turn "
+                "trains version 0"
+            )
+        before = self._seats.get((agent_id, arm))
+        if isinstance(before, Seat) and before.version.version == version.version:
+            return before
+        if (
+            isinstance(before, _Unfit)
+            and before.version == version.version
+            and time.monotonic() - before.since < TRY_AGAIN_SECONDS
+        ):
+            return before
+        for (agent, _), seat in self._seats.items():
+            if not isinstance(seat, Seat) or agent != agent_id:
+                continue
+            if seat.version.version == version.version:
+                self._take(agent_id, arm, seat)
+                return seat
+        return version
+
+    def _take(self, agent_id: str, arm: Arm, seat: Seat | _Unfit) -> None:
+        """Put a model in its place; what the one before it is writing it finishes."""
+        before = self._seats.get((agent_id, arm))
+        self._seats[agent_id, arm] = seat
+        if isinstance(before, Seat):
+            log.info(f"{arm} changed", agent=agent_id, version=_version_of(seat))
+            if not any(seat is before for seat in self._seats.values()):
+                before.decoder.retire()
 
     def _version(self, agent_id: str, arm: Arm) -> ModelVersion | None:
         """Return who holds the arm: in an experiment its challenger, else as the ledger says."""
@@ -186,11 +245,6 @@ class Champions:
             before.decoder.retire()
 
     def _loaded(self, agent_id: str, version: ModelVersion) -> Seat | _Unfit:
-        for (agent, _), seat in self._seats.items():
-            if not isinstance(seat, Seat) or agent != agent_id:
-                continue
-            if seat.version.version == version.version:
-                return seat
         from rlhf_pipeline.policy.loading import load_policy
         from rlhf_pipeline.serving.batching import Decoder
 

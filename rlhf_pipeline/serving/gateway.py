@@ -408,7 +408,7 @@ class Gateway:
         seat = self.champions.ready(agent_id, arm)
         if seat is None or seat.decoder.retired:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                seat = await asyncio.to_thread(self.champions.seat, agent_id, arm)
+                seat = await self.champions.seat(agent_id, arm)
         return seat
 
     async def _from_upstream(

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings, UpstreamSettings
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.errors import ChatAway, ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.files import folder_sha256
@@ -820,6 +821,109 @@ def test_a_restart_ends_the_stream(world: Workspace, sign: signal.Signals) -> No
     finally:
         process.kill()
         process.wait()
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slow:
+    """Models that load no sooner than they may."""
+
+    gateway: Gateway
+    may: threading.Event
+    begun: list[str]  # the agents
+
+    async def ask(self, agent_id: str, **how: Any) -> str | None:
+        """Return which arm answers."""
+        asked = self.gateway.reply(agent_id, user_prompt("hi"), Wishes(2, seed=SEED), **how)
+        *_, reply = [piece async for piece in asked]
+        assert isinstance(reply, Reply)
+        return reply.interaction.arm
+
+    async def until_one_begins(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while not self.begun:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.005)
+
+
+@contextmanager
+def slow_to_load(
+    world: Workspace, state: Path, monkeypatch: pytest.MonkeyPatch, **serving: Any
+) -> Iterator[Slow]:
+    """Yield a gateway of three agents, shop, tea and milk, whose models are one and the same."""
+    shutil.copytree(world.settings.state_dir, state)
+    here = Workspace(None, str(state))
+    folder = state / "agents" / "shop" / "v0"
+    for agent_id in ("tea", "milk"):
+        here.store.ensure_agent(agent_id)
+        here.ledger.add_baseline(
+            agent_id,
+            label="v0",
+            path=folder,
+            files=folder_sha256(folder),
+            lineage={},
+            actor="test",
+        )
+    gateway = Gateway(told(here.settings, **serving), here.store, here.registry)
+    slow, loaded = Slow(gateway, threading.Event(), []), Champions._loaded
+
+    def slowly(champions: Champions, agent_id: str, version: ModelVersion) -> Any:
+        if champions is gateway.champions:
+            slow.begun.append(agent_id)
+            assert slow.may.wait(PATIENCE)
+        return loaded(champions, agent_id, version)
+
+    monkeypatch.setattr(Champions, "_loaded", slowly)
+    try:
+        yield slow
+    finally:
+        slow.may.set()
+        gateway.close()
+
+
+def test_while_a_model_loads_only_those_who_ask_for_it_wait(
+    service: Service, world: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert service.post(model="shop:baseline", max_tokens=1).status_code == 200  # it is loaded
+    elsewhere = UpstreamSettings(url=f"{service.address}/v1", model="shop:baseline")
+    with slow_to_load(world, tmp_path / "state", monkeypatch, upstreams={"far": elsewhere}) as slow:
+
+        async def play() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            slow.may.set()
+            await slow.ask("shop")
+            slow.may.clear()
+            slow.begun.clear()
+            waiting = [asyncio.ensure_future(slow.ask("tea")) for _ in range(3)]
+            await slow.until_one_begins()
+            for agent_id, arm in (("far", "champion"), ("shop", "champion"), ("shop", "baseline")):
+                asked = slow.ask(agent_id, arm=arm)
+                assert await asyncio.wait_for(asked, PATIENCE / 2) == arm
+            waiting.pop().cancel()  # who leaves ends nobody else's waiting
+            await asyncio.sleep(0.01)
+            assert not any(one.done() for one in waiting)
+            slow.may.set()
+            assert await asyncio.gather(*waiting) == ["champion"] * 2
+
+        asyncio.run(play())
+        assert slow.begun == ["tea"]
+
+
+def test_who_waits_too_long_for_a_model_is_told_so_while_it_loads(
+    world: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slow_to_load(world, tmp_path / "state", monkeypatch, timeout_seconds=0.2) as slow:
+
+        async def play() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            asked = asyncio.gather(*(slow.ask("tea") for _ in range(3)), return_exceptions=True)
+            found = await asyncio.wait_for(asked, PATIENCE / 2)
+            assert [type(one) for one in found] == [ChatAway] * 3
+
+        asyncio.run(play())
+        assert slow.begun == ["tea"]
 
 
 # -- experiments ----------------------------------------------------------------------------------
