@@ -153,25 +153,35 @@ class Champions:
 
     def decoders(self) -> list[Decoder]:
         """Return every decoder in service."""
-        seats = [seat for seat in list(self._seats.values()) if isinstance(seat, Seat)]
-        return list({id(seat.decoder): seat.decoder for seat in seats}.values())
+        return list({id(seat.decoder): seat.decoder for seat in self._answering()}.values())
 
     def close(self) -> None:
-        """Stop watching, and let the decoders finish."""
+        """Stop watching, begin no more loads, and let the decoders finish.
+
+        The event loop closes, so this waits for no lock: a load that is under way lets go of its
+        model itself, or ends with the process.
+        """
         self._closed.set()
-        with self._loading:
-            for decoder in self.decoders():
-                decoder.retire()
-            self._seats.clear()
+        for decoder in self.decoders():
+            decoder.retire()
+        self._seats.clear()
+
+    def _answering(self) -> list[Seat]:
+        """Return the models in place, as of this moment: close() takes them away at any."""
+        return [seat for seat in list(self._seats.values()) if isinstance(seat, Seat)]
 
     # -- looking ----------------------------------------------------------------------------------
 
     def _look_if_possible(self, agent_id: str, arm: Arm) -> None:
         """Look, where no request waits for what comes of it: the next one finds out and says so."""
+        if self._closed.is_set():
+            return
         try:
             self._look(agent_id, arm)
         except RegistryError as error:  # an experiment is over
             log.info("an arm is empty", agent=agent_id, arm=arm, why=str(error))
+        except ModelError as error:  # the service ends
+            log.info("an arm is not loaded", agent=agent_id, arm=arm, why=str(error))
         except Exception:  # a ledger that cannot be read now; what is loaded goes on
             log.exception("an arm could not be looked at", agent=agent_id, arm=arm)
 
@@ -182,6 +192,11 @@ class Champions:
         if isinstance(found, Seat | _Unfit):
             return found
         with self._loading:
+            if self._closed.is_set():
+                raise ModelError(
+                    f"agent {agent_id!r} needs its {arm} loaded, found a service that ends; ask "
+                    "again when it is back"
+                )
             with self._looking:  # it may have been loaded meanwhile, or another be wanted now
                 found = self._here(agent_id, arm)
             if isinstance(found, Seat | _Unfit):
@@ -189,6 +204,9 @@ class Champions:
             seat = self._loaded(agent_id, found)
             with self._looking:
                 self._take(agent_id, arm, seat)
+            if self._closed.is_set() and isinstance(seat, Seat):  # close() may have missed it
+                seat.decoder.retire()
+                self._seats.clear()
             settle()
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="champions", daemon=True)
@@ -213,10 +231,8 @@ class Champions:
             and time.monotonic() - before.since < TRY_AGAIN_SECONDS
         ):
             return before
-        for (agent, _), seat in self._seats.items():
-            if not isinstance(seat, Seat) or agent != agent_id:
-                continue
-            if seat.version.version == version.version:
+        for seat in self._answering():
+            if (seat.version.agent_id, seat.version.version) == (agent_id, version.version):
                 self._take(agent_id, arm, seat)
                 return seat
         return version
@@ -227,7 +243,7 @@ class Champions:
         self._seats[agent_id, arm] = seat
         if isinstance(before, Seat):
             log.info(f"{arm} changed", agent=agent_id, version=_version_of(seat))
-            if not any(seat is before for seat in self._seats.values()):
+            if not any(seat is before for seat in self._answering()):
                 before.decoder.retire()
 
     def _version(self, agent_id: str, arm: Arm) -> ModelVersion | None:
@@ -241,7 +257,7 @@ class Champions:
     def _leave(self, agent_id: str, arm: Arm) -> None:
         """Give up an arm that nobody holds any more; what it is writing it finishes."""
         before = self._seats.pop((agent_id, arm), None)
-        if isinstance(before, Seat) and not any(seat is before for seat in self._seats.values()):
+        if isinstance(before, Seat) and not any(seat is before for seat in self._answering()):
             before.decoder.retire()
 
     def _loaded(self, agent_id: str, version: ModelVersion) -> Seat | _Unfit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import shutil
 import signal
 import socket
@@ -924,6 +925,50 @@ def test_who_waits_too_long_for_a_model_is_told_so_while_it_loads(
 
         asyncio.run(play())
         assert slow.begun == ["tea"]
+
+
+def test_a_service_that_ends_waits_for_no_load_and_begins_none(
+    world: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = set(threading.enumerate())
+    with slow_to_load(world, tmp_path / "state", monkeypatch) as slow:
+        champions = slow.gateway.champions
+        ahead = threading.Thread(target=champions.preload, daemon=True)
+        ahead.start()
+
+        async def play() -> None:
+            await slow.until_one_begins()
+            waiting = asyncio.ensure_future(champions.seat("tea", "champion"))
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            slow.gateway.close()
+            assert time.monotonic() < began + PATIENCE / 2
+            slow.may.set()
+            with pytest.raises(ModelError, match="found a service that ends"):
+                await waiting
+
+        asyncio.run(play())
+        ahead.join(PATIENCE)
+        assert slow.begun == ["milk"]
+        assert champions.decoders() == []
+        for thread in set(threading.enumerate()) - others:
+            thread.join(PATIENCE)  # also the decoder of the model that came too late
+            assert not thread.is_alive(), thread.name
+
+
+def test_a_process_ends_while_a_model_loads(world: Workspace, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(world.settings.state_dir, state)
+    large = state / "agents" / "shop" / "v0" / "model.safetensors"
+    os.truncate(large, 1 << 38)  # of which the disk keeps nothing, and whose hash takes minutes
+    process = start(state, free_port())
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+        large.unlink()
 
 
 # -- experiments ----------------------------------------------------------------------------------
