@@ -964,7 +964,7 @@ def test_a_process_ends_while_a_model_loads(world: Workspace, tmp_path: Path) ->
     process = start(state, free_port())
     try:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == -signal.SIGTERM
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()
@@ -1172,10 +1172,10 @@ def test_answers_drawn_beside_one_cost_it_nothing_where_they_fail(
 
     monkeypatch.setattr(Decoder, "pieces", drawn)
     gateway, written = Gateway(world.settings, world.store, world.registry), asyncio.Event()
-    for arm in ("champion", "challenger"):
-        gateway.champions.seat("shop", arm)
 
     async def asked() -> Reply:
+        for arm in ("champion", "challenger"):
+            await gateway.champions.seat("shop", arm)
         person, prompt = hash_rater("shop", user), user_prompt("how much?")
         async for piece in gateway.reply(
             "shop", prompt, Wishes(seed=SEED), user_id=person, others=2, at_once=at_once
