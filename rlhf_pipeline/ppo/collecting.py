@@ -19,6 +19,7 @@ from rlhf_pipeline.evaluation.metrics import repetition
 from rlhf_pipeline.policy.chat import encode_prompts
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.processes import Team
 from rlhf_pipeline.ppo.rollout import (
     Episodes,
     RolloutEngine,
@@ -29,7 +30,14 @@ from rlhf_pipeline.ppo.rollout import (
     score_completions,
 )
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import Prompt, RewardFunction, ScoreMoments, SimulatedUser
+from rlhf_pipeline.records import (
+    Prompt,
+    RewardFunction,
+    RewardInput,
+    ScoreMoments,
+    SimulatedUser,
+    checked_scores,
+)
 
 PROBES = 4  # completions the reward functions are tried on before training
 
@@ -188,11 +196,19 @@ def score_together(
 
     A reward must therefore judge completions one by one, not against each other.
     """
-    mine = learner.team.span(len(completions))
-    scores: list[float] = []
-    if mine.stop > mine.start:
-        scores = score_completions(reward, prompts[mine], completions[mine], name=name)
-    return learner.team.gather_numbers(scores)
+    items = [RewardInput(p, c) for p, c in zip(prompts, completions, strict=True)]
+    return list(_in_shares(learner.team, reward, name)(items))
+
+
+def _in_shares(team: Team, reward: RewardFunction, name: str) -> RewardFunction:
+    """Return the reward as a team asks it: each process for a share, and each hears every score."""
+
+    def asked(items: Sequence[RewardInput], /) -> list[float]:
+        mine = items[team.span(len(items))]
+        scores = checked_scores(reward, mine, name=name, error=TrainingError)
+        return team.gather_numbers(scores)
+
+    return asked
 
 
 def play_episodes(
@@ -222,14 +238,18 @@ def play_episodes(
 
     from rlhf_pipeline.ppo.environment import ChatTask, ChatVectorEnv, play
 
+    def together(reward: RewardFunction | None, name: str) -> RewardFunction | None:
+        team = learner.team
+        return reward if reward is None or team.size == 1 else _in_shares(team, reward, name)
+
     at_the_end = settings.reward_timing == "end"
     chat = ChatTask(
         tokenizer=learner.policy.tokenizer,
         prompts=task.prompts,
         vocabulary=learner.policy.model.config.vocab_size,
         user=task.user,
-        turn_reward=None if at_the_end else task.reward,
-        episode_reward=task.reward if at_the_end else task.final_reward,
+        turn_reward=together(None if at_the_end else task.reward, "turn"),
+        episode_reward=together(task.reward if at_the_end else task.final_reward, "episode"),
         max_turns=settings.max_turns,
         max_prompt_tokens=settings.max_prompt_tokens,
         max_completion_tokens=settings.max_completion_tokens,

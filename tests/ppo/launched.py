@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.learner import shared_base
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import RewardFunction
+from rlhf_pipeline.records import Prompt
 from tests.ppo.world import changed, lower_share, train, two_pieces
 
 SIZE = 2
@@ -49,20 +49,33 @@ RUNS: dict[str, PpoSettings] = {
         minibatches=3,
         tokens_per_microbatch=48,
     ),
+    # Some conversations are over after a turn: shares of the second turns differ in size too.
+    "turns": changed(
+        max_turns=2, max_prompt_tokens=48, max_completion_tokens=6, rollouts_per_update=8
+    ),
 }
 
 
-def reward_of(name: str) -> RewardFunction:
-    """Return what a run maximises: in one of them a reward that changes as training goes on."""
-    return two_pieces() if name == "separate" else lower_share
+def options_of(name: str) -> dict[str, Any]:
+    """Return who judges and answers in a run: rewards of two change as training goes on."""
+    reward = two_pieces() if name in ("separate", "turns") else lower_share
+    options: dict[str, Any] = {"reward": reward, "stopping": lower_share}
+    if name == "turns":
+        options |= {"user": says_why, "final_reward": lower_share}
+    return options
+
+
+def says_why(conversations: Sequence[Prompt], /) -> list[str | None]:
+    """Ask why, but for those who began with hi: they leave."""
+    return [None if c[0].content == "hi" else "why" for c in conversations]
 
 
 def run_all(base: Path, folder: Path) -> None:
     """Train every run; a run that was cut short is gone on with."""
     for name, settings in RUNS.items():
-        reward = reward_of(name)
         os.environ["ACCELERATE_USE_FSDP"] = str(name == "spread").lower()
-        train(base, folder / name, settings, stopping=lower_share, reward=reward)
+        train(base, folder / name, settings, **options_of(name))
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
     write_json(folder / "held.json", look_at_a_spread_base(base, folder))
     os.environ["ACCELERATE_USE_FSDP"] = "false"
     try:

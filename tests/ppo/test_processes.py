@@ -22,8 +22,8 @@ from rlhf_pipeline.ppo.processes import ALONE, Team, join_team
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.spreading import spread_layers
-from tests.ppo.launched import RUNS, SIZE, reward_of
-from tests.ppo.world import changed, lower_share, tiny_policy, train, weights_of
+from tests.ppo.launched import RUNS, SIZE, options_of
+from tests.ppo.world import changed, tiny_policy, train, weights_of
 
 
 def launch(module: str, *words: str) -> str:
@@ -72,7 +72,7 @@ def test_of_a_base_that_is_spread_each_process_holds_its_share(launched: Path) -
 def test_two_processes_end_with_the_policy_of_one(
     name: str, launched: Path, base: Path, tmp_path: Path
 ) -> None:
-    one = train(base, tmp_path, RUNS[name], stopping=lower_share, reward=reward_of(name))
+    one = train(base, tmp_path, RUNS[name], **options_of(name))
     two = TrainingResult.load(launched / name / "result.json")
     assert (two.fingerprint, two.chosen_update) == (one.fingerprint, one.chosen_update)
     for found, wanted in zip(two.history, one.history, strict=True):
@@ -82,6 +82,9 @@ def test_two_processes_end_with_the_policy_of_one(
             if metric.startswith(("time/", "memory/")) or metric == "critic/clip_fraction":
                 continue
             assert found[metric] == pytest.approx(wanted[metric], abs=1e-4, rel=1e-4), metric
+    heard = one.reward_state.get("moments", {})
+    for term, moments in two.reward_state.get("moments", {}).items():
+        assert moments == pytest.approx(heard[term], abs=1e-4, rel=1e-4)  # each score once
     last = f"checkpoints/update-{RUNS[name].updates:06d}"
     earlier = f"checkpoints/update-{RUNS[name].updates - 1:06d}"
     for part in ("policy", "critic"):
