@@ -55,6 +55,7 @@ from rlhf_pipeline.policy.loading import (
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import (
     hidden_logprobs,
+    output_head,
     pad_left,
     pad_right,
     position_ids,
@@ -206,9 +207,10 @@ class RewardModel(nn.Module):
         places = torch.arange(ids.shape[1], device=ids.device)
         said = mask & (places >= ids.shape[1] - lengths[:, None])  # rows are padded on the left
         model: Any = self.trunk
-        logprobs = hidden_logprobs(
-            model, hidden[:, :-1], ids[:, 1:], said[:, 1:], temperature=1.0
-        ).float()
+        # A GPU's autocast leaves norms in float32, the last one too; the output layer, read outside
+        # of it, takes its own type.
+        states = hidden[:, :-1].to(output_head(model).weight.dtype)
+        logprobs = hidden_logprobs(model, states, ids[:, 1:], said[:, 1:], temperature=1.0).float()
         total = logprobs.sum(1)
         mean = total / said[:, 1:].sum(1).clamp(min=1)
         found = torch.stack([mean, logprobs.min(1).values, total * TOTAL_SCALE], dim=1)

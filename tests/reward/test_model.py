@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
+from rlhf_pipeline.policy.loading import Policy, load_tokenizer, save_policy
 from rlhf_pipeline.records import RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.model import (
@@ -158,3 +160,47 @@ def test_the_likelihoods_are_those_of_the_completion_alone(planted: Planted) -> 
         ]
         expected = [sum(logprobs) / len(logprobs), min(logprobs), sum(logprobs) / 16]
         assert found[-3:].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_likelihoods_are_read_of_states_that_a_gpus_autocast_left_in_float32(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's autocast runs layer norms in float32, which the CPU's does not: played here."""
+    computed = torch.layer_norm
+
+    def in_float32(x: Any, shape: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return computed(x.float(), shape, weight.float(), bias.float(), *rest)
+
+    tokenizer = load_tokenizer(planted.base)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=96,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_policy(Policy(GPT2LMHeadModel(config).eval(), tokenizer), tmp_path / "base")
+    model, _ = new_reward_model(
+        tmp_path / "base",
+        seed=0,
+        likelihood=True,
+        on_base=True,
+        lora_rank=2,
+        dtype="bfloat16",
+        device="cpu",
+    )
+    rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in items_of(planted)[:5]], LIMITS)
+    with torch.no_grad():
+        expected = model.features(rows)[:, -3:]
+        monkeypatch.setattr(torch, "layer_norm", in_float32)
+        monkeypatch.setattr(
+            "rlhf_pipeline.reward.model.autocast",
+            lambda device: torch.autocast("cpu", dtype=torch.bfloat16),
+        )
+        found = model.features(rows)[:, -3:]
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
