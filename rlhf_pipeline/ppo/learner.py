@@ -82,7 +82,7 @@ class Learner:
 
     def logprobs_and_shared_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return what one pass of the policy's trunk gives: a separate critic's values are None."""
-        with self.autocast(), self._recomputing(trunk_of(self.policy.model)):
+        with self.autocast(), recomputing(trunk_of(self.policy.model), self.settings):
             hidden = self._hidden(tokens)
             logprobs = hidden_logprobs(
                 self.policy.model,
@@ -103,7 +103,7 @@ class Learner:
         with self.autocast():
             if isinstance(self.critic, SharedCritic):
                 return head_values(self.critic.head, self._hidden(tokens))
-            with self._recomputing(self.critic.base_model):
+            with recomputing(self.critic.base_model, self.settings):
                 values: Tensor = self.critic(tokens)
             return values
 
@@ -145,21 +145,6 @@ class Learner:
                 temperature=self.settings.temperature,
                 support=tokens.support,
             )
-
-    @contextmanager
-    def _recomputing(self, trunk: nn.Module) -> Iterator[None]:
-        """Let the backward pass of what runs inside compute the trunk's layers again.
-
-        transformers does so in training mode only. Dropout is off in either mode.
-        """
-        recomputes = self.settings.gradient_checkpointing and torch.is_grad_enabled()
-        if recomputes:
-            trunk.train()
-        try:
-            yield
-        finally:
-            if recomputes:
-                trunk.eval()
 
     def _hidden(self, tokens: Tokens) -> Tensor:
         return completion_hidden(
@@ -340,6 +325,23 @@ def allow_recomputing(trunk: Any, *, adapted: bool = False) -> None:
             f"{type(trunk).__name__}; set it to false"
         )
     trunk.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+@contextmanager
+def recomputing(trunk: nn.Module, settings: PpoSettings) -> Iterator[None]:
+    """Let the backward pass of what runs inside compute the trunk's layers again, where asked for.
+
+    transformers does so in training mode only, in which it keeps no keys and values. Dropout is off
+    in either mode.
+    """
+    recomputes = settings.gradient_checkpointing and torch.is_grad_enabled()
+    if recomputes:
+        trunk.train()
+    try:
+        yield
+    finally:
+        if recomputes:
+            trunk.eval()
 
 
 def check_policy(policy: Policy, settings: PpoSettings) -> None:

@@ -46,7 +46,13 @@ from rlhf_pipeline.policy.loading import (
 )
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
-from rlhf_pipeline.ppo.learner import allow_recomputing, autocast, check_context, new_scaler
+from rlhf_pipeline.ppo.learner import (
+    allow_recomputing,
+    autocast,
+    check_context,
+    new_scaler,
+    recomputing,
+)
 from rlhf_pipeline.ppo.memory import (
     LARGE_MODEL,
     forget_peak,
@@ -441,7 +447,6 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
                 _adapt(module, settings.lora_rank)
     if settings.gradient_checkpointing:
         allow_recomputing(trunk_of(model))
-        trunk_of(model).train()
     return model
 
 
@@ -516,7 +521,7 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
     """Return the sum of a pass's log-probabilities, or of its hidden states where values."""
     P, T = settings.max_prompt_tokens, settings.max_completion_tokens
     device = next(model.parameters()).device
-    with autocast(device, settings):
+    with autocast(device, settings), recomputing(trunk_of(model), settings):
         ids = torch.zeros(rows, P + T - 1, dtype=torch.long, device=device)
         packed = rectangle_hidden(trunk_of(model), ids, read_from=P - 1)
         where = torch.arange(rows * (P + T - 1), device=device)

@@ -127,6 +127,16 @@ def test_activations_follow_the_microbatch_and_recomputing_lowers_them() -> None
     assert held[2] < held[0] / 2
 
 
+def test_sampling_holds_the_same_whether_training_computes_layers_again() -> None:
+    settings = changed(rollouts_per_update=64, critic="shared", device="cpu")
+    plain, again = (
+        make_plan(LLAMA, replace(settings, gradient_checkpointing=flag), RewardModels(count=0))
+        for flag in (False, True)
+    )
+    assert again.parts["activations, logits"] < plain.parts["activations, logits"]
+    assert again.phases["sample"] == plain.phases["sample"]
+
+
 @pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_settings_that_do() -> None:
     settings = changed(tokens_per_microbatch=100_000, rollouts_per_update=96, minibatches=1)
