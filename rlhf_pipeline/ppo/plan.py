@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.errors import ModelError, TrainingError
@@ -174,7 +175,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         with torch.no_grad(), _Held(model) as held:
             _forward(model, rows, settings)
         measuring = held.peak
-        sampling = _peak_of_sampling(model, settings)
+        sampling, cached = _peak_of_sampling(model, settings)
         scoring, judge = _peak_of_scoring(rewards.config or config, settings, rewards)
     shared = adapts and rewards.shares and rewards.config is None
     head = model.config.hidden_size + 1 if settings.has_critic else 0
@@ -193,7 +194,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         "rollouts": rollouts * rollout * (1 + settings.replay_updates),
         "gradients": FULL * (moved + critic),
         "activations, logits": max(0, training - FULL * (moved + critic)),
-        "keys and values": _cache_bytes(model.config, settings),
+        "keys and values": cached,
         "logits of sampling": sampling,
         "scoring": scoring,
         "merged weights": FULL * merged * (adapts and device.type == "cpu"),
@@ -201,7 +202,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     resident = sum(parts[name] for name in RESIDENT)
     phases = {
         # What was in reach stands twice while the parts of a batch are put together.
-        "sample": resident + sampling + parts["keys and values"] + rollouts * reach,
+        "sample": resident + sampling + cached + rollouts * reach,
         "measure": resident + max(measuring, scoring),
         "train": resident + training,
     }
@@ -579,8 +580,11 @@ def _peak_of_training(model: Any, settings: PpoSettings) -> int:
     return first if rows == members else max(first, later)
 
 
-def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
-    """Return the bytes of running the prompts, or of a draw, beyond full keys and values."""
+def _peak_of_sampling(model: Any, settings: PpoSettings) -> tuple[int, int]:
+    """Return the bytes of running the prompts, or of a draw, beyond full keys and values.
+
+    And those of the keys and values, of all completions that decode together.
+    """
     B = min(settings.rollouts_per_update, settings.completions_at_once)
     P = settings.max_prompt_tokens
     V = _vocabulary(model)
@@ -593,6 +597,7 @@ def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
             past_key_values=cache,
             use_cache=True,
         )
+        cached = _cache_bytes(cache, settings)
         del mask, cache
     with torch.no_grad(), _Held(model) as drawing:
         draw(
@@ -602,27 +607,27 @@ def _peak_of_sampling(model: Any, settings: PpoSettings) -> int:
             settings.top_k,
             settings.top_p,
         )
-    peak: int = max(prompts.peak - _cache_bytes(model.config, settings), drawing.peak, 0)
-    return peak
+    return max(prompts.peak - cached, drawing.peak, 0), cached
 
 
 def _vocabulary(model: Any) -> int:
     return int(output_head(model).weight.shape[0])
 
 
-def _cache_bytes(config: Any, settings: PpoSettings) -> int:
-    """Return the bytes of keys and values of the completions decoded together, at full length."""
+def _cache_bytes(cache: DynamicCache, settings: PpoSettings) -> int:
+    """Return the bytes that the keys and values of a filled cache have at full length.
+
+    Read off what is there: where weights are float32, autocast's halved keys are float32 again once
+    they are rotated, and values stay halved.
+    """
     P, T = settings.max_prompt_tokens, settings.max_completion_tokens
     room = P + ROOM
     while room < P + T - 1:
         room += ROOM + 1
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = FULL if settings.precision == "float32" else 2
-    B = min(settings.rollouts_per_update, settings.completions_at_once)
-    elements: int = text.num_hidden_layers * B * heads * width * room
-    return 2 * size * elements
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    held = [states for x in layers for states in (x.keys, x.values) if states is not None]
+    each_token: int = sum(states.nbytes // states.shape[-2] for states in held)
+    return room * each_token
 
 
 def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
+from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from benchmarks.ppo_plan import BAR, compare
@@ -135,6 +136,27 @@ def test_sampling_holds_the_same_whether_training_computes_layers_again() -> Non
     )
     assert again.parts["activations, logits"] < plain.parts["activations, logits"]
     assert again.phases["sample"] == plain.phases["sample"]
+
+
+GPT2 = GPT2Config(vocab_size=290, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "number_bytes"),
+    [
+        (LLAMA, {}, 4 + 4),
+        (LLAMA, {"precision": "bfloat16"}, 4 + 2),  # rotated in float32
+        (LLAMA, {"precision": "bfloat16", "lora_rank": 2}, 2 + 2),  # the base is halved too
+        (GPT2, {"precision": "bfloat16"}, 2 + 2),  # positions are added to the tokens
+    ],
+)
+def test_keys_and_values_are_planned_in_the_types_they_are_kept_in(
+    config: PretrainedConfig, changes: dict[str, Any], number_bytes: int
+) -> None:
+    settings = changed(ratio_tolerance=0.1, device="cpu", **changes)
+    plan = make_plan(config, settings, RewardModels(count=0))
+    tokens = settings.rollouts_per_update * (settings.max_prompt_tokens + 64)  # and spare room
+    assert plan.parts["keys and values"] == 2 * 32 * tokens * number_bytes
 
 
 @pytest.mark.slow
