@@ -320,7 +320,6 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
 
     PPO that cannot fit into memory is refused before anything is loaded (ppo/plan.py).
     """
-    from rlhf_pipeline.ppo.plan import check_fits, read_config
     from rlhf_pipeline.ppo.trackers import reporting
 
     asked, folder = turn.settings.training.report_to, turn.work / "ppo"
@@ -332,11 +331,24 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
             track(facts)
 
         if turn.settings.ppo.estimator != "dpo":
-            champion = _need(turn.champion, "a champion", "sft_policy")
-            rewards = reward_models_of(turn.settings)
-            check_fits(read_config(champion), turn.settings.ppo, rewards)
+            check_memory(turn, turn.settings.ppo)
         result = improve(turn, folder, turn.settings.ppo, tell, keep_going)
     return {"path": result.model_path, "result": str(turn.work / "ppo" / "result.json")}
+
+
+def check_memory(turn: Turn, ppo: PpoSettings) -> None:
+    """Raise TrainingError where training the turn's champion under `ppo` cannot fit into memory."""
+    from rlhf_pipeline.policy.adapters import shares_base
+    from rlhf_pipeline.ppo.plan import check_fits, read_config
+
+    baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    champion = _need(turn.champion, "a champion", "sft_policy")
+    check_fits(
+        read_config(champion),
+        ppo,
+        reward_models_of(turn.settings),
+        shares_reference=shares_base(champion, baseline, ppo.lora_rank),
+    )
 
 
 def policy_config(settings: Settings) -> Any:

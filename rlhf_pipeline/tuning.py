@@ -75,8 +75,7 @@ def search(
     """
     import optuna
 
-    from rlhf_pipeline.ppo.plan import check_fits, read_config
-    from rlhf_pipeline.stages import reward_models_of
+    from rlhf_pipeline.stages import check_memory
 
     settings = turn.settings.ppo
     if settings.estimator == "dpo":
@@ -88,7 +87,7 @@ def search(
     folder.mkdir(parents=True, exist_ok=True)
     study = _study(folder, turn, settings)
     if turn.champion is not None and len(_trials(study)) < trials:  # what is searched takes none
-        check_fits(read_config(turn.champion), settings, reward_models_of(turn.settings))
+        check_memory(turn, settings)
     while (done := len(_trials(study))) < trials:
         report({"trial": done + 1, "of": trials})
         asked = study.ask(_space(settings))

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import pytest
 
 from rlhf_pipeline import stages
+from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ConfigError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import Progress, ignore_progress
@@ -21,6 +23,7 @@ from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop
+from tests.ppo.world import changed, save_absolute, save_base
 from tests.reward.conftest import save_encoder
 
 
@@ -179,3 +182,18 @@ def test_a_turn_whose_recipe_was_changed_meanwhile_trains_by_the_new_one(
         settings = replace(ppo, learning_rate=rate)
         result = stages.improve(turn, tmp_path / "ppo", settings, ignore_progress)
         assert result.history[0]["train/learning_rate"] == pytest.approx(rate)
+
+
+def test_a_champion_that_is_no_adapters_on_the_baseline_needs_room_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline, champion = save_base(tmp_path / "baseline"), save_absolute(tmp_path / "champion")
+    settings = load_settings("tiny", {"policy": {"lora": {"enabled": True, "rank": 2}}})
+    ppo = changed(lora_rank=2, device="cpu")
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, baseline, champion, settings)
+    alone = make_plan(read_config(champion), ppo, stages.reward_models_of(settings))
+    room = int(alone.peak / SHARE_USED) + 1
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda device: room)
+    stages.check_memory(replace(turn, baseline=champion), ppo)
+    with pytest.raises(TrainingError, match="training needs about"):
+        stages.check_memory(turn, ppo)

@@ -57,20 +57,19 @@ def load_base(
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    kept = Path(policy_dir) / KEPT
-    if (kept / BASE).is_file():
-        digest, its = base_digest(reference_dir), read_json(kept / "adapter_config.json")
-        if read_json(kept / BASE)["digest"] == digest and its["r"] == rank:
-            if its["lora_alpha"] != alpha:  # another would make another policy of them
-                warnings.warn(
-                    f"adapters of alpha {its['lora_alpha']:g} go on with that, found lora_alpha "
-                    f"{alpha:g}, which is for fresh ones; set it to theirs to silence this, or "
-                    "take another rank to begin with fresh ones",
-                    stacklevel=2,
-                )
-            policy = load_policy(reference_dir, device=device, dtype=dtype)
-            wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
-            return SharedBase(policy, wrapper, digest)
+    if _goes_on(policy_dir, reference_dir, rank):
+        kept = Path(policy_dir) / KEPT
+        its = read_json(kept / "adapter_config.json")
+        if its["lora_alpha"] != alpha:  # another would make another policy of them
+            warnings.warn(
+                f"adapters of alpha {its['lora_alpha']:g} go on with that, found lora_alpha "
+                f"{alpha:g}, which is for fresh ones; set it to theirs to silence this, or "
+                "take another rank to begin with fresh ones",
+                stacklevel=2,
+            )
+        policy = load_policy(reference_dir, device=device, dtype=dtype)
+        wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
+        return SharedBase(policy, wrapper, base_digest(reference_dir))
     policy = load_policy(policy_dir, device=device, dtype=dtype)
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
     config = LoraConfig(
@@ -83,6 +82,13 @@ def load_base(
     )
     wrapper = get_peft_model(policy.model, config)
     return SharedBase(policy, wrapper, base_digest(policy_dir))
+
+
+def shares_base(policy_dir: str | Path, reference_dir: str | Path, rank: int) -> bool:
+    """Return whether what `load_base` would load is the reference's base; nothing is loaded."""
+    return _goes_on(policy_dir, reference_dir, rank) or (
+        base_digest(policy_dir) == base_digest(reference_dir)
+    )
 
 
 def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32") -> SharedBase:
@@ -244,6 +250,14 @@ def keeps_weights_transposed(model: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _goes_on(policy_dir: str | Path, reference_dir: str | Path, rank: int) -> bool:
+    """Return whether policy_dir keeps adapters of this rank that were trained on the reference."""
+    kept = Path(policy_dir) / KEPT
+    if not (kept / BASE).is_file() or read_json(kept / "adapter_config.json")["r"] != rank:
+        return False
+    return bool(read_json(kept / BASE)["digest"] == base_digest(reference_dir))
 
 
 def _inject(trunk: nn.Module, name: str, config: Any, seed: int) -> None:

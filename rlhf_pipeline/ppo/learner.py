@@ -254,8 +254,13 @@ def _whole_base(
         alpha=settings.lora_alpha,
         seed=settings.seed,
         device=device,
-        dtype="bfloat16" if settings.precision == "bfloat16" else "float32",
+        dtype=_frozen_dtype(settings),
     )
+
+
+def _frozen_dtype(settings: PpoSettings) -> str:
+    """Return the type of weights that nothing trains where adapters are trained."""
+    return "bfloat16" if settings.precision == "bfloat16" else "float32"
 
 
 def trainable_of(policy: Policy, critic: Critic | None) -> dict[str, nn.Parameter]:
@@ -406,8 +411,9 @@ def build_critic(
 
 
 def load_reference(policy: Policy, reference_dir: str | Path, settings: PpoSettings) -> Policy:
-    """Return the model at reference_dir, which nothing trains."""
-    reference = load_policy(reference_dir, device=settings.device)
+    """Return the model at reference_dir, which nothing trains, in the type of adapters' base."""
+    dtype = _frozen_dtype(settings) if settings.lora_rank else "float32"
+    reference = load_policy(reference_dir, device=settings.device, dtype=dtype)
     if reference.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ModelError(
             f"policy and reference must share one vocabulary, found another at {reference_dir}; "

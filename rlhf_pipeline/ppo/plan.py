@@ -146,13 +146,20 @@ def read_config(source: str | Path) -> Any:
         ) from error
 
 
-def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -> Plan:
+def make_plan(
+    config: Any,
+    settings: PpoSettings,
+    rewards: RewardModels = REWARDS,
+    *,
+    shares_reference: bool = True,
+) -> Plan:
     """Return the plan of a run that trains a model of this configuration.
 
     With LoRA the critic, the reference and reward models that share it are the policy's base with
-    adapters; where a launcher asked for FSDP, this process's share of it. Nothing is loaded. Raises
-    ConfigError for a precision that this machine cannot train in, and for more tokens than the
-    model's context has.
+    adapters; where a launcher asked for FSDP, this process's share of it. Not `shares_reference`,
+    where the policy's base is another than the reference (adapters.shares_base): then that, and
+    reward models on it, are held beside it. Nothing is loaded. Raises ConfigError for a precision
+    that this machine cannot train in, and for more tokens than the model's context has.
     """
     check_context(context_length_of(config), settings)
     device = choose_device(settings.device)
@@ -177,10 +184,10 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
         measuring = held.peak
         sampling, cached = _peak_of_sampling(model, settings)
         scoring, judge = _peak_of_scoring(rewards.config or config, settings, rewards)
-    shared = adapts and rewards.shares and rewards.config is None
+    alone = adapts and shares_reference
+    shared = alone and rewards.shares and rewards.config is None
     head = model.config.hidden_size + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
-    copies = 0 if adapts else 1
     narrows = settings.top_k > 0 or settings.top_p < 1
     reach = narrows * settings.max_completion_tokens * -(-_vocabulary(model) // 8)  # a bit a token
     rollout = (2 * 8 + 2) * longest + 8 * FULL * settings.max_completion_tokens + reach
@@ -188,7 +195,7 @@ def make_plan(config: Any, settings: PpoSettings, rewards: RewardModels = REWARD
     parts = {
         "policy": frozen * here + (FULL * moved if adapts else 0),
         "critic": FULL * critic,
-        "reference": copies * FULL * own,
+        "reference": 0 if alone else frozen * own,
         "reward models": 0 if shared else rewards.count * rewards.number_bytes * judge,
         "optimiser": 2 * FULL * (moved + critic),
         "rollouts": rollouts * rollout * (1 + settings.replay_updates),
@@ -238,7 +245,12 @@ def memory_found(device: str) -> int:
 
 
 def what_fits(
-    config: Any, settings: PpoSettings, room: int, rewards: RewardModels = REWARDS
+    config: Any,
+    settings: PpoSettings,
+    room: int,
+    rewards: RewardModels = REWARDS,
+    *,
+    shares_reference: bool = True,
 ) -> dict[str, Any] | None:
     """Return the settings to change, mildest first, so that the peak is at most `room` bytes.
 
@@ -248,7 +260,8 @@ def what_fits(
     for change in [{}, *_milder(settings)]:
         changes |= change
         tried = replace(settings, **changes)
-        if make_plan(config, tried, rewards).peak <= room:
+        made = make_plan(config, tried, rewards, shares_reference=shares_reference)
+        if made.peak <= room:
             return changes
     return None
 
@@ -258,6 +271,7 @@ def check_fits(
     settings: PpoSettings,
     rewards: RewardModels = REWARDS,
     *,
+    shares_reference: bool = True,
     made: Plan | None = None,
     room: int | None = None,
 ) -> Plan:
@@ -265,11 +279,12 @@ def check_fits(
 
     `made` is the plan where there is one already; `room`, bytes, is otherwise what is found free.
     """
-    plan = made or make_plan(config, settings, rewards)
+    plan = made or make_plan(config, settings, rewards, shares_reference=shares_reference)
     found = memory_found(settings.device) if room is None else room
     if plan.fits(found):
         return plan
-    changes = what_fits(config, settings, int(SHARE_USED * found), rewards)
+    most = int(SHARE_USED * found)
+    changes = what_fits(config, settings, most, rewards, shares_reference=shares_reference)
     advice = "no setting makes this model fit here: take a smaller base or a larger machine"
     if changes:
         advice = "these would fit: " + ", ".join(

@@ -15,7 +15,13 @@ import torch
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.policy.adapters import load_adapters, load_base, only, unique_bytes
+from rlhf_pipeline.policy.adapters import (
+    load_adapters,
+    load_base,
+    only,
+    shares_base,
+    unique_bytes,
+)
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -197,6 +203,7 @@ def test_trained_adapters_are_saved_merged_and_trained_on_by_the_next_turn(
     # With another rank, or another reference, the champion is a base of its own.
     other = load_base(champion, base, rank=4, alpha=16, seed=0)
     assert other.digest != again.base_digest
+    assert [shares_base(champion, base, rank) for rank in (2, 4)] == [True, False]
 
 
 def test_a_frozen_base_may_be_bfloat16_while_adapters_are_float32(wide: Path) -> None:

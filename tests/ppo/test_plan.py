@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from benchmarks.ppo_plan import BAR, compare
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
+from rlhf_pipeline.policy.adapters import shares_base, unique_bytes
+from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import tiny_config
 from rlhf_pipeline.ppo.plan import RewardModels, check_fits, make_plan, read_config, rehearse
-from tests.ppo.world import changed, learner_at
+from tests.ppo.world import changed, learner_at, tiny_policy
 
 LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
 
@@ -69,6 +72,27 @@ def test_of_a_spread_base_a_process_plans_for_its_share(monkeypatch: pytest.Monk
     assert {n: spread[n] for n in spread if n != "policy"} == {
         n: whole[n] for n in whole if n != "policy"
     }
+
+
+def test_a_base_that_is_not_the_reference_is_planned_with_that_beside_it(
+    base: Path, tmp_path: Path
+) -> None:
+    other = tiny_policy()
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.add_(0.01)
+    save_policy(other, tmp_path)
+    settings = changed(lora_rank=2, precision="bfloat16", ratio_tolerance=0.1, device="cpu")
+    learner = learner_at(tmp_path, settings, reference=base)
+    assert learner.reference is not None
+    held = unique_bytes(list(learner.reference.model.parameters()))
+    config, rewards = read_config(tmp_path), RewardModels(number_bytes=2)
+    for reference in (tmp_path, base):
+        shares = shares_base(tmp_path, reference, settings.lora_rank)
+        parts = make_plan(config, settings, rewards, shares_reference=shares).parts
+        copies = 0 if shares else 1
+        assert parts["reference"] == copies * held
+        assert parts["reward models"] == 2 * copies * held  # the proxy's and the stopping one's
+    assert not shares
 
 
 BERT_BASE = 109_482_240  # its published size, with the pooler, which reward models leave out
