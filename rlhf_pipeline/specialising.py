@@ -188,7 +188,10 @@ def reward_of(one: SpecialistSettings, asked: Asked, settings: Settings) -> Comp
 def judge(
     policy: Path, asked: Asked, reward: CompositeReward, settings: Settings
 ) -> dict[str, float]:
-    """Return means over the held-out prompts: of each function, and of hidden opinions if any."""
+    """Return means over the held-out prompts: of each function, and of hidden opinions if any.
+
+    A function's mean is over what it could judge.
+    """
     from rlhf_pipeline.simulation.play import assistant
     from rlhf_pipeline.simulation.world import judge as secretly
     from rlhf_pipeline.simulation.world import question_of
@@ -196,7 +199,9 @@ def judge(
     completions = assistant(policy, settings, 77)(asked.held_out)
     items = [RewardInput(p, c) for p, c in zip(asked.held_out, completions, strict=True)]
     pieces = reward.scores_and_pieces(items)[1]
-    means = {name: statistics.fmean(p[name] for p in pieces) for name in reward.piece_names}
+    means = {
+        name: statistics.fmean(p[name] for p in pieces if name in p) for name in reward.piece_names
+    }
     try:
         opinions = [secretly(question_of(i.prompt[-1].content), i.completion) for i in items]
     except KeyError:  # not the simulated world's questions: nobody's opinion is known

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from typer.testing import CliRunner
 from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData
 from rlhf_pipeline.records import RewardInput, user_prompt
-from rlhf_pipeline.specialising import prompts_of, reward_of, specialise
+from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.specialising import Asked, judge, prompts_of, reward_of, specialise
 
 SMALL: dict[str, Any] = {
     "policy": {"tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 400}},
@@ -62,6 +65,24 @@ def test_prompts_of_ones_own_come_with_references(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"asked.jsonl:1 needs"):
         prompts_of("mine", one, settings)
+
+
+def test_what_a_function_could_not_judge_is_left_out_of_its_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sceptic:
+        """Judges what has an o in it, as a service that answers no more to some."""
+
+        may_skip = True
+
+        def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+            return [float(len(i.completion)) if "o" in i.completion else math.nan for i in items]
+
+    said = ["rain", "so", "soon"]
+    monkeypatch.setattr("rlhf_pipeline.simulation.play.assistant", lambda *_: lambda prompts: said)
+    asked = Asked([], [], [*map(user_prompt, ("a", "b", "c"))], {})
+    means = judge(Path(), asked, CompositeReward({"o": Term(Sceptic())}), load_settings("tiny"))
+    assert means == {"o": 3.0}
 
 
 @pytest.mark.parametrize(
