@@ -21,6 +21,7 @@ from pathlib import Path
 import dagster as dg
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from automation import processes
@@ -113,7 +114,7 @@ def main() -> None:
     try:
         rows = run(pipeline, settings, console, arguments, watch)
     except PipelineError as error:
-        console.print(f"[red]{type(error).__name__}[/]: {error}")
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
     if arguments.json is not None:
         arguments.json.write_text(

@@ -1,6 +1,7 @@
 """The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ INBOX_DONE = "done"  # folder beside the dropped files
 FINGERPRINT = "rlhf/fingerprint"  # run tag: which votes a run was asked to train from
 DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked to take in
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
+# What Dagster puts before the words of an error that was raised to be read.
+TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")
 SHORT = {MAX_RUNTIME: str(60 * 60)}  # of what keeps no heartbeat; what is done by then stays done
 
 
@@ -50,7 +53,7 @@ def why_failed(events: Sequence[dg.DagsterEvent]) -> str:
         if event.is_step_failure and event.step_failure_data.error is not None:
             error = event.step_failure_data.error
             cause = error.cause or error
-            return f"{event.step_key}: {cause.message.strip()[-600:]}"
+            return f"{event.step_key}: {TYPE_OF_WORDS.sub('', cause.message).strip()[:600]}"
     return "no step failed"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dagster as dg
 from rich.console import Console
+from rich.markup import escape
 
 from automation import processes
 from automation.bars import Bars, be_quiet, looking
@@ -80,7 +81,8 @@ def main() -> None:
         with bars.progress:
             run_job(pipeline, arguments.agent, bars, job=arguments.job, again=arguments.again)
     except PipelineError as error:
-        console.print(f"[red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        told = f"[red]error[/]: {escape(str(error))}"  # as `rlhf` does
+        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         sys.exit(1)
     _report(pipeline, arguments.agent, console)
 

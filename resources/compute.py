@@ -6,6 +6,7 @@ imported torch and its like by then, on a core that light steps or the stage bef
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 OBSERVE_SECONDS = 5.0  # between observations: the UI plots them, the event log keeps them
 TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
 FOLLOWED = ("reward", "ppo")  # stages that another stage comes after, in every turn
+# The last line of a traceback, to which torch may add whose it is of several processes.
+OUR_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?rlhf_pipeline\.errors\.\w+: (.+)$", re.MULTILINE)
+ERROR_LINE = re.compile(
+    r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)$", re.MULTILINE
+)
 WORKER = (sys.executable, "-m", "resources.worker")
 
 
@@ -115,11 +121,25 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
         _observe(context, stage, session.get_custom_messages()[shown:])  # what came at the end
         if process.returncode != 0:
             tail = log_path.read_bytes()[start:].decode("utf-8", "replace")[-3000:]
+            # What ended a process by a signal is not in its log.
+            why = _why_ended(tail) if process.returncode > 0 else None
             raise dg.Failure(
-                f"stage {stage} exited with {process.returncode}; the end of {log_path}:\n{tail}",
+                why or f"stage {stage} exited with {process.returncode}; see {log_path}",
+                metadata={"log": str(log_path), "its end": tail},
                 allow_retries="rlhf_pipeline.errors." not in tail,  # what is refused stays refused
             )
         return dict(read_json(turn.work / f"{stage}.json")["result"])
+
+
+def _why_ended(tail: str) -> str | None:
+    """Return the words of our own error that a log ends with, else its last line of a traceback.
+
+    None where a log has neither, as of a process that was killed.
+    """
+    if ours := OUR_ERROR.findall(tail):
+        return str(ours[-1])
+    lines = ERROR_LINE.findall(tail)
+    return str(lines[-1]) if lines else None
 
 
 def _follow(

@@ -53,5 +53,5 @@ def train(agent: str, state: Path) -> str:
     )
     assert done.returncode == 1
     assert "Stack Trace" not in done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.split("\n") if line] == ["PipelineError"]
-    return done.stdout
+    assert [line.split(":")[0] for line in done.stderr.split("\n") if line] == ["error"]
+    return done.stderr

@@ -14,7 +14,8 @@ import pytest
 from pydantic import SecretStr
 
 from assets.common import agents
-from resources.compute import Compute, _observe
+from automation.jobs import why_failed
+from resources.compute import Compute, _observe, _why_ended
 from resources.worker import same_work, specification
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -131,7 +132,20 @@ def test_what_is_refused_is_not_tried_again_and_says_why(loop: Loop, launcher: l
     result, _ = run(loop, launcher, "refuse", begun(loop, "refusing"))
     assert not result.success
     assert attempts(loop, result) == 1
-    assert "NotEnoughData: needed 30 preference pairs, found 2" in failures(result)
+    assert why_failed(result.all_events) == "trained: needed 30 preference pairs, found 2"
+    assert "Traceback" in (loop.state / "agents/refusing/work/refuse.log").read_text()
+
+
+def test_of_a_log_the_words_of_our_own_error_are_told_else_its_last_error() -> None:
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in run\n    raise\n'
+    cause = f"{trace}KeyError: 'x'\n\nThe above exception was the direct cause of this one:\n\n"
+    ours = "rlhf_pipeline.errors.NotEnoughData: needed 30: found 2\n"
+    assert _why_ended(f"{cause}{trace}{ours}") == "needed 30: found 2"
+    assert _why_ended(f"[rank0]: {ours}{trace}CalledProcessError: 1\n") == "needed 30: found 2"
+    memory = "torch.OutOfMemoryError: needed 3 GiB"
+    assert _why_ended(f"{cause}{trace}{memory}\n/a.py: UserWarning: leaked\n") == memory
+    assert _why_ended(f"{trace}    assert x\nAssertionError\n") == "AssertionError"
+    assert _why_ended("a warning: killed\n") is None
 
 
 def test_a_process_that_dies_is_started_again_whatever_earlier_ones_logged(
@@ -180,7 +194,7 @@ def test_a_stage_stops_when_its_claim_is_lost(loop: Loop, launcher: list[str]) -
     thread.join()
     assert not result.success
     assert attempts(loop, result) == 1
-    assert "ClaimLost" in failures(result)
+    assert "Failure: needed claim" in failures(result)
     assert not (turn.work / "hang.json").exists()
 
 
@@ -234,7 +248,7 @@ def test_stages_run_in_the_processes_that_were_started_ahead_of_them(
 
     second = waiting()
     result, _ = run(loop, compute, "refuse", begun(loop, "ahead to say no"))
-    assert "NotEnoughData: needed 30 preference pairs, found 2" in failures(result)
+    assert "Failure: needed 30 preference pairs, found 2" in failures(result)
     assert not second.is_running()
 
     compute.start_ahead()
