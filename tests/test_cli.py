@@ -707,6 +707,20 @@ def test_rows_that_were_set_aside_are_shown_with_their_place(rlhf: Run, tmp_path
     assert (none.stdout, none.stderr) == ("", "no row of agent coffee is in quarantine\n")
 
 
+def test_an_export_replaces_nothing_unless_it_is_told_to(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    letter = write(tmp_path / "mine.jsonl", "Dear Ann,")
+    kept = letter.read_text()
+    for out in (letter, tmp_path):
+        refused = rlhf("feedback", "export", str(out), "--agent", "tea", code=1).stderr
+        assert f"found something at {out}; choose another name, or replace it with" in refused
+    assert letter.read_text() == kept
+    rlhf("feedback", "export", str(letter), "--agent", "tea", "--force")
+    assert json.loads(letter.read_text())["kind"] == "thumbs"
+    (tmp_path / "empty").mkdir()
+    rlhf("feedback", "export", str(tmp_path / "empty"), "--agent", "tea")
+
+
 def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> None:
     recipe = tmp_path / "closed.yaml"
     recipe.write_text("feedback: {enabled: false}\n")
@@ -729,6 +743,9 @@ def test_a_person_is_shown_and_erased(rlhf: Run, tmp_path: Path) -> None:
     rlhf("raters", "export", "ann", "--out", str(out))
     assert out.stat().st_mode & 0o077 == 0
     [tea] = json.loads(out.read_text())["agents"]
+    again = ("raters", "export", "ann", "--out", str(out))
+    assert f"found something at {out}; choose another" in rlhf(*again, code=1).stderr
+    rlhf(*again, "--force")
     assert json.loads(rlhf("raters", "export", tea["rater_id"]).stdout)["agents"] == [tea]
     asked = rlhf("raters", "erase", "ann", typed="n\n", code=1)
     assert "agent tea: 1 votes, 0 interactions, 0 traces" in asked.output

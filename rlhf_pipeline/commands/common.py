@@ -46,6 +46,9 @@ Agent = Annotated[
     typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The agent: one line of models."),
 ]
 AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace what is there already, a folder wholly.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 VersionArgument = Annotated[
     str,
@@ -306,6 +309,16 @@ def _quiet_logs(debug: bool) -> None:
     )
     if not debug:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+
+
+def need_new(path: Path, *, force: bool) -> None:
+    """Raise ConfigError where something is at the path already, unless it may be replaced."""
+    if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    raise ConfigError(
+        f"needed a new file or folder, found something at {path}; choose another name, or replace "
+        "it with --force"
+    )
 
 
 def need_file(path: Path) -> Path:

@@ -13,7 +13,9 @@ from rlhf_pipeline.commands.common import (
     SOME_QUARANTINED,
     Agent,
     AsJson,
+    Force,
     console,
+    need_new,
     progress,
     workspace,
 )
@@ -164,6 +166,7 @@ def export(
             help="Keep interaction ids instead of their texts: for the store that has them.",
         ),
     ] = False,
+    force: Force = False,
 ) -> None:
     """Write an agent's feedback to a file or a data set folder; `rlhf ingest` takes it back."""
     from rlhf_pipeline.feedback.export import export as write
@@ -173,6 +176,7 @@ def export(
             "--pairs holds the votes that count, with their texts, found another option beside it; "
             "leave --history and --by-interaction out"
         )
+    need_new(out, force=force)
     here = workspace()
     here.need_agent(agent)
     what: Literal["events", "pairs"] = "pairs" if pairs else "events"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import workspace
+from rlhf_pipeline.commands.common import Force, need_new, workspace
 
 Rater = Annotated[
     str, typer.Argument(metavar="ID", help="As it was sent, or the hash that an export shows.")
@@ -24,6 +24,7 @@ def export(
         Path | None, typer.Option("--out", help="A JSON file. Default: the terminal.")
     ] = None,
     agent: OneAgent = None,
+    force: Force = False,
 ) -> None:
     """Write everything that is held about a person as JSON.
 
@@ -33,6 +34,8 @@ def export(
     from rlhf_pipeline.erasure import held_about
     from rlhf_pipeline.files import write_text
 
+    if out is not None:
+        need_new(out, force=force)
     here = workspace()
     told = held_about(here.settings, here.registry, rater, agent)
     text = json.dumps(told, ensure_ascii=False, indent=2)
