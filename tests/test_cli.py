@@ -282,6 +282,22 @@ def test_a_key_is_for_an_agent_that_can_be(rlhf: Run) -> None:
     assert "no key yet" in rlhf("keys", "list").stdout
 
 
+def test_a_key_may_come_before_its_agents_first_vote(rlhf: Run, tmp_path: Path) -> None:
+    create = ("keys", "create", "--agent", "tea")
+    early = rlhf(*create)
+    assert "nobody has heard of agent tea yet; known: none yet" in early.stderr
+    assert len(early.stdout.splitlines()) == 1  # the key alone: a script reads it
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    assert "nobody" not in rlhf(*create).stderr
+
+
+def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path) -> None:
+    path = str(write(tmp_path / "votes.jsonl", THUMBS))
+    told = rlhf("ingest", path, "--agent", "my agent", code=2).stderr
+    assert "Invalid value for --agent" in told
+    assert "found 'my agent'" in told
+
+
 def test_a_port_that_is_taken_is_told_in_one_line(rlhf: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -197,15 +197,22 @@ class Workspace:
         folder = self.settings.state_dir.resolve() / "mlflow"
         return ModelRegistry(self.ledger, self.settings.resolved_mlflow_uri, folder)
 
+    def knows(self, agent_id: str) -> bool:
+        """Say whether the agent has sent feedback or has a version."""
+        return self.store.agent(agent_id) is not None or bool(self.ledger.versions(agent_id))
+
+    def known(self) -> str:
+        """Return the agents there are, for a message."""
+        return ", ".join(self.store.agents()) or "none yet"
+
     def need_agent(self, agent_id: str) -> None:
         """Raise FeedbackRefused unless the agent has sent feedback or has a version."""
         if self.store.agent(agent_id) is not None:
             return
         if not self.ledger.versions(agent_id):
-            known = ", ".join(self.store.agents()) or "none yet"
             raise FeedbackRefused(
                 "unknown_agent",
-                f"needed a known agent, found {agent_id!r}; known: {known}; "
+                f"needed a known agent, found {agent_id!r}; known: {self.known()}; "
                 "`rlhf ingest` makes one known",
             )
         self.store.ensure_agent(agent_id)
@@ -213,10 +220,10 @@ class Workspace:
     def version(self, agent_id: str, name: str) -> ModelVersion:
         """Return the version a person means: a number, a name, or a models:/ URI of the agent."""
         if not self.ledger.versions(agent_id):
-            known = ", ".join(self.store.agents()) or "none yet"
             raise RegistryError(
                 f"agent {agent_id!r} needs a version, found none registered (known agents: "
-                f"{known}); its first turn or the job `bootstrap` trains version 0: `make ui`"
+                f"{self.known()}); its first turn or the job `bootstrap` trains version 0: "
+                "`make ui`"
             )
         if not name.startswith("models:/"):
             return self.ledger.find(agent_id, name)

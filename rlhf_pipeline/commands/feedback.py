@@ -64,7 +64,14 @@ def ingest(
     not be read (the rest is stored), 1 when a named file could not be read.
     """
     from rlhf_pipeline.feedback.ingest import ingest as take_in
+    from rlhf_pipeline.feedback.rules import AGENT_ID
 
+    if not AGENT_ID.fullmatch(agent):  # else every row would be set aside for it
+        raise typer.BadParameter(
+            "needed 1 to 64 letters, digits, - and _, the first a letter or digit, found "
+            f"{ascii(agent)[:80]}",
+            param_hint="--agent",
+        )
     if not workspace().settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
     store = workspace().store

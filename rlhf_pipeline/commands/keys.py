@@ -31,11 +31,15 @@ def create(
     from rlhf_pipeline.serving.keys import Keys
 
     ends = None if days is None else now() + timedelta(days=days)
-    made, secret = Keys(workspace().settings.state_dir).create(
+    here = workspace()
+    made, secret = Keys(here.settings.state_dir).create(
         role, agent_id=agent, name=name, expires_at=ends
     )
     typer.echo(f"key {made.key_id}; it is not shown again", err=True)
     typer.echo(secret)
+    # It may come before its agent's first vote, so it is no fault.
+    if agent is not None and not here.knows(agent) and agent not in here.settings.serving.upstreams:
+        typer.echo(f"nobody has heard of agent {agent} yet; known: {here.known()}", err=True)
 
 
 def show() -> None:
