@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,17 @@ def test_an_unknown_preset_is_answered_with_the_nearest(recipe: Any, text: str, 
 def test_what_ppo_shares_is_set_where_all_stages_read_it(recipe: Any, key: str) -> None:
     with pytest.raises(ConfigError, match=f"ppo.{key} follows {SHARED_WITH_PPO[key]}"):
         load_settings(recipe(f"ppo: {{{key}: 1}}"))
+
+
+def test_no_message_names_a_setting_that_a_recipe_may_not_hold() -> None:
+    refused = re.compile(rf"\bppo\.({'|'.join(SHARED_WITH_PPO)})\b")
+    named = [
+        (path.name, node.value)
+        for path in (RECIPES.parent / "rlhf_pipeline").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and refused.search(str(node.value))
+    ]
+    assert named == []
 
 
 def test_ppo_follows_policy_and_training(recipe: Any) -> None:

@@ -114,7 +114,7 @@ def find_alarms(
                 update,
                 f"entropy fell from {first_entropy:.2f} to {entropy:.2f} nats per token",
                 "The policy writes one completion over and over",
-                "Raise ppo.kl_coef or ppo.temperature, lower ppo.learning_rate or ppo.epochs",
+                "Raise ppo.kl_coef or policy.temperature, lower ppo.learning_rate or ppo.epochs",
             )
         )
     length, first_length = now["rollout/length_mean"], first["rollout/length_mean"]
@@ -136,7 +136,8 @@ def find_alarms(
                 update,
                 f"{eos:.0%} of completions end with the end token, {first_eos:.0%} at first",
                 "Not ending pays, or the baseline never learned to end",
-                "Lower ppo.missing_eos_score, raise ppo.max_completion_tokens, or train SFT longer",
+                "Lower ppo.missing_eos_score, raise policy.max_completion_tokens, or train SFT "
+                "longer",
             )
         )
     repeated, first_repeated = now["rollout/repetition"], first["rollout/repetition"]

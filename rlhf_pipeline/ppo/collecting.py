@@ -74,10 +74,10 @@ def encode_within(
     long = [i for i, row in enumerate(encoded) if len(row) > limit]
     if long:
         raise TrainingError(
-            f"{name} must have at most ppo.max_prompt_tokens = {limit} tokens, found {len(long)} "
-            f"longer (number {long[0]} has {len(encoded[long[0]])}); shorten them, raise "
-            "ppo.max_prompt_tokens within the policy's context, or set ppo.long_prompts to "
-            "keep_latest"
+            f"{name} must have at most policy.max_prompt_tokens = {limit} tokens, found "
+            f"{len(long)} longer (number {long[0]} has {len(encoded[long[0]])}); shorten them, "
+            "raise policy.max_prompt_tokens within the policy's context, or set "
+            "ppo.long_prompts to keep_latest"
         )
     return encoded
 

@@ -300,7 +300,7 @@ def new_scaler(device: torch.device, settings: PpoSettings) -> torch.amp.GradSca
         return None
     if device.type != "cuda":
         raise ConfigError(
-            "ppo.precision float16 (policy.dtype) is for GPUs without bfloat16: needed a CUDA "
+            "policy.dtype float16 is for GPUs without bfloat16: needed a CUDA "
             f"device, found {device.type}; take float32, or bfloat16 where the processor has it"
         )
     return torch.amp.GradScaler(device.type)
@@ -366,8 +366,8 @@ def check_context(context_length: int, settings: PpoSettings) -> None:
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
     if longest > context_length:
         raise ConfigError(
-            f"ppo.max_prompt_tokens + ppo.max_completion_tokens must fit the policy's context of "
-            f"{context_length} tokens, found {longest}; lower one of them"
+            "policy.max_prompt_tokens + policy.max_completion_tokens must fit the policy's context "
+            f"of {context_length} tokens, found {longest}; lower one of them"
         )
 
 

@@ -175,8 +175,8 @@ def join_team(settings: PpoSettings) -> Team:
         )
     if settings.device[-1].isdigit():
         raise ConfigError(
-            f"each of {size} processes takes a device of its own: needed ppo.device auto, cuda or "
-            f"cpu, found {settings.device}; change it"
+            f"each of {size} processes takes a device of its own: needed policy.device auto, cuda "
+            f"or cpu, found {settings.device}; change it"
         )
     smallest = settings.rollouts_per_update // settings.minibatches
     if smallest < size:

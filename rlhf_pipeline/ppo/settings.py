@@ -221,8 +221,9 @@ class PpoSettings:
         longest = self.max_prompt_tokens + self.max_completion_tokens
         if self.tokens_per_microbatch < longest:
             raise ConfigError(
-                "ppo.tokens_per_microbatch must hold one rollout: needed max_prompt_tokens + "
-                f"max_completion_tokens = {longest}, found {self.tokens_per_microbatch}; raise it"
+                "ppo.tokens_per_microbatch must hold one rollout: needed "
+                f"policy.max_prompt_tokens + policy.max_completion_tokens = {longest}, found "
+                f"{self.tokens_per_microbatch}; raise it"
             )
 
     def _check_controller(self) -> None:

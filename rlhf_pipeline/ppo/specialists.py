@@ -253,16 +253,21 @@ def _settings_of(i: int, one: Specialist, settings: PpoSettings) -> PpoSettings:
 def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None:
     if not specialists:
         raise ConfigError("specialists need at least one agent, found none; name some")
-    wanted = {"estimator": "gae", "critic": "separate", "lora_rank": 0, "max_turns": 1}
+    wanted = {"estimator": "gae", "critic": "separate", "max_turns": 1}
     for name, needed in {**wanted, "replay_updates": 0}.items():
         found = getattr(settings, name)
         if found != needed:
             raise ConfigError(
                 f"specialists around one critic need ppo.{name} {needed}, found {found}; change it"
             )
+    if settings.lora_rank:
+        raise ConfigError(
+            "specialists around one critic train every weight: needed policy.lora.enabled false, "
+            f"found adapters of rank {settings.lora_rank}; change it"
+        )
     if settings.precision == "float16":
         raise ConfigError(
-            "specialists around one critic need ppo.precision float32 or bfloat16, found float16; "
+            "specialists around one critic need policy.dtype float32 or bfloat16, found float16; "
             "change it"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -163,7 +163,7 @@ def test_one_trunk_takes_the_memory_of_one(base: Path) -> None:
     [
         ({"critic": "shared"}, "ppo.critic separate, found shared"),
         ({"estimator": "rloo", "completions_per_prompt": 2}, "ppo.estimator gae, found rloo"),
-        ({"lora_rank": 2}, "ppo.lora_rank 0, found 2"),
+        ({"lora_rank": 2}, "policy.lora.enabled false, found adapters of rank 2"),
         ({"replay_updates": 1}, "ppo.replay_updates 0, found 1"),
     ],
 )
