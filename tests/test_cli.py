@@ -301,7 +301,9 @@ def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path
 def test_a_port_that_is_taken_is_told_in_one_line(rlhf: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        told = rlhf("serve", "--port", port, code=1).stderr.splitlines()
+        result = rlhf("serve", "--port", port, code=1)
+    assert result.stdout == ""  # no address that nothing of ours answers at
+    told = result.stderr.splitlines()
     assert told[-1] == (
         f"error: needed to listen on 127.0.0.1, port {port}, found Address already in use; "
         "end what does, or name another --port"

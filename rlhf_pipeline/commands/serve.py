@@ -30,8 +30,12 @@ def serve(
     from rlhf_pipeline.serving.app import run
 
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    typer.echo(f"API     {address}/openapi.json")
-    if pages:
-        typer.echo(f"chat    {address}/ui/")
-        typer.echo(f"review  {address}/ui/review/")
-    run(settings, port, pages=pages, host=host, names=answers_to or ())
+
+    def tell() -> None:
+        typer.echo(f"API     {address}/openapi.json")
+        if pages:
+            typer.echo(f"chat    {address}/ui/")
+            typer.echo(f"review  {address}/ui/review/")
+
+    names = answers_to or ()
+    run(settings, port, pages=pages, host=host, names=names, about_to=tell)

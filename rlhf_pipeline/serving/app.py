@@ -11,7 +11,7 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -142,8 +142,9 @@ def run(
     pages: bool = True,
     host: str = "127.0.0.1",
     names: Sequence[str] = (),
+    about_to: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted; `about_to` is called once all that may be refused was looked at.
 
     Raises ConfigError where it cannot listen, and off loopback while no key was made.
     """
@@ -169,6 +170,7 @@ def run(
     settle()
     gateway: Gateway = app.state.gateway
     threading.Thread(target=gateway.champions.preload, name="preload", daemon=True).start()
+    about_to()
     # No access log: a line a request would bury what matters.
     uvicorn.run(
         app,
