@@ -8,6 +8,7 @@ row per seed and ends with status 1 if a promise is short on any.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -41,7 +42,16 @@ def run(seed: int, folder: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """Run the seeds named on the command line."""
-    seeds = [int(word) for word in sys.argv[1:]] or [0, 1, 2]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "seeds",
+        metavar="SEED",
+        nargs="*",
+        type=int,
+        default=[0, 1, 2],
+        help="default: 0 1 2; minutes each",
+    )
+    seeds: list[int] = parser.parse_args().seeds
     short = 0
     with tempfile.TemporaryDirectory() as folder:
         tables = {seed: run(seed, Path(folder)) for seed in seeds}
