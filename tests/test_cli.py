@@ -169,12 +169,26 @@ def test_what_is_typed_wins_over_the_environment_before_and_after_the_command(
     rlhf: Run, tmp_path: Path
 ) -> None:
     other = str(tmp_path / "other")
+    Path(other).mkdir()
     for words in (["--state", other, "status"], ["status", "--state", other]):
         assert f"no agent in {other} yet" in rlhf(*words).stdout
     assert f"no agent in {tmp_path}/state yet" in rlhf("status").stdout
     shown = rlhf("--recipe", "gpt2", "config", "show").stdout
     assert "base: gpt2" in shown
     assert "base: gpt2" in rlhf("config", "show", "--recipe", "gpt2").stdout
+
+
+def test_a_state_folder_that_is_named_and_not_there_is_not_made(rlhf: Run, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    named = ("--agent", "tea", "--state", str(gone))
+    for command in (["status"], ["versions"], ["explain", "champion"]):
+        told = rlhf(*command, *named, code=1).stderr
+        assert told.startswith(f"error: needed a state folder, found none at {gone}; correct")
+        assert not gone.exists()
+    rlhf("keys", "create", *named)  # this and ingest may begin one
+    new = ("--agent", "tea", "--state", str(tmp_path / "new"))
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), *new)
+    rlhf("status", *new)
 
 
 # -- config -------------------------------------------------------------------------------------

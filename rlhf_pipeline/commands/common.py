@@ -95,6 +95,7 @@ def _remember(context: click.Context, option: click.Parameter, value: Any) -> An
     typed = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
     if value and (typed or key not in context.meta):
         context.meta[key] = value
+        context.meta[f"{key}.typed"] = bool(typed)
     return value
 
 
@@ -139,11 +140,17 @@ class Group(TyperGroup):
 
 
 class Workspace:
-    """The store, ledger and registry behind a recipe and a state folder, opened when asked for."""
+    """The store, ledger and registry behind a recipe and a state folder, opened when asked for.
 
-    def __init__(self, recipe: str | None = None, state: str | None = None) -> None:
+    With `is_there` the state folder is not made: opening them raises ConfigError where it is not.
+    """
+
+    def __init__(
+        self, recipe: str | None = None, state: str | None = None, *, is_there: bool = False
+    ) -> None:
         self.recipe = recipe
         self.state = state
+        self.is_there = is_there
 
     def load(self, recipe: str | None) -> Settings:
         """Return the settings of a recipe, in this workspace's state folder."""
@@ -166,6 +173,12 @@ class Workspace:
         """Return the one database of this state folder."""
         from rlhf_pipeline.database import open_database
 
+        folder = self.settings.state_dir
+        if self.is_there and self.settings.database_url is None and not folder.exists():
+            raise ConfigError(
+                f"needed a state folder, found none at {folder}; correct --state, or make one with "
+                "`rlhf ingest`"
+            )
         return open_database(self.settings.resolved_database_url)
 
     @cached_property
@@ -236,10 +249,14 @@ class Workspace:
         return found
 
 
-def workspace() -> Workspace:
-    """Return the workspace that the running command's options name."""
+def workspace(*, may_be_new: bool = False) -> Workspace:
+    """Return the workspace that the running command's options name.
+
+    A state folder that was typed is there already, but for a command that may begin a new one.
+    """
     meta = click.get_current_context().meta
-    return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"))
+    is_there = bool(meta.get("rlhf.state.typed")) and not may_be_new
+    return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"), is_there=is_there)
 
 
 def console(*, stderr: bool = False) -> Console:

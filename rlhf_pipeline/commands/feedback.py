@@ -72,12 +72,12 @@ def ingest(
             f"{ascii(agent)[:80]}",
             param_hint="--agent",
         )
-    if not workspace().settings.feedback.enabled:
+    here = workspace(may_be_new=True)
+    if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
-    store = workspace().store
     with _bytes_bar(paths) as report:
         summary = take_in(
-            store, paths, agent, format, source=source, split=split, on_progress=report
+            here.store, paths, agent, format, source=source, split=split, on_progress=report
         )
     _print_summary(summary, agent)
     if summary.quarantined or summary.unreadable:
