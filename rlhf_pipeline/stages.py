@@ -6,6 +6,7 @@ memory is given back. They are plain functions: nothing here knows who calls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,7 +219,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     every = settings.reward.reads_every_kind
     found = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
     examples = found if every else []
-    train, test = reward_splits(pairs, settings, examples)
+    train, test = reward_splits(pairs, settings, found)
     asked = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
     topics = {prompt_to_json(p.prompt): p.topic for p in asked if p.topic is not None}
     said = _examples_by_job(examples, settings)
@@ -703,9 +704,18 @@ def reward_splits(
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
                 f"{found}; collect about {round(missing / shares[job])} more, or lower "
-                "reward.min_pairs"
+                f"reward.min_pairs{_unread(examples, settings)}"
             )
     return train, test
+
+
+def _unread(examples: Sequence[RewardExample], settings: Settings) -> str:
+    """Return what to do about votes that are there and of kinds that teach nothing; "" for none."""
+    counts = Counter(e.kind.value for e in examples if e.kind.value not in settings.reward.kinds)
+    if not counts:
+        return ""
+    told = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+    return f"; other votes are there ({told}): name their kinds in reward.kinds to learn from them"
 
 
 def _examples_by_job(

@@ -158,6 +158,8 @@ def test_where_every_kind_is_learnt_from_each_counts_and_bad_pairs_stay() -> Non
     tree["reward"] = {"min_pairs": 5}
     with pytest.raises(NotEnoughData, match="needs 5 preference pairs, found 0"):
         reward_splits(pairs, Settings.model_validate(tree))
+    with pytest.raises(NotEnoughData, match=r"other votes .* \(thumbs 90\): name .* reward.kinds"):
+        reward_splits(pairs, Settings.model_validate(tree), examples)
 
 
 def test_where_shares_fall_short_of_one_by_rounding_the_last_model_takes_the_rest() -> None:
