@@ -494,7 +494,9 @@ def test_what_the_gate_refused_needs_force(
     shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_mlflow(monkeypatch)
-    assert "was refused by the gate" in rlhf("promote", "2", code=1).stderr
+    refused = rlhf("promote", "2", code=1).stderr
+    assert "was refused by the gate" in refused
+    assert "`rlhf promote --force --reason WHY`" in refused
     assert "was never judged by the gate" in rlhf("promote", "3", code=1).stderr
     rlhf("promote", "2", "--force", "--reason", "a person looked")
     assert standing(rlhf)["2"] == "champion"

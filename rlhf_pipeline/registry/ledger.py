@@ -25,6 +25,7 @@ from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
 
 PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
 LOOK_SECONDS = 0.05
+FORCE = "`rlhf promote --force --reason WHY`"
 
 Action = Literal["baseline", "promote", "rollback", "adopt"]
 
@@ -624,11 +625,11 @@ def _objection(
     name = f"version {version.version} of agent {version.agent_id}"
     was_baseline = any(e.action == "baseline" and e.version == version.version for e in history)
     if not was_baseline and version.gate is None:
-        return f"{name} was never judged by the gate; evaluate it, or use force with a reason"
+        return f"{name} was never judged by the gate; evaluate it, or {FORCE}"
     if not was_baseline and not version.passed_gate:
-        return f"{name} was refused by the gate; see `rlhf explain`, or use force with a reason"
+        return f"{name} was refused by the gate; see `rlhf explain`, or {FORCE}"
     if version.version in gone:
-        return f"{name} {gone[version.version]}; train a new one, or use force with a reason"
+        return f"{name} {gone[version.version]}; train a new one, or {FORCE}"
     return None
 
 
