@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 TOLD = "\n".join([README, *GUIDES.values()])
-PACKAGES = ("rlhf_pipeline", "assets", "automation", "resources")
+PACKAGES = ("rlhf_pipeline", "assets", "automation", "resources", "benchmarks")
 
 
 def blocks(language: str) -> list[str]:
