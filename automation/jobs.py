@@ -36,6 +36,7 @@ def free_the_claim(context: dg.HookContext) -> None:
         return
     logs = context.instance.all_logs(context.run_id)
     why = why_failed([log.dagster_event for log in logs if log.dagster_event is not None])
+    why = why.removeprefix(f"{context.op.name}: ")  # which is said before it
     try:
         pipeline.claims.finish(claim.token, "failed", f"step {context.op.name} failed: {why}")
     except ClaimLost:
