@@ -69,7 +69,7 @@ def load_base(
             )
         policy = load_policy(reference_dir, device=device, dtype=dtype)
         wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
-        return SharedBase(policy, wrapper, base_digest(reference_dir))
+        return SharedBase(policy, wrapper, read_json(kept / BASE)["digest"])
     policy = load_policy(policy_dir, device=device, dtype=dtype)
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
     config = LoraConfig(
