@@ -1,14 +1,17 @@
 """A consistent copy of a live state folder, and a state folder from such a copy.
 
-What a copy holds: every SQLite database, taken with SQLite's online backup while others write;
-then every file, so that whatever a database row names was already there when its copy was made
-(files are written once, under names that are not used again); then a manifest with each file's
-SHA-256, written last: a folder without a manifest is no backup. What it leaves out: lock files and
-PPO's checkpoints, which a training that goes on would not miss.
+What a copy holds, in this order, each listed when its time has come: files that were dropped, so
+that votes which are taken in meanwhile are in their file, in the database, or in both (which does
+no harm: their keys are known); every SQLite database, taken with SQLite's online backup while
+others write; every other file, so that whatever a database row names was already there when its
+copy was made (files are written once, under names that are not used again); a manifest with each
+file's SHA-256, written last: a folder without a manifest is no backup. What it leaves out: lock
+files and PPO's checkpoints, which a training that goes on would not miss.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ MANIFEST = "manifest.json"
 STATE = "state"
 FORMAT = 1
 
+_DROPPED, _DATABASE, _OTHER = range(3)  # ranks of files, copied in this order
 _LEFT_OUT = {"checkpoints"}  # folders
 # Where MLflow's own tables hold the place of an artifact, absolute by its design.
 _MLFLOW_PLACES = (
@@ -75,16 +79,20 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
     if target.resolve().is_relative_to(state.resolve()):
         raise BackupError(f"a backup inside the state folder would copy itself: {target}")
     with new_folder(target) as folder:
-        names = sorted(_files_of(state), key=lambda name: (not name.endswith(".db"), name))
-        for done, name in enumerate(names, 1):
-            copy = folder / STATE / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                if not (name.endswith(".db") and _copy_database(state / name, copy)):
-                    shutil.copy(state / name, copy)  # with its mode: keys are their owner's
-            except FileNotFoundError:  # a temporary file of somebody at work; the check below
-                continue  # misses it if anything registered needs it
-            report({"file": name, "done": done, "of": len(names)})
+        copied: set[str] = set()
+        for rank in (_DROPPED, _DATABASE, _OTHER):
+            left = set(_files_of(state)) - copied
+            of = len(copied) + len(left)
+            for name in sorted(n for n in left if _rank(n, settings.feedback.drop_folder) <= rank):
+                copy = folder / STATE / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    if not (name.endswith(".db") and _copy_database(state / name, copy)):
+                        shutil.copy(state / name, copy)  # with its mode: keys are their owner's
+                except FileNotFoundError:  # a temporary file of somebody at work; the check below
+                    continue  # misses it if anything registered needs it
+                copied.add(name)
+                report({"file": name, "done": len(copied), "of": of})
         _copy_modes(state, folder / STATE)
         damaged = _check_models(folder / STATE)
         made = {
@@ -148,7 +156,9 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
 
 def _files_of(state: Path) -> Iterator[str]:
     """Yield the relative names of everything worth keeping."""
-    for path in state.rglob("*"):
+    # A folder may go while they are listed: os.walk passes over it, where rglob raises.
+    every = (Path(folder, file) for folder, _, files in os.walk(state) for file in files)
+    for path in every:
         name = path.relative_to(state)
         if path.is_symlink() or not path.is_file() or _LEFT_OUT.intersection(name.parts):
             continue
@@ -157,6 +167,12 @@ def _files_of(state: Path) -> Iterator[str]:
         if aside or path.name.endswith((".lock", "-wal", "-shm", "-journal")):
             continue
         yield name.as_posix()
+
+
+def _rank(name: str, drop_folder: str) -> int:
+    if name.endswith(".db"):
+        return _DATABASE
+    return _DROPPED if PurePosixPath(name).is_relative_to(drop_folder) else _OTHER
 
 
 def _copy_modes(source: Path, target: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +22,11 @@ from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import BackupError
+from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.records import Interaction, now, user_prompt
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.forgetting import forget_traces
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.traces import log_interaction
@@ -137,6 +144,89 @@ def test_a_copy_has_what_matters_and_says_what_it_is(state: Path, tmp_path: Path
     names = set(folder_sha256(tmp_path / "copy" / STATE))
     assert names == {"feedback.db", "notes.txt", "agents/tea/v0/model.safetensors"}
     assert made.files == 3
+
+
+def test_a_dropped_file_that_is_taken_in_meanwhile_is_in_the_copy(
+    state: Path, tmp_path: Path
+) -> None:
+    inbox = state / "inbox" / "tea"
+    (inbox / "done").mkdir(parents=True)
+    dropped = inbox / "votes.jsonl"
+    vote = {"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "So.", "rater": "ann"}
+    dropped.write_text(json.dumps(vote) + "\n")
+    store = FeedbackStore(Database(f"sqlite:///{state / 'feedback.db'}"))
+
+    def take_in(facts: Mapping[str, Any]) -> None:
+        if facts["file"] == "feedback.db":
+            ingest(store, dropped, "tea")
+            dropped.replace(inbox / "done" / dropped.name)
+
+    back_up(settings_in(state), tmp_path / "copy", take_in)
+    assert store.counts("tea") == {"thumbs": 1}
+    store.database.close()
+    new = tmp_path / "new"
+    restore(settings_in(new), tmp_path / "copy")
+    restored = FeedbackStore(Database(f"sqlite:///{new / 'feedback.db'}"))
+    assert restored.counts("tea") == {}
+    for _ in range(2):  # it is there under both names
+        ingest(restored, new / "inbox" / "tea", "tea")
+        assert restored.counts("tea") == {"thumbs": 1}
+    restored.database.close()
+
+
+def test_what_a_database_names_is_in_the_copy_however_late_it_came(
+    state: Path, tmp_path: Path
+) -> None:
+    (state / "dagster").mkdir()
+    with closing(sqlite3.connect(state / "dagster" / "runs.db")) as runs:
+        runs.execute("CREATE TABLE runs (id)")
+    store = FeedbackStore(Database(f"sqlite:///{state / 'feedback.db'}"))
+    store.append(
+        [
+            Feedback(
+                "tea",
+                FeedbackKind.thumbs,
+                "one",
+                prompt=user_prompt("Why?"),
+                completion="So.",
+                number=1.0,
+            )
+        ]
+    )
+    data = state / "agents" / "tea" / "snapshots" / "late"
+    told = []
+
+    def take_snapshot(facts: Mapping[str, Any]) -> None:
+        told.append(facts)
+        if facts["file"] == "dagster/runs.db":  # which comes before feedback.db
+            snapshot.take(store.database, "tea", 1, data / snapshot.FILE)
+
+    made = back_up(settings_in(state), tmp_path / "copy", take_snapshot)
+    store.database.close()
+    new = tmp_path / "new"
+    restore(settings_in(new), tmp_path / "copy")
+    with closing(sqlite3.connect(new / "feedback.db")) as connection:
+        [path] = connection.execute("SELECT path FROM snapshots").fetchone()
+    assert path == str(new / data.relative_to(state) / snapshot.FILE)
+    assert len(snapshot.read(Path(path))) == 1
+    assert [facts["done"] for facts in told] == list(range(1, made.files + 1))
+    assert told[-1]["of"] == made.files
+
+
+def test_a_folder_that_goes_while_the_state_is_listed_is_passed_over(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir, gone = os.scandir, state / "agents" / "tea" / "temporary"
+    gone.mkdir()
+
+    def scan(path: Any) -> Any:
+        if path in (gone, str(gone)):
+            gone.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert back_up(settings_in(state), tmp_path / "copy").files == 3
+    assert not gone.exists()
 
 
 def test_the_restored_ledger_finds_its_champion_in_the_new_place(
