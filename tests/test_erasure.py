@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -33,10 +34,19 @@ from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.gold import GoldAnswer, write_answers
 from rlhf_pipeline.feedback.ingest import ingest
-from rlhf_pipeline.feedback.raters import MOST_MARKS, Person, erased_rows, is_signed_by, marks_of
+from rlhf_pipeline.feedback.lines import PACKED, unpacked
+from rlhf_pipeline.feedback.raters import (
+    MOST_MARKS,
+    Person,
+    erased_rows,
+    held,
+    is_signed_by,
+    marks_of,
+)
+from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
-from rlhf_pipeline.feedback.withdrawn import VALIDATED
+from rlhf_pipeline.feedback.withdrawn import VALIDATED, clean_inbox
 from rlhf_pipeline.files import file_sha256, read_json, write_json
 from rlhf_pipeline.records import (
     Feedback,
@@ -598,6 +608,87 @@ def test_unsigned_interactions_go_only_where_asked(copied: World) -> None:
 )
 def test_a_line_is_theirs_by_its_rater(line: str, theirs: bool) -> None:
     assert is_signed_by(line, Person("tea", ANN)) is theirs
+
+
+ROWS = [
+    {"kind": "thumbs", "value": "up", "prompt": f"{n}?", "completion": f"{who}.", "rater": who}
+    for n, who in enumerate(["ann", "bob"] * 20)
+]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+ARRAY = json.dumps(ROWS).encode()
+PRETTY = json.dumps(ROWS, indent=1).encode()
+MARK = codecs.BOM_UTF8
+BREAKS_OFF = LINES + b'{"kind": "thumbs", "prompt": "' + b"plum " * 99
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rules"),
+    [
+        ("cut.jsonl.gz", gzip.compress(BREAKS_OFF)[:-12], ["broken_json"]),
+        ("sum.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8), []),
+        ("two.jsonl.gz", gzip.compress(LINES[:999]) + gzip.compress(LINES[999:]), []),
+        ("plain.jsonl.gz", LINES, []),
+        ("packed.jsonl", gzip.compress(LINES), []),
+        ("marked.jsonl", MARK + LINES, []),
+        ("marked.json", MARK + PRETTY, []),
+        ("pretty.json.gz", gzip.compress(PRETTY), []),
+        ("cut.json", ARRAY[:-1], ["damaged_file"]),
+        ("more.json", PRETTY + b", {", ["damaged_file"]),
+        (
+            "cut-within.json",
+            ARRAY[:-1] + b', {"rater": "bob", "prom',
+            ["broken_json", "damaged_file"],
+        ),
+        ("cut.json.gz", gzip.compress(ARRAY[:-1] + b"," + b"\n" * 99)[:-9], ["damaged_file"]),
+        ("twice.json", PRETTY + b"\n" + PRETTY, ["damaged_file"]),
+        ("odd.json", b"[" + ARRAY[1:-1].replace(b"}, {", b"},, {") + b",\n]", []),
+        ("opened.jsonl", b'["a broken row"\n' + LINES, ["broken_json"]),
+        ("lists.jsonl", b"[1]\n" + LINES, ["not_an_object"]),
+        ("returns.jsonl", LINES.replace(b", ", b",\r ").replace(b"\n", b"\r\n\r\n"), []),
+        ("escapes.jsonl", LINES.replace(b"rater", b"r\\u0061ter"), []),
+    ],
+)
+def test_dropped_files_lose_what_is_theirs_however_they_are_written_and_nothing_else(
+    name: str, content: bytes, rules: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 1
+    after = path.read_bytes()
+    assert after.startswith(PACKED) == content.startswith(PACKED)
+    assert b"ann" not in unpacked(after)
+    rows = list(read(path, "tea"))
+    others = [row["completion"] for row in ROWS if row["rater"] == "bob"]
+    assert [row.completion for row in rows if isinstance(row, Feedback)] == others
+    assert [row.rule for row in rows if isinstance(row, QuarantinedRow)] == rules
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 0
+    assert path.read_bytes() == after
+
+
+def test_a_whole_array_under_a_name_for_lines_loses_rows_and_not_lines(tmp_path: Path) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_bytes(PRETTY)
+    clean_inbox(tmp_path, Person("tea", ANN), frozenset())
+    assert json.loads(path.read_bytes()) == [row for row in ROWS if row["rater"] == "bob"]
+
+
+@pytest.mark.parametrize("end", ["]", "] and more", "}"])  # a wrong bracket ends it as well
+def test_what_follows_an_array_loses_lines_that_are_theirs(end: str, tmp_path: Path) -> None:
+    path, hers, his = tmp_path / "votes.json", '{"rater": "ann"}', '{"rater": "bob"}'
+    path.write_text(f"[{his}, {hers}{end}\n{hers}\n{his}\n")
+    clean_inbox(tmp_path, Person("tea", ANN), frozenset())
+    assert path.read_text() == f"[{his}{end}\n{his}\n"
+
+
+@pytest.mark.parametrize("content", [gzip.compress(LINES)[:-20], LINES])
+def test_a_damaged_file_keeps_nobody_from_being_erased(content: bytes, copied: World) -> None:
+    path = copied.settings.state_dir / "inbox" / "tea" / "done" / "damaged.jsonl.gz"
+    path.write_bytes(content)
+    copied.erase()
+    assert b"ann" not in unpacked(path.read_bytes())
+    assert b"bob" in unpacked(path.read_bytes())
+    with copied.database.read() as connection:
+        assert not held(connection, Person("tea", ANN))
 
 
 def test_a_rating_in_a_table_is_nobodys_name() -> None:

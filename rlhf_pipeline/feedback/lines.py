@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -24,6 +25,8 @@ LONGEST_ROW = 8 << 20  # bytes
 SHOWN = 2_000  # bytes of a row too long to hold that are kept to show
 BLOCK = 1 << 16
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PACKED = b"\x1f\x8b"  # what a gzip file begins with, whatever its name
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # what a broken one raises
 DEEPEST = 256  # lists and objects inside each other; our own code may recurse that far
 
 
@@ -50,13 +53,13 @@ def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iter
     """Yield every non-blank row of the file, whatever is inside it."""
     position.bytes_total = path.stat().st_size
     with path.open("rb") as file:
-        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        packed = file.peek(2).startswith(PACKED)
         stream: IO[bytes] = io.BufferedReader(_Unpacked(file), BLOCK) if packed else file
         try:
             for row in _rows(stream, path, longest):
                 position.line, position.bytes_read = row.line, file.tell()
                 yield row
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except DAMAGE as error:
             yield RawRow(
                 position.line + 1,
                 str(error).encode(),
@@ -64,6 +67,30 @@ def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iter
                 f"needed a whole gzip file, found: {error}; make it again and ingest it again",
             )
         position.bytes_read = file.tell()
+
+
+def unpacked(content: bytes) -> bytes:
+    """Return what a file holds: if it is gzip what comes out of it, up to the damage if any."""
+    if not content.startswith(PACKED):
+        return content
+    try:
+        return gzip.decompress(content)
+    except DAMAGE:
+        pass
+    text, member = bytearray(), zlib.decompressobj(31)  # 31: with gzip's head and checksum
+    with suppress(zlib.error):
+        for at in range(len(content)):  # byte by byte, as a call that fails gives nothing
+            if member.eof and content[at]:  # zeros may stand between members, and after them
+                member = zlib.decompressobj(31)
+            if not member.eof:
+                text += member.decompress(content[at : at + 1])
+    return bytes(text)
+
+
+def is_array(path: Path, beginning: bytes) -> bool:
+    """Tell whether a file is read as one JSON array, by its name and what it begins with."""
+    first = beginning.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+    return ".json" in path.suffixes and first == b"["
 
 
 def parse(row: RawRow) -> dict[str, Any]:
@@ -106,13 +133,9 @@ class _Unpacked(io.RawIOBase):
 
 
 def _rows(stream: IO[bytes], path: Path, longest: int) -> Iterator[RawRow]:
-    is_array = ".json" in path.suffixes and _first_byte(stream) == b"["
-    return _elements(stream, longest) if is_array else _lines(stream, longest)
-
-
-def _first_byte(stream: IO[bytes]) -> bytes:
     assert isinstance(stream, io.BufferedReader)
-    return stream.peek(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+    as_array = is_array(path, stream.peek(BLOCK))
+    return elements(stream, longest) if as_array else _lines(stream, longest)
 
 
 def _lines(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
@@ -168,8 +191,11 @@ class _Element:
         return RawRow(line, content) if stripped else None
 
 
-def _elements(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
-    """Yield a JSON array's elements unparsed: only quotes, commas and brackets are looked at."""
+def elements(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
+    """Yield a JSON array's elements unparsed: only quotes, commas and brackets are looked at.
+
+    The content of each is what stands between two commas, byte by byte.
+    """
     element = _Element(longest, 1, bytearray())
     depth, inside, escaped = 0, False, False
     while block := stream.read(BLOCK):

@@ -7,14 +7,18 @@ was killed finds in it what is still to do.
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.feedback import datasets, gold, snapshot
+from rlhf_pipeline.feedback.lines import BLOCK, PACKED, elements, is_array, unpacked
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
@@ -29,6 +33,8 @@ from rlhf_pipeline.topics import ERASED, without_topics
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
+_OPENING = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")  # of an array, a byte-order mark before it
+_CLOSING = re.compile(rb"[\s,]*[\]}]?")  # of either kind: `elements` takes both for its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,10 @@ def clean_folder(
 
 
 def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> int:
-    """Take lines with the person's name, or about their interactions, out of dropped files."""
+    """Take rows with the person's name, or about their interactions, out of dropped files.
+
+    They are read as ingestion reads them; of a damaged gzip file is left what came out of it.
+    """
     changed = 0
     for path in sorted(inbox.rglob("*.json*")):
         if path.is_file():
@@ -196,34 +205,65 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
 
 
 def _without_lines(path: Path, person: Person, interactions: Collection[str]) -> bool:
-    packed = path.suffix == ".gz"
+    def is_theirs(row: bytes) -> bool:
+        return _is_about(row, person, interactions)
+
     content = path.read_bytes()
-    text = gzip.decompress(content) if packed else content
-    if text.lstrip()[:1] == b"[":
-        kept = _array_without(text, person, interactions)
-    else:
-        lines = text.splitlines(keepends=True)
-        kept = b"".join(x for x in lines if not _is_about(_shown(x), person, interactions))
+    text = unpacked(content)
+    arrays, at = [], 0
+    if _holds_array(path, text):
+        while opening := _OPENING.match(text, at):  # once, but where files were put together
+            array, at = _array_without(text, at, opening.end(), is_theirs)
+            arrays.append(array)
+    # Cut at \n alone, as ingestion does: \r may stand within a row.
+    lines = [line for line in io.BytesIO(text[at:]) if not is_theirs(line)]
+    kept = b"".join([*arrays, *lines])
     if kept == text:
         return False
-    write_bytes(path, gzip.compress(kept) if packed else kept)
+    write_bytes(path, gzip.compress(kept) if content.startswith(PACKED) else kept)
     return True
 
 
-def _array_without(text: bytes, person: Person, interactions: Collection[str]) -> bytes:
-    """Return a JSON array without rows of theirs; where it is broken, nothing of it if any is."""
+def _holds_array(path: Path, text: bytes) -> bool:
+    """Say whether ingestion reads the file as an array, or the whole file is one.
+
+    The latter under a name for lines: ingestion takes none of it, and a line is less than a row.
+    """
+    if is_array(path, text[:BLOCK]):
+        return True
     try:
-        rows = json.loads(text)
-    except ValueError:
-        return b"[]\n" if _is_about(_shown(text), person, interactions) else text
-    told = [json.dumps(row, ensure_ascii=False) for row in rows]
-    kept = [line for line in told if not _is_about(line, person, interactions)]
-    return text if len(kept) == len(told) else ("[" + ",\n".join(kept) + "]\n").encode()
+        return _OPENING.match(text) is not None and isinstance(json.loads(text), list)
+    except (ValueError, RecursionError):
+        return False
 
 
-def _shown(text: bytes) -> str:
-    return text.decode("utf-8", "replace")
+def _array_without(
+    text: bytes, begin: int, at: int, is_theirs: Callable[[bytes], bool]
+) -> tuple[bytes, int]:
+    """Return an array without rows of theirs, and where it ends; `at` is behind its bracket.
+
+    All else stays as it stands: one that was cut short is still seen to be when it is taken in. A
+    row that does not end, for want of a bracket, goes whole.
+    """
+    head, rows = text[begin:at], []
+    stream = io.BytesIO(text)
+    stream.seek(begin)
+    for row in elements(stream, len(text)):
+        if row.problem is None:  # the others tell how the array ends
+            at = text.index(row.content, at) + len(row.content)
+            rows.append(row.content)
+    closing = _CLOSING.match(text, at)
+    end = closing.end() if closing else at
+    kept = [row for row in rows if not is_theirs(row)]
+    if len(kept) == len(rows):
+        return text[begin:end], end
+    return head + b",".join(kept) + text[at:end], end
 
 
-def _is_about(line: str, person: Person, interactions: Collection[str]) -> bool:
-    return is_signed_by(line, person) or mentions(line, interactions)
+def _is_about(row: bytes, person: Person, interactions: Collection[str]) -> bool:
+    text = row.decode("utf-8-sig", "replace").strip()
+    told = [text]
+    if "\\" in text:  # a name or an id may be written with escapes
+        with suppress(ValueError, RecursionError):
+            told.append(json.dumps(json.loads(text), ensure_ascii=False))
+    return any(is_signed_by(each, person) or mentions(each, interactions) for each in told)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback import lines, sources
 from rlhf_pipeline.feedback.formats import FORMATS, Row, to_row
-from rlhf_pipeline.feedback.lines import Position, parse, raw_rows
+from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.records import (
@@ -580,6 +580,23 @@ def test_a_gzip_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
     events, aside = read_all(path)
     assert 0 < len(events) < 5_000
     assert "damaged_file" in [row.rule for row in aside]
+
+
+def test_gzip_is_unpacked_whole_or_up_to_the_damage() -> None:
+    text = "".join(f"{i} {i**9}\n" for i in range(500)).encode()
+    one = gzip.compress(text)
+    two = one + bytes(512) + one + bytes(9)  # zeros as tapes pad with
+    assert unpacked(text) == text
+    assert unpacked(two) == gzip.decompress(two) == text + text
+    assert unpacked(two + b"more") == text + text
+    assert unpacked(one[:-8] + bytes(8)) == text  # a wrong checksum
+    assert unpacked(one[:5]) == unpacked(one[:10] + b"\xff" * 99) == b""
+    cut = unpacked(one + bytes(512) + one[:-200])
+    assert (text + text).startswith(cut)
+    assert len(cut) > 1.5 * len(text)
+    half = len(one) // 2
+    broken = unpacked(one[:half] + bytes(99) + one[half + 99 :])
+    assert broken[: len(text) // 3] == text[: len(text) // 3]
 
 
 TABLE = "kind,value,prompt,completion,rater\n"
