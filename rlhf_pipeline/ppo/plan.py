@@ -452,7 +452,7 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
     config = copy.deepcopy(config)
     halved = settings.lora_rank > 0 and settings.precision == "bfloat16"
     dtype = torch.bfloat16 if halved else torch.float32
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
     fuse_activations(model)
     switch_off_dropout(model)

@@ -23,6 +23,7 @@ from rlhf_pipeline.ppo.collecting import encode_checked, sample_for
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
 from rlhf_pipeline.ppo.optimising import accumulate_gradients, train_on
+from rlhf_pipeline.ppo.plan import make_plan, read_config
 from rlhf_pipeline.ppo.rollout import Rollouts, SampledCompletions, Tokens
 from rlhf_pipeline.records import user_prompt
 from rlhf_pipeline.reward.model import Limits, encode_rows, new_reward_model
@@ -54,6 +55,16 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_every_family_has_a_plan_that_holds_its_weights(family: Path, lora_rank: int) -> None:
+    """Training asks for one before it loads anything."""
+    settings = changed(max_prompt_tokens=LONG, max_completion_tokens=16, lora_rank=lora_rank)
+    plan = make_plan(read_config(family), settings)
+    learner = learner_at(family, settings)
+    held = sum(weights.nbytes for weights in learner.policy.model.parameters())
+    assert plan.parts["policy"] == pytest.approx(held, rel=0.01)  # a pad token may be added
 
 
 def learner_of(folder: Path, **options: Any) -> tuple[Learner, Rollouts]:
