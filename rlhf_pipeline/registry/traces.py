@@ -122,10 +122,11 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
     events: list[Feedback] = []
     aside: list[QuarantinedRow] = []
     traces, next_turn = _looked_at(registry, agent_id, turn_ms)
-    said = list(_assessments(traces))
+    # In the order they were said: of a person's answers the one that is stored last counts.
+    said = sorted(_assessments(traces), key=lambda one: _changed(one[2]))
     tops = _tops(assessment for _, _, assessment in said)
     for interaction_id, trace_id, assessment in said:
-        changed = int(assessment.last_update_time_ms or assessment.create_time_ms or 0)
+        changed = _changed(assessment)
         if assessment.valid is False:
             continue
         try:
@@ -137,8 +138,12 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
             aside.append(QuarantinedRow(agent_id, refusal.rule, str(refusal), "mlflow", raw=raw))
         else:
             events.append(event)
-    events.sort(key=lambda event: event.occurred_at)  # what is stored last counts
     return Read(tuple(events), tuple(aside), next_turn)
+
+
+def _changed(assessment: Any) -> int:
+    """Return when it was last said, in milliseconds."""
+    return int(assessment.last_update_time_ms or assessment.create_time_ms or 0)
 
 
 def event_of(

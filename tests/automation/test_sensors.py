@@ -634,6 +634,7 @@ def test_runs_that_died_before_their_claim_or_after_its_end_are_ended_too(
     # The dead run's place went to the one that waited, which has yet to see that and to claim.
     assert (info.active_run_ids, info.assigned_run_ids) == (set(), {waiting.run_id})
     [given] = [step.assigned_timestamp for step in info.pending_steps]
+    assert given is not None
     monkeypatch.setattr("automation.dead.now", lambda: given + timedelta(minutes=1))
     ticks.tick("dead_runs")
     assert statuses()[2] == "STARTED"
