@@ -373,6 +373,11 @@ class RewardSettings(Section):
         """Say whether more than plain pairs is learnt from."""
         return dict(self.kinds) != PAIRS_ALONE
 
+    @property
+    def looks_back(self) -> bool:
+        """Say whether reward models may begin from those of the turn before, or be them."""
+        return self.warm_start or self.retrain_drop is not None
+
     @model_validator(mode="after")
     def _functions_are_known(self) -> RewardSettings:
         if self.functions:

@@ -270,9 +270,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
 
 def rewards_before(turn: Turn) -> Path | None:
     """Return the work folder of the turn whose reward models this one may begin from or use."""
-    reward = turn.settings.reward
-    looks_back = reward.warm_start or reward.retrain_drop is not None
-    return turn.previous if looks_back else None
+    return turn.previous if turn.settings.reward.looks_back else None
 
 
 def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] | None:

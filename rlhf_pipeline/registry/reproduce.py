@@ -133,8 +133,7 @@ def recorded_turn(
 def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | None) -> None:
     """Raise RegistryError where reward models came of the turn before, and nobody has them now."""
     which = f"version {version.version} of {version.agent_id}"
-    looks_back = recipe.reward.warm_start or recipe.reward.retrain_drop is not None
-    if looks_back and "previous" not in version.lineage:
+    if recipe.reward.looks_back and "previous" not in version.lineage:
         raise RegistryError(
             f"{which} may have begun from the reward models of the turn before "
             "(reward.retrain_drop, reward.warm_start), found no word of that turn in its lineage; "
