@@ -69,11 +69,8 @@ def answering(
         def log_message(self, *args: Any) -> None:
             pass
 
-    with running(Upstream) as upstream:
-        try:
-            yield upstream
-        finally:
-            over.set()
+    with running(Upstream, over) as upstream:
+        yield upstream
 
 
 @contextmanager
@@ -89,21 +86,21 @@ def sending(parts: Sequence[tuple[float, bytes]]) -> Iterator[UpstreamSettings]:
                     if not over.wait(pause):
                         self.wfile.write(part)
 
-    with running(Upstream) as upstream:
-        try:
-            yield upstream
-        finally:
-            over.set()
+    with running(Upstream, over) as upstream:
+        yield upstream
 
 
 @contextmanager
-def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[UpstreamSettings]:
-    """Run a server on a port of its own."""
+def running(
+    handler: type[BaseHTTPRequestHandler], over: threading.Event
+) -> Iterator[UpstreamSettings]:
+    """Run a server on a port of its own; its handlers are told when it is over."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield UpstreamSettings(url=f"http://127.0.0.1:{server.server_port}/v1", model="any")
     finally:
+        over.set()
         server.shutdown()
         server.server_close()
 
