@@ -18,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from rlhf_pipeline.policy import scripting
+from rlhf_pipeline.policy import captured, sampling, scripting
+from rlhf_pipeline.policy.captured import Step
 from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.packed import can_pack
 from rlhf_pipeline.policy.sampling import Completion, complete
 from rlhf_pipeline.ppo.optimising import train_on
 from rlhf_pipeline.records import RewardInput
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.training import train_reward_model
 from rlhf_pipeline.serving.batching import Decoder, Sampling
+from tests.policy.recorded import recorded
 from tests.ppo.world import PROMPTS, changed, learner_at, lower_share, rollouts_of, save_base, train
 from tests.reward.conftest import SETTINGS as REWARD_SETTINGS
 from tests.reward.conftest import planted_pairs
@@ -113,6 +117,21 @@ def service(base: Path, folder: Path, device: str) -> list[str]:
     return said
 
 
+def counting(capture: Callable[[Step], Step], captures: list[Step]) -> Callable[[Step], Step]:
+    """Return the capture, which then adds each graph to the list."""
+
+    def counted(step: Step) -> Step:
+        captures.append(capture(step))
+        return captures[-1]
+
+    return counted
+
+
+def can_record(trunk: nn.Module, device: torch.device) -> bool:
+    """Say what `can_capture` would, were the pretended device CUDA's."""
+    return device.type != "cpu" and can_pack(trunk)
+
+
 def meeting(device: str) -> list[str]:
     """Return which operations on tensors of two places are refused: the test's own test."""
     here, there = torch.ones(3), torch.ones(3, device=device)
@@ -144,14 +163,19 @@ CASES: dict[str, Callable[[Path, Path, str], list[Any]]] = {
 
 
 def main() -> None:
-    """Print case -> [on the CPU, on the device], and which meetings are "refused"."""
+    """Print case -> [on the CPU, on the device], meetings "refused", and how many "graphs"."""
     folder, device = Path(sys.argv[1]), "cuda"
+    captures: list[Step] = []
+    captured.WORTH = 2  # completions are short here
     if not torch.cuda.is_available():
         from tests.pretended import DEVICE
 
         device = str(DEVICE)
+        sampling.can_capture = can_record  # type: ignore[attr-defined]  # where decode looks
+        captured.cuda_graph = recorded
         # TorchScript asks the device itself.
         scripting._scripted = lambda function: function  # type: ignore[assignment]  # and so no cache
+    captured.cuda_graph = counting(captured.cuda_graph, captures)  # type: ignore[assignment]  # parameter names
     base = save_base(folder / "base")
     torch.set_num_threads(1)
     told: dict[str, list[Any]] = {"refused": meeting(device)}
@@ -160,6 +184,7 @@ def main() -> None:
             case(base, folder / name / place, on)
             for place, on in (("cpu", "cpu"), ("device", device))
         ]
+    told["graphs"] = [len(captures)]
     sys.stdout.write(json.dumps(told) + "\n")
 
 

@@ -24,12 +24,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.on_device", str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
+    assert "without a CUDA graph" not in run.stderr
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
 def test_tensors_of_two_places_do_not_meet(told: dict[str, Any]) -> None:
     assert told["refused"] == ["sum", "place in a row", "joined", "in place", "array"]
+
+
+def test_decoding_there_is_captured(told: dict[str, Any]) -> None:
+    assert told["graphs"][0] > 10
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -32,11 +32,16 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
     def __init__(self) -> None:
         super().__init__()
         self.buffers: tuple[Tensor, Tensor] | None = None  # may have room for more rows, too
+        self.place: Tensor | None = None  # (1,) the next token's column, while `fix` holds
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the new states and return all of them."""
+        if self.place is not None and self.buffers is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.place, states)
+            return self.buffers
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, _, new, _ = key_states.shape
@@ -87,6 +92,29 @@ def make_room(cache: DynamicCache, rows: int, new: int, states: Tensor) -> list[
         buffers = scripted(_grown)(held, past, most, past + new + ROOM)
         _hold(cache, buffers)
     return buffers
+
+
+def fix(cache: DynamicCache, place: Tensor, new: int) -> int:
+    """Give every layer room for so many more tokens, at addresses that stay; return its columns.
+
+    Until `let_go`, a token is written at the column that `place` (1,) holds, and all of the room is
+    handed out: zeros where nothing was written.
+    """
+    past: int = cache.get_seq_length()
+    columns = -(-(past + new) // 8) * 8  # attention's kernels copy a mask of another width
+    for layer in cache.layers:
+        keys, values = _grown([layer.keys, layer.values], past, layer.keys.shape[0], columns)
+        keys[:, :, past:], values[:, :, past:] = 0, 0  # 0 times what is no number is no number
+        layer.buffers, layer.place = (keys, values), place
+        layer.keys, layer.values = _looked_at([keys, values], keys.shape[0], past)
+    return columns
+
+
+def let_go(cache: DynamicCache, length: int) -> None:
+    """Let the layers grow again; so many of their columns were written."""
+    for layer in cache.layers:
+        layer.place = None
+        layer.keys, layer.values = _looked_at(list(layer.buffers), layer.keys.shape[0], length)
 
 
 def show(cache: DynamicCache, seen: Sequence[Tensor]) -> None:

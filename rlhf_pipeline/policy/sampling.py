@@ -7,8 +7,9 @@ log softmax(logits / temperature), whether or not top_k or top_p narrowed the dr
 narrowed draw asks for its support, the tokens it could have taken: log-probabilities are then those
 within it, in sampling and wherever they are taken again.
 
-Speed: keys and values are cached; a row that has ended leaves the batch; of the logits only the
-chosen token's log-probability is kept. Training computes logits at completion positions only.
+Speed: keys and values are cached; a row that has ended leaves the batch; a GPU is shown a token's
+kernels once (policy/captured.py); of the logits only the chosen token's log-probability is kept.
+Training computes logits at completion positions only.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
+from rlhf_pipeline.policy.captured import CapturedForward, can_capture
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, stepping, whole_tiles
 from rlhf_pipeline.records import Progress, Prompt
 
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
+CAPTURED_BELOW = 0.5  # and where that costs capturing a step anew, once half of them have
 LOGITS_AT_ONCE = 2**24  # elements of a logits matrix held at a time: 64 MiB in float32
 CACHED_LOGITS = 2**17  # elements worked through at a time on a CPU: 512 KiB
 
@@ -131,6 +134,15 @@ def decode(
     look_every = 1 if device.type == "cpu" else 8
 
     cache = empty_cache(trunk.config)
+
+    def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        with stepping(trunk):
+            hidden = run_trunk(trunk, ids, mask, positions, cache)[:, -1]
+        return logits_of(model, hidden)
+
+    captured: CapturedForward | None = None
+    if can_capture(trunk, device):
+        captured = CapturedForward(forward, cache, most=P + T)
     mask = torch.ones(B, P + T, dtype=torch.long, device=device)
     mask[:, :P] = prompt_mask
     positions = position_ids(prompt_mask)
@@ -138,9 +150,7 @@ def decode(
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     inputs, last = prompt_ids, positions[:, -1:]
     for t in range(T):
-        with stepping(trunk):
-            hidden = run_trunk(trunk, inputs, mask[:, : P + t], positions, cache)[:, -1]
-        logits = logits_of(model, hidden)
+        logits = (captured or forward)(inputs, mask[:, : P + t], positions)
         if support is None:
             tokens, token_logprobs = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
         else:
@@ -158,8 +168,10 @@ def decode(
             if alive == 0:
                 break
             wanted = whole_tiles(alive, device, TILE // 8)  # some that have ended stay to fill it
-            if wanted <= COMPACT_BELOW * len(rows):
+            if wanted <= (CAPTURED_BELOW if captured else COMPACT_BELOW) * len(rows):
                 keep = ended.int().argsort(stable=True)[:wanted].sort().values
+                if captured:
+                    captured.release()
                 cache.batch_select_indices(keep)
                 rows, mask, inputs = rows[keep], mask[keep], inputs[keep]
                 last, ended = last[keep], ended[keep]

@@ -36,6 +36,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"intermediate_size": 24},
     "llama": {"intermediate_size": 24, "num_key_value_heads": 1},
     "qwen2": {"intermediate_size": 24, "num_key_value_heads": 1},
+    "qwen3": {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8},
+    "mistral": {"intermediate_size": 24, "num_key_value_heads": 1, "sliding_window": None},
+    "gpt_neox": {"intermediate_size": 24},
 }
 
 

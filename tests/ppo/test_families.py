@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
-from rlhf_pipeline.policy.packed import can_pack
+from rlhf_pipeline.policy.packed import PACKABLE, can_pack
 from rlhf_pipeline.policy.sampling import completion_logprobs, trunk_of
 from rlhf_pipeline.policy.tiny import CHAT_TEMPLATE
 from rlhf_pipeline.ppo.collecting import encode_checked, sample_for
@@ -33,7 +33,6 @@ from tests.ppo.world import PROMPTS, changed, learner_at, train
 
 LONG = 64  # tokens of a prompt in plain layout, byte by byte
 WITH_TEMPLATE = {"llama", "qwen2"}
-PACKED = {"gpt2", "opt", "phi", "llama", "qwen2"}  # GPT-Neo looks through a window
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -116,7 +115,7 @@ def test_a_family_is_updated_as_its_own_forward_pass_says(
         wanted = (logits / 0.7).log_softmax(-1).gather(1, said[0, :, None])[:, 0]
         torch.testing.assert_close(rollouts.logprobs[i, : len(wanted)], wanted, rtol=0, atol=1e-4)
 
-    assert can_pack(trunk_of(policy.model)) is (family.name in PACKED)
+    assert can_pack(trunk_of(policy.model)) is (family.name in PACKABLE)
     packed = gradients_of(learner, rollouts)
     monkeypatch.setattr(sampling, "can_pack", lambda trunk: False)
     padded = gradients_of(learner, rollouts)
