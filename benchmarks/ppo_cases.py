@@ -35,6 +35,7 @@ class Case:
     epochs: int = 4
     minibatches: int = 4
     threads: int = 2
+    weights: str = "float32"  # as they lie in the folder
 
     @property
     def mean_completion(self) -> float:
@@ -83,7 +84,7 @@ def write_model(case: Case, folder: Path) -> None:
         odds = math.log(rate / (1 - rate)) + math.log(float(others)) if rate else -100.0
         rows[EOS] = bias * (odds * TEMPERATURE / bias.square().sum())
         rows[PAD] = bias * (-100.0 / bias.square().sum())
-    model.save_pretrained(folder)
+    model.to(getattr(torch, case.weights)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -54,7 +54,7 @@ class FreeReward(nn.Module):
 
     def states(self, input_ids: torch.Tensor, **_: Any) -> BaseModelOutput:
         """Return hidden states of width 1."""
-        states = torch.zeros(*input_ids.shape, 1)
+        states = torch.zeros(*input_ids.shape, 1, device=input_ids.device)
         return BaseModelOutput(last_hidden_state=states, hidden_states=(states,))
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
         self._wait()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        ended = time.perf_counter()
+        ended = now()
         self.worker.answer(
             seconds=ended - self.started,
             processor_seconds=time.process_time() - self.processor,
@@ -87,6 +87,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
             tokens=self.tokens,
             rss_before=self.before,
             rss_peak=memory_bytes()[1],
+            gpu_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         )
         self._wait()
 
@@ -94,12 +95,24 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
         if not self.worker.wait():
             raise SystemExit
         forget_peak()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.processor = time.process_time()
-        self.started, self.trains = time.perf_counter(), 0.0
+        self.started, self.trains = now(), 0.0
 
 
-def main(argument: str, folder: str, updates: str) -> None:
-    """Run updates of the case on the folder's model as the protocol asks for them."""
+def now() -> float:
+    """Return the time by which all that was asked for is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main(argument: str, folder: str, updates: str, device: str = "cpu") -> None:
+    """Run updates of the case on the folder's model as the protocol asks for them.
+
+    On a GPU they are in bfloat16, under autocast.
+    """
     worker, case = Worker(), case_from(argument)
     torch.set_num_threads(case.threads)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -114,14 +127,14 @@ def main(argument: str, folder: str, updates: str) -> None:
 
     def sampled(original: Any, *args: Any, **options: Any) -> Any:
         result = original(*args, **options)
-        clock.sampled = time.perf_counter()
+        clock.sampled = now()
         ended = (result[0][:, case.prompt_tokens :] == tokenizer.eos_token_id).long()
         clock.tokens = int((ended.cumsum(1) - ended == 0).sum())
         return result
 
     def forward(original: Any, *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled() and not clock.trains:
-            clock.trains = time.perf_counter()
+            clock.trains = now()
         return original(*args, **options)
 
     patched(ppo_trainer, "batch_generation", sampled)
@@ -143,8 +156,8 @@ def main(argument: str, folder: str, updates: str) -> None:
             num_sample_generations=0,
             save_strategy="no",
             report_to="none",
-            use_cpu=True,
-            bf16=False,
+            use_cpu=device == "cpu",
+            bf16=device != "cpu",
             fp16=False,
             gradient_checkpointing=False,
             disable_tqdm=True,

@@ -43,7 +43,7 @@ from benchmarks.ppo_cases import (
     write_model,
 )
 
-SMALL = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096, "rollouts": 64}
+SMALL: dict[str, Any] = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096, "rollouts": 64}
 CASES = {
     "full": Case(**SMALL, prompt_tokens=16, completion_tokens=48, ends_per_token=0.0),
     # Geometric lengths: the mean is 40 % of the limit, and one in ten reaches it.
@@ -75,8 +75,8 @@ class Machine:
 # --- one engine in a process of its own ----------------------------------------------------------
 
 
-def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
-    """Run our engine's updates as the protocol asks for them."""
+def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
+    """Run our engine's updates, with these settings changed, as the protocol asks for them."""
     from rlhf_pipeline.ppo.collecting import sample_for
     from rlhf_pipeline.ppo.learner import build_learner
     from rlhf_pipeline.ppo.measuring import make_rollouts
@@ -86,40 +86,46 @@ def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
 
     worker = Worker()
     torch.set_num_threads(case.threads)
+    usual = {"device": "cpu", "temperature": TEMPERATURE, "learning_rate": 1e-7}
     settings = PpoSettings(
         rollouts_per_update=case.rollouts,
         epochs=case.epochs,
         minibatches=case.minibatches,
         max_prompt_tokens=case.prompt_tokens,
         max_completion_tokens=case.completion_tokens,
-        temperature=TEMPERATURE,
-        learning_rate=1e-7,
-        critic="shared" if shared else "separate",
-        precision="bfloat16" if precision == "bfloat16" else "float32",
-        device="cpu",
+        **{**usual, **changes},
     )
+    on_gpu = settings.device != "cpu"
     learner = build_learner(folder, folder, None, settings)
     sampling, shuffling = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
     prompts = prompts_of(case, MOST_UPDATES)
     # Weights may still lie in a file that is only mapped; a small pass reads the reference's.
     touch(learner.policy.model)
     touch(learner.critic)
-    probe = torch.tensor(prompts[:1])
+    probe = torch.tensor(prompts[:1], device=learner.policy.device)
     everything = torch.ones_like(probe, dtype=torch.bool)
     learner.reference_logprobs(Tokens(probe, everything, probe[:, :1], everything[:, :1]))
     before = memory_bytes()[0]
     update = 0
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     while worker.wait():
         forget_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         some = prompts[update * case.rollouts : (update + 1) * case.rollouts]
         processor = time.process_time()
-        times = [time.perf_counter()]
+        times = [now()]
         sampled = sample_for(learner, some, sampling)
-        times.append(time.perf_counter())
+        times.append(now())
         rollouts, _ = make_rollouts(learner, sampled, [0.0] * len(some), settings.kl_coef)
-        times.append(time.perf_counter())
+        times.append(now())
         train_on(learner, rollouts, shuffling)
-        times.append(time.perf_counter())
+        times.append(now())
         phases = ("sample", "measure", "train")
         worker.answer(
             seconds=times[-1] - times[0],
@@ -128,6 +134,7 @@ def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
             tokens=int(sampled.tokens.completion_mask.sum()),
             rss_before=before,
             rss_peak=memory_bytes()[1],
+            gpu_peak=torch.cuda.max_memory_allocated() if on_gpu else 0,
         )
         update += 1
 
@@ -135,11 +142,18 @@ def work(case: Case, folder: Path, *, shared: bool, precision: str) -> None:
 class Engine:
     """A running worker and what it answered."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(
+        self, command: list[str], log: Path, environment: dict[str, str] | None = None
+    ) -> None:
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
             )
         self.answers: list[dict[str, Any]] = []
 
@@ -243,7 +257,8 @@ def compare(case: Case, peer: Path, rounds: int, machine: Machine, *, defaults: 
             engines["TRL"] = Engine(command, Path(scratch) / "trl.log")
         engines["ours, like for like"] = Engine([*here, *options], Path(scratch) / "like.log")
         if defaults:
-            fast = ["--shared", *(["--precision", "bfloat16"] if bfloat16 else [])]
+            changes = {"critic": "shared"} | ({"precision": "bfloat16"} if bfloat16 else {})
+            fast = ["--changes", json.dumps(changes)]
             engines["ours, fastest"] = Engine([*here, *options, *fast], Path(scratch) / "fast.log")
         for _ in range(rounds + 1):
             for engine in engines.values():
@@ -306,12 +321,10 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, default=Path(".venv-peer/bin/python"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--precision", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--changes", type=json.loads, default={}, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        case = case_from(given.worker)
-        work(case, given.folder, shared=given.shared, precision=given.precision)
+        work(case_from(given.worker), given.folder, given.changes)
         return
     if not given.peer.exists():
         print(f"TRL is not at {given.peer}; make bench-peer sets it up. Ours alone:")

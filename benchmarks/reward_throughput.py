@@ -49,10 +49,13 @@ class RewardCase:
 
     def write(self, folder: Path) -> float:
         """Write the model and the pairs' token ids; return the mean length of a completion."""
-        shape = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096, "rollouts": 1}
         write_model(
             Case(
-                **shape,
+                layers=4,
+                width=256,
+                heads=4,
+                vocabulary=4096,
+                rollouts=1,
                 prompt_tokens=self.prompt_tokens,
                 completion_tokens=self.longest,
                 ends_per_token=0.0,
@@ -63,7 +66,7 @@ class RewardCase:
         lengths: list[int] = []
         rows = []
         for _ in range(self.pairs):
-            prompt = [draw.randrange(2, shape["vocabulary"]) for _ in range(self.prompt_tokens)]
+            prompt = [draw.randrange(2, 4096) for _ in range(self.prompt_tokens)]
             sides = []
             for _ in range(2):
                 length = self.completion_tokens
@@ -71,7 +74,7 @@ class RewardCase:
                     length = round(length * draw.lognormvariate(0.0, self.deviation))
                 length = max(4, min(self.longest, length))
                 lengths.append(length)
-                said = [draw.randrange(2, shape["vocabulary"]) for _ in range(length)]
+                said = [draw.randrange(2, 4096) for _ in range(length)]
                 sides.append(prompt + said)
             rows.append({"chosen_ids": sides[0], "rejected_ids": sides[1]})
         (folder / PAIRS).write_text(json.dumps(rows))

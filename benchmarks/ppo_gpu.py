@@ -1,0 +1,145 @@
+"""PPO on one GPU: episodes a second, generation's share, peak memory; with and without CUDA graphs.
+
+    make bench-peer && python -m benchmarks.ppo_gpu [--cases 124m,1.3b,7b]
+
+Random weights in GPT-2's layout, bfloat16, full-length completions. TRL's PPOTrainer runs the
+smallest model beside us, on the same weights, prompts, batch, epochs and minibatches; there updates
+alternate. Larger models have the GPU to themselves, the largest no more than 24 GB of it. Medians
+over the updates after the first.
+`--device cpu --cases tiny` shows that the script works where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ppo_cases import Case, as_argument, case_from, write_model
+from benchmarks.ppo_throughput import MOST_UPDATES, Engine, phase_seconds, work
+
+GB = 10**9
+LORA = {"lora_rank": 16, "critic": "shared"}
+GPT2: dict[str, Any] = {"vocabulary": 50257, "completion_tokens": 256, "ends_per_token": 0.0}
+CASES = {
+    "124m": Case(layers=12, width=768, heads=12, rollouts=64, prompt_tokens=256, **GPT2),
+    "1.3b": Case(layers=24, width=2048, heads=16, rollouts=32, prompt_tokens=256, **GPT2),
+    "7b": Case(
+        layers=32,
+        width=4096,
+        heads=32,
+        rollouts=16,
+        prompt_tokens=512,
+        weights="bfloat16",
+        **GPT2,
+    ),
+    "tiny": Case(
+        layers=2,
+        width=32,
+        heads=2,
+        vocabulary=300,
+        rollouts=8,
+        prompt_tokens=8,
+        completion_tokens=16,
+        ends_per_token=0.0,
+    ),
+}
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {
+    "124m": {"separate critic": {}, "shared trunk": {"critic": "shared"}},
+    "1.3b": {"separate critic": {"completions_at_once": 32}, "LoRA, shared trunk": LORA},
+    "7b": {
+        "LoRA, shared trunk": {**LORA, "gradient_checkpointing": True, "completions_at_once": 8}
+    },
+    "tiny": {"separate critic": {}, "LoRA, shared trunk": LORA},
+}
+BESIDE_TRL = {"124m", "tiny"}
+CAPPED = {"7b": 24 * GB}
+NO_GRAPHS = ", no graphs"
+
+
+def compare(name: str, peer: Path, rounds: int, device: str) -> None:
+    """Run a case's engines in turn and print their rows."""
+    case, usual = CASES[name], {"device": device, "precision": "bfloat16"}
+    here = [sys.executable, "-m", "benchmarks.ppo_gpu", "--worker", as_argument(case)]
+    engines: dict[str, Engine] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        write_model(case, folder)
+        commands: dict[str, list[str]] = {}
+        if name in BESIDE_TRL and peer.exists():
+            script = str(Path(__file__).with_name("ppo_peer.py"))
+            options = [as_argument(case), str(folder), str(MOST_UPDATES), device]
+            commands["TRL"] = [str(peer), script, *options]
+        for label, changes in ENGINES[name].items():
+            options = ["--folder", str(folder), "--changes", json.dumps(usual | changes)]
+            if name in CAPPED and device != "cpu":
+                options += ["--cap", str(CAPPED[name])]
+            commands[label] = commands[f"{label}{NO_GRAPHS}"] = [*here, *options]
+        at_once = len(commands) if name in BESIDE_TRL else 1
+        for start in range(0, len(commands), at_once):
+            running = {}
+            for label, command in list(commands.items())[start : start + at_once]:
+                graphs = "0" if label.endswith(NO_GRAPHS) else "1"
+                environment = {**os.environ, "RLHF_CUDA_GRAPHS": graphs}
+                running[label] = Engine(command, Path(scratch) / f"{label}.log", environment)
+            for _ in range(rounds + 1):
+                for engine in running.values():
+                    engine.update()
+            for engine in running.values():
+                engine.close()
+            engines |= running
+    print(
+        "| engine | s an update | sample / measure / train | generation | episodes/s | tokens/s | "
+        f"peak GB | x TRL |\n|{'---|' * 8}"
+    )
+    for label, engine in engines.items():
+        print(row(case, label, engine, engines.get("TRL")))
+
+
+def row(case: Case, label: str, engine: Engine, peer: Engine | None) -> str:
+    """Return one engine's line of the table."""
+    seconds = engine.middle(lambda a: a["seconds"])
+    phases = [engine.middle(partial(phase_seconds, p)) for p in ("sample", "measure", "train")]
+    faster = peer.middle(lambda a: a["seconds"]) / seconds if peer else float("nan")
+    return (
+        f"| {label} | {seconds:.2f} | {' / '.join(f'{s:.2f}' for s in phases)} | "
+        f"{phases[0] / seconds:.0%} | {case.rollouts / seconds:.1f} | "
+        f"{engine.middle(lambda a: a['tokens']) / seconds:.0f} | "
+        f"{engine.middle(lambda a: a['gpu_peak']) / GB:.1f} | {faster:.2f} |"
+    )
+
+
+def main() -> None:
+    """Run the cases asked for, or work for another process that does."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default="124m,1.3b,7b", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="updates measured of each engine")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--peer", type=Path, default=Path(".venv-peer/bin/python"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--changes", type=json.loads, default={}, help=argparse.SUPPRESS)
+    parser.add_argument("--cap", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        if given.cap:
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap / whole))
+        work(case_from(given.worker), given.folder, given.changes)
+        return
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needed a CUDA GPU, found none; --device cpu --cases tiny runs without")
+    for name in given.cases.split(","):
+        print(f"\n{name}: {CASES[name]}\n", flush=True)
+        compare(name, given.peer, given.rounds, given.device)
+
+
+if __name__ == "__main__":
+    main()
