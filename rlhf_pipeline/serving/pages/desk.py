@@ -150,10 +150,11 @@ class Desk:
     def _is_doubtful(self, this: Interaction) -> bool:
         """Say whether the answers drawn or the reward model's heads disagree unusually far."""
         drawn, heads = (this.sampling.get(n) for n in ("disagreement", "reward_disagreement"))
-        # Each reward model has a scale of its own, so its disagreements are compared among them.
+        # Each reward model has a scale of its own, so its disagreements are compared among them. So
+        # has each version: in an experiment both arms' people are asked equally often.
         kinds = (("drawn", drawn), (this.sampling.get("reward_model", ""), heads))
         found = [
-            self._is_unusual(f"{this.agent_id} {kind}", value)
+            self._is_unusual(f"{this.agent_id} {this.model_version} {kind}", value)
             for kind, value in kinds
             if value is not None
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import random
 import shutil
 import statistics
 import threading
@@ -265,6 +266,19 @@ def test_the_unusually_unsure_tenth_is_asked_about(desk: Desk) -> None:
     assert not desk._is_unusual("other", 0.5)
 
 
+def test_people_of_both_arms_are_asked_equally_often(desk: Desk) -> None:
+    """Also where the challenger's answers differ more among themselves."""
+    _, answer = ask(desk)
+    rng, asked = random.Random(0), {0: 0, 1: 0}
+    for _ in range(2000):
+        for version in asked:
+            said = {"disagreement": rng.gauss(0.35 + 0.1 * version, 0.1)}
+            one = replace(answer.interaction, model_version=version, sampling=said)
+            asked[version] += desk._is_doubtful(one)
+    assert asked[0] == pytest.approx(200, abs=50)
+    assert asked[1] == pytest.approx(200, abs=50)
+
+
 def with_heads(desk: Desk, heads: int) -> LearnedReward:
     """Promote a version whose reward model has so many heads, untaught, and return that."""
     state = desk.settings.state_dir
@@ -341,8 +355,9 @@ def test_heads_that_disagree_unusually_far_are_a_reason_to_ask_and_to_show_a_pai
     assert this.sampling["reward_model"] == reward.version
     assert desk.store.interaction(this.interaction_id) == this
     usual = desk._disagreements
-    usual["shop drawn"].extend([1.0] * desk_module.REMEMBERED)  # nothing is above that
-    usual[f"shop {reward.version}"].extend([spread / 100] * desk_module.ENOUGH)
+    mine = f"shop {this.model_version}"
+    usual[f"{mine} drawn"].extend([1.0] * desk_module.REMEMBERED)  # nothing is above that
+    usual[f"{mine} {reward.version}"].extend([spread / 100] * desk_module.ENOUGH)
     _, answer = ask(desk)
     assert answer.asks
     assert answer.other is not None
