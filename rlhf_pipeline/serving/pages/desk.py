@@ -42,7 +42,10 @@ REMEMBERED = 200  # answers that say what a usual disagreement is
 ENOUGH = 20  # of them before anything counts as unusual
 T = TypeVar("T")
 
-ABOUT_ONE = ("disagreement", "reward_disagreement", "reward_model", "events")
+ABOUT_ONE = (
+    *("disagreement", "reward_disagreement", "reward_model", "events"),
+    *("challenger_share", "ending", "fell_back"),
+)
 """What an answer's sampling holds that is not so of another answer drawn with it."""
 
 ALTERNATIVES = 2  # further answers sampled to see whether the model agrees with itself
@@ -133,6 +136,7 @@ class Desk:
                 interaction_id=uuid7(),
                 completion=different,
                 created_at=now(),
+                experiment=None,  # one question is one answer there, however many came of it
                 sampling=drawn,
                 latency_seconds=None,
             )

@@ -8,6 +8,7 @@ import random
 import shutil
 import statistics
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from rlhf_pipeline.errors import (
     ModelError,
     RegistryError,
 )
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.live import measured
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import Feedback, FeedbackKind, RewardInput, hash_rater, user_prompt
 from rlhf_pipeline.reward.model import (
@@ -277,6 +280,40 @@ def test_people_of_both_arms_are_asked_equally_often(desk: Desk) -> None:
             asked[version] += desk._is_doubtful(one)
     assert asked[0] == pytest.approx(200, abs=50)
     assert asked[1] == pytest.approx(200, abs=50)
+
+
+def test_two_answers_to_one_question_are_one_in_an_experiment(desk: Desk, tmp_path: Path) -> None:
+    first = desk.registry.ledger.baseline("shop")
+    assert first is not None
+    challenger = tmp_path / "challenger"
+    shutil.copytree(first.path, challenger)
+    desk.registry.ledger.add_version(
+        "shop",
+        label="v1",
+        path=challenger,
+        files=folder_sha256(challenger),
+        lineage={},
+        gate=None,
+        fingerprint="f1",
+    )
+    book = ExperimentBook(desk.store.database)
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
+    until = time.monotonic() + 60
+    while (answer := ask(desk, pair=True)[1]).interaction.experiment is None:
+        assert time.monotonic() < until  # the challenger loads meanwhile
+        time.sleep(0.05)
+    assert answer.other is not None
+    desk.vote(
+        answer.interaction,
+        FeedbackKind.preference,
+        person="ann",
+        other_interaction_id=answer.other.interaction_id,
+        choice="right",
+    )
+    arms, _ = measured(desk.store.database, begun, desk.settings.experiments)
+    rate = arms["feedback_rate"]
+    assert max(rate.challenger.mean, rate.champion.mean) == 1.0
+    assert not {"challenger_share", "ending", "fell_back"} & set(answer.other.sampling)
 
 
 def with_heads(desk: Desk, heads: int) -> LearnedReward:
