@@ -37,7 +37,7 @@ PRIMARY = Metric(
     "satisfaction", "mean of a user's thumbs, ratings and scores, on 0 to 1", "higher", 0.0
 )
 GUARDRAILS = (
-    Metric("thumbs_down", "thumbs-down per interaction", "lower", 0.05),
+    Metric("thumbs_down", "interactions with a thumb down", "lower", 0.05),
     Metric("feedback_rate", "interactions with any feedback", "higher", 0.10),
     Metric("fallbacks", "interactions that broke off or the baseline had to answer", "lower", 0.02),
     Metric("truncated", "completions cut off at the token limit", "lower", 0.05),

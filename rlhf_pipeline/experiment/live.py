@@ -13,15 +13,16 @@ Answers are read once: a process keeps what it has counted of a running experime
 that came since. Votes, which people change and take back, are read at every look.
 
 Opinions are counted by who has them: an annotator who judges the answers of a thousand people is
-one opinion in either arm, not a thousand. What is counted by the person who was answered (how much
-of it got a vote, how much a thumb down) hears each voter on one person's answers in either arm.
+one opinion in either arm, not a thousand. Each voter is heard on one person's answers in either
+arm, the first they voted on, and all who are heard on one person's are one opinion together: a
+thousand accounts that praise one answer are as many as the people who were given it.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -241,7 +242,7 @@ def measured(
     opinions: dict[_Place, list[float]] = defaultdict(list)  # by who voted
     heard_on: dict[_Place, str] = {}  # who voted -> the user on whose answers they count
     heard: dict[_Place, set[str]] = defaultdict(set)  # interactions with any feedback
-    downs: Counter[_Place] = Counter()
+    downs: dict[_Place, set[str]] = defaultdict(set)  # and those with a thumb down
     for vote in _votes(database, experiment):
         user, arm = vote.user_id or vote.session_id, vote.arm
         if (user, arm) not in tally.people or (vote.share or 0.0) != experiment.share:
@@ -250,7 +251,8 @@ def measured(
         said = opinions[voter, arm]
         if heard_on.setdefault((voter, arm), user) == user:
             heard[user, arm].add(vote.interaction_id)
-            downs[user, arm] += vote.kind == "thumbs" and vote.number == 0
+            if vote.kind == "thumbs" and vote.number == 0:
+                downs[user, arm].add(vote.interaction_id)
         if vote.kind == "thumbs":
             said.append(vote.number)
         elif vote.kind == "rating":
@@ -263,7 +265,7 @@ def measured(
     for (user, arm), answered in tally.people.items():
         n = answered.answers
         shown = {
-            "thumbs_down": downs[user, arm] / n,
+            "thumbs_down": len(downs.get((user, arm), ())) / n,
             "feedback_rate": len(heard.get((user, arm), ())) / n,
             "fallbacks": answered.fallbacks / n,
             "truncated": answered.truncated / n,
@@ -273,9 +275,12 @@ def measured(
         }
         for name, value in shown.items():
             numbers[name][arm].append(min(value, 1.0))
-    for (_, arm), said in opinions.items():
+    on_whom: dict[_Place, list[float]] = defaultdict(list)  # each voter's mean
+    for (voter, arm), said in opinions.items():
         if said:
-            numbers[PRIMARY.name][arm].append(sum(said) / len(said))
+            on_whom[heard_on[voter, arm], arm].append(sum(said) / len(said))
+    for (_, arm), means in on_whom.items():
+        numbers[PRIMARY.name][arm].append(sum(means) / len(means))
     arms = {
         name: Arms(Sample.of(by_arm["challenger"]), Sample.of(by_arm["champion"]))
         for name, by_arm in numbers.items()

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import sqlalchemy as sa
 
 from rlhf_pipeline.config import ExperimentSettings, load_settings
-from rlhf_pipeline.database import Database
+from rlhf_pipeline.database import Database, interactions
 from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import growth_until_the_end, look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, now
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -37,6 +40,10 @@ def store(tmp_path: Path) -> Iterator[FeedbackStore]:
 @pytest.fixture
 def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
     return ledger_of_two(store, tmp_path)
+
+
+def challenged(experiment: Experiment, user: int) -> bool:
+    return arm_of(experiment.experiment_id, f"user-{user}", experiment.share) == "challenger"
 
 
 def champion(ledger: PromotionLedger) -> int:
@@ -206,6 +213,37 @@ def test_one_rater_of_many_people_s_answers_is_one_opinion(
         assert abs(verdict.differences[metric].value) < 0.01
     assert verdict.action == "continue"
     assert champion(ledger) == 0
+
+
+def test_many_accounts_that_praise_one_person_s_answers_are_one_opinion(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    book, experiment = begin(store, 0.5)
+    meet(store, experiment, range(600), likes=(0.6, 0.6))
+    [one] = [n for n in range(600, 640) if challenged(experiment, n)][:1]
+    for crowd in range(400):
+        meet(store, experiment, [one], likes=(9.0, 9.0), answers=1, rater=f"account {crowd}")
+    verdict, _ = look(book, ledger, experiment, SETTINGS)
+    found = verdict.differences["satisfaction"]
+    assert found.challenger_users == 1 + sum(challenged(experiment, n) for n in range(600))
+    assert verdict.action == "continue", verdict.reasons
+    assert champion(ledger) == 0
+
+
+def test_a_vote_sent_again_without_a_name_is_no_second_thumb_down(store: FeedbackStore) -> None:
+    """Events without a rater are one vote each, and stay so."""
+    _, experiment = begin(store, 0.5)
+    meet(store, experiment, [1], likes=(9.0, 9.0), answers=4)
+    with store.database.read() as connection:
+        said = sa.select(interactions.c.interaction_id).limit(1)
+        one = connection.execute(said).scalar_one()
+    for n in range(4):
+        thumb: dict[str, Any] = {"kind": FeedbackKind.thumbs, "number": 0.0, "occurred_at": now()}
+        again = Feedback(agent_id=AGENT, idempotency_key=f"{n}", interaction_id=one, **thumb)
+        store.append([again])
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    downs = arms["thumbs_down"]
+    assert max(downs.challenger.mean, downs.champion.mean) == 0.25
 
 
 def test_requests_that_the_baseline_answers_for_both_speak_against_neither(
