@@ -50,7 +50,7 @@ from rlhf_pipeline.records import now
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import ExperimentSettings
-    from rlhf_pipeline.registry.ledger import PromotionLedger
+    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 ENDS: Mapping[Action, State] = {
     "promote": "promoted",
@@ -301,8 +301,9 @@ def look(
     """Look at a running experiment, store the verdict, carry it out; return it and what was done.
 
     Promoting moves the ledger and ends the experiment in one transaction, if the experiment still
-    runs and the champion is still the one it began with. A challenger that the ledger will not
-    have (refused by the gate and put to people by force) ends it too: a person decides then.
+    runs and the champion is the one it began with, and was all the while. A challenger that the
+    ledger will not have (refused by the gate and put to people by force) ends it too: a person
+    decides then.
     """
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
@@ -321,10 +322,9 @@ def look(
     if champion is not None and champion.version == challenger:
         book.end(experiment, "promoted", "the challenger is the champion")
         return verdict, f"version {challenger} is the champion"
-    if champion is None or champion.version != experiment.champion:
-        found = "none" if champion is None else f"version {champion.version}"
-        book.end(experiment, "stopped", f"the champion is {found} now")
-        return verdict, f"stopped: the champion is {found} now"
+    if other := _other_champion(ledger, experiment, champion):
+        book.end(experiment, "stopped", f"the champion {other}")
+        return verdict, f"stopped: the champion {other}"
     if verdict.action == "continue":
         return verdict, _go_on(book, experiment, settings, arms, why)
     if verdict.action == "promote":
@@ -343,6 +343,20 @@ def look(
         return verdict, outcome.words
     book.end(experiment, ENDS[verdict.action], why)
     return verdict, f"version {experiment.champion} stays: {why}"
+
+
+def _other_champion(
+    ledger: PromotionLedger, experiment: Experiment, champion: ModelVersion | None
+) -> str | None:
+    """Return what the champion is, or was between two looks, in place of the experiment's."""
+    if champion is None:
+        return "is none now"
+    if champion.version != experiment.champion:
+        return f"is version {champion.version} now"
+    for entry in ledger.history(experiment.agent_id):
+        if entry.created_at > experiment.started_at and entry.version != experiment.champion:
+            return f"was version {entry.version} meanwhile"
+    return None
 
 
 def _go_on(

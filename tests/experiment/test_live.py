@@ -22,7 +22,7 @@ from rlhf_pipeline.experiment.live import growth_until_the_end, look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, now
 from rlhf_pipeline.registry.explain import explain, to_text
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.trials import Trials
@@ -44,6 +44,19 @@ def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
 
 def challenged(experiment: Experiment, user: int) -> bool:
     return arm_of(experiment.experiment_id, f"user-{user}", experiment.share) == "challenger"
+
+
+def another(ledger: PromotionLedger, root: Path, *, passed: bool) -> ModelVersion:
+    """Register a version 2."""
+    return ledger.add_version(
+        AGENT,
+        label="v2",
+        path=root / "2",
+        files={"model.safetensors": "02"},
+        lineage={},
+        gate={"passed": passed, "results": []},
+        fingerprint="other",
+    )
 
 
 def champion(ledger: PromotionLedger) -> int:
@@ -281,15 +294,7 @@ def test_an_experiment_that_is_stopped_during_a_look_promotes_nobody(
 def test_a_winner_that_the_ledger_will_not_have_ends_its_experiment(
     store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
 ) -> None:
-    refused = ledger.add_version(
-        AGENT,
-        label="v2",
-        path=tmp_path / "2",
-        files={"model.safetensors": "02"},
-        lineage={},
-        gate={"passed": False, "results": []},
-        fingerprint="other",
-    )
+    refused = another(ledger, tmp_path, passed=False)
     book = ExperimentBook(store.database)
     begun = book.start(AGENT, champion=0, challenger=refused.version, share=0.5, actor="forced")
     meet(store, begun, range(1200), likes=(0.55, 0.80))
@@ -401,6 +406,28 @@ def test_a_champion_that_changed_ends_the_experiment_and_a_killed_promotion_is_f
     _, done = look(book, ledger, begun, SETTINGS)
     assert "the champion is version 1 now" in done
     assert book.history(AGENT)[0].state == "stopped"
+
+
+def test_a_champion_that_was_another_between_two_looks_ends_the_experiment(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    """The champion's arm then holds another version's answers, and votes on them."""
+    another(ledger, tmp_path, passed=True)
+    book, experiment = begin(store, 0.5)
+    ledger.promote(AGENT, 1, actor="ann", reason="a night ago", expected_champion=0)
+    book.end(experiment, "stopped", "version 1 is the champion")
+    experiment = book.start(AGENT, champion=1, challenger=2, share=0.5, actor="test")
+    ledger.reset_baseline(AGENT, actor="ann", reason="the champion is who it was")
+    look(book, ledger, experiment, SETTINGS)
+    assert book.running(AGENT) == experiment
+    ledger.rollback(AGENT, actor="ann", reason="a try")
+    ledger.promote(AGENT, 1, actor="ann", reason="no", expected_champion=0, force=True)
+    meet(store, experiment, range(1200), likes=(0.55, 0.80))
+    _, done = look(book, ledger, experiment, SETTINGS)
+    assert done == "stopped: the champion was version 0 meanwhile"
+    ended = book.history(AGENT)[0]
+    assert (ended.state, ended.reason) == ("stopped", "the champion was version 0 meanwhile")
+    assert champion(ledger) == 1
 
 
 def test_trouble_ends_it_here_at_once_and_in_the_book(
