@@ -569,10 +569,12 @@ class ExperimentSettings(Section):
     )
     long_words: Positive = Field(400, description="A completion of so many words has length 1.")
     trouble_answers: Positive = Field(
-        20, description="Latest answers of the challenger that the hard trigger looks at."
+        20,
+        description="Latest answers of the challenger, and people it answered, that the hard "
+        "trigger looks at.",
     )
     trouble_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="Share of them at which it failed: rolled back at once."
+        0.2, description="Share of either at which it failed: rolled back at once."
     )
 
     @model_validator(mode="after")

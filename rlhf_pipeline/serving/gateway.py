@@ -253,8 +253,8 @@ class Gateway:
                     draft.text, draft.broken = draft.text[:shown], error
                     done = draft
                     break
-        if trial is not None and arms[0] == "challenger":  # an unsafe request does not reach it
-            await asyncio.to_thread(self.trials.tell, trial, fell_back=first is not None)
+        if trial and unit and arms[0] == "challenger":  # an unsafe request does not reach it
+            await asyncio.to_thread(self.trials.tell, trial, unit, fell_back=first is not None)
         if done is None and cut is not None:  # better than nothing
             cut.text, cut.ending, done = cut.text[: cut.sound], "content_filter", cut
             yield cut.text

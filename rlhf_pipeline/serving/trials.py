@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -28,6 +29,14 @@ log = structlog.get_logger(__name__)
 LOOK_EVERY_SECONDS = 2.0
 
 
+@dataclass(slots=True)
+class _Heard:
+    """How a challenger did here of late."""
+
+    answers: deque[bool]  # whether it failed at them
+    people: dict[str, bool] = field(default_factory=dict)  # at their latest; who asked last is last
+
+
 class Trials:
     """The running experiments of all agents, as this process knows them."""
 
@@ -38,7 +47,7 @@ class Trials:
         self.settings_of = settings_of  # by agent: a recipe of its own may say otherwise
         self._running: dict[str, Experiment] = {}
         self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
-        self._answers: dict[str, deque[bool]] = {}  # by experiment: whether it failed at them
+        self._heard: dict[str, _Heard] = {}  # by experiment
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
         self._lock = threading.Lock()
@@ -54,23 +63,32 @@ class Trials:
         """Say whether the user meets the challenger."""
         return arm_of(experiment.experiment_id, user_id, experiment.share) == "challenger"
 
-    def tell(self, experiment: Experiment, *, fell_back: bool) -> None:
+    def tell(self, experiment: Experiment, user_id: str, *, fell_back: bool) -> None:
         """Hear of an answer asked of the challenger; too many that it failed at end the experiment.
 
-        It failed where the answer broke off, or the baseline had to give it.
+        It failed where the answer broke off, or the baseline had to give it. So many people as
+        answers must have met that: one person's questions can be such that any answer is blocked.
         """
         settings = self._rules.get(experiment.experiment_id)
         if settings is None:
             settings = self._rules[experiment.experiment_id] = self.settings_of(experiment.agent_id)
-        most = settings.trouble_answers
+        most, share = settings.trouble_answers, settings.trouble_share
         with self._lock:
-            answers = self._answers.setdefault(experiment.experiment_id, deque(maxlen=most))
-            answers.append(fell_back)
-            failed = sum(answers)
-            trouble = failed >= max(settings.trouble_share * most, 1.0)
+            heard = self._heard.setdefault(experiment.experiment_id, _Heard(deque(maxlen=most)))
+            heard.answers.append(fell_back)
+            people = heard.people
+            people.pop(user_id, None)
+            people[user_id] = fell_back
+            if len(people) > most:
+                del people[next(iter(people))]
+            failed, met = sum(heard.answers), sum(people.values())
+            trouble = failed >= max(share * most, 1.0) and met >= share * len(people)
             if not trouble or experiment.experiment_id in self._ended:
                 return
-            reason = f"the challenger failed at {failed} of its latest {len(answers)} answers"
+            reason = (
+                f"the challenger failed at {failed} of its latest {len(heard.answers)} answers, "
+                f"and {met} of the latest {len(people)} people"
+            )
             self._ended[experiment.experiment_id] = reason
             self._running.pop(experiment.agent_id, None)
         log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)

@@ -438,15 +438,35 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
     assert trials.meeting(AGENT, "ann") == experiment
     assert trials.meeting(AGENT, None) is None
     assert trials.meeting("another", "ann") is None
-    for _ in range(30):
-        trials.tell(experiment, fell_back=False)
-    trials.tell(experiment, fell_back=True)
+    for n in range(30):
+        trials.tell(experiment, f"user-{n}", fell_back=False)
+    trials.tell(experiment, "ann", fell_back=True)
     assert trials.meeting(AGENT, "ann") == experiment
-    trials.tell(experiment, fell_back=True)
+    trials.tell(experiment, "bob", fell_back=True)
     assert trials.meeting(AGENT, "ann") is None
     [ended] = book.history(AGENT)
     assert ended.state == "rolled_back"
-    assert ended.reason == "the challenger failed at 2 of its latest 10 answers"
+    assert ended.reason == (
+        "the challenger failed at 2 of its latest 10 answers, and 2 of the latest 10 people"
+    )
+
+
+def test_trouble_that_one_person_has_among_many_ends_nothing(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """Whoever asks for what no answer may hold has every answer blocked; alone they are heard."""
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, lambda _: SETTINGS)
+    for n in range(10):
+        trials.tell(experiment, f"user-{n}", fell_back=False)
+    for _ in range(3 * SETTINGS.trouble_answers):
+        trials.tell(experiment, "mallory", fell_back=True)
+    assert trials.meeting(AGENT, "ann") == experiment
+    book.end(experiment, "stopped", "by hand")
+    begun = book.start(AGENT, champion=0, challenger=1, share=0.5, actor="test")
+    for _ in range(SETTINGS.trouble_answers):
+        trials.tell(begun, "mallory", fell_back=True)
+    assert book.history(AGENT)[0].state == "rolled_back"
 
 
 def test_trouble_is_what_the_agents_own_recipe_says_and_one_that_has_gone_costs_no_answer(
@@ -475,14 +495,14 @@ def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(ExperimentBook, "end", full)
-        trials.tell(experiment, fell_back=True)  # the request that met it is answered all the same
+        trials.tell(experiment, "ann", fell_back=True)  # whose request is answered all the same
         assert trials.meeting(AGENT, "ann") is None
         assert book.running(AGENT) is not None
     assert trials.meeting(AGENT, "ann") is None
     [ended] = book.history(AGENT)
     assert (ended.state, ended.reason) == (
         "rolled_back",
-        "the challenger failed at 1 of its latest 1 answers",
+        "the challenger failed at 1 of its latest 1 answers, and 1 of the latest 1 people",
     )
 
 
