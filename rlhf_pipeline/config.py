@@ -568,8 +568,11 @@ class ExperimentSettings(Section):
         10.0, description="An answer that takes longer counts as slow."
     )
     long_words: Positive = Field(400, description="A completion of so many words has length 1.")
+    # At 20, a challenger that fails at 2 % of its answers, as the champion does, is rolled back in
+    # six of ten experiments of 10,000 answers; at 50 in hardly any, and one that always fails after
+    # ten answers.
     trouble_answers: Positive = Field(
-        20,
+        50,
         description="Latest answers of the challenger, and people it answered, that the hard "
         "trigger looks at.",
     )

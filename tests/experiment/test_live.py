@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -467,6 +468,17 @@ def test_trouble_that_one_person_has_among_many_ends_nothing(
     for _ in range(SETTINGS.trouble_answers):
         trials.tell(begun, "mallory", fell_back=True)
     assert book.history(AGENT)[0].state == "rolled_back"
+
+
+def test_a_challenger_that_fails_as_seldom_as_any_is_left_alone(store: FeedbackStore) -> None:
+    """As at 2 answers in a hundred, of 10,000, by chance."""
+    book, experiment = begin(store, 0.5)
+    rng = random.Random(0)
+    for _ in range(10):
+        trials = Trials(store.database, lambda _: ExperimentSettings())
+        for n in range(10_000):
+            trials.tell(experiment, f"user-{n}", fell_back=rng.random() < 0.02)
+        assert book.running(AGENT) == experiment
 
 
 def test_trouble_is_what_the_agents_own_recipe_says_and_one_that_has_gone_costs_no_answer(
