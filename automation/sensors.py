@@ -237,11 +237,13 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
     said, failed = [], []
     for experiment in book.all_running():
         try:
-            settings = pipeline.settings(experiment.agent_id).experiments
+            whole = pipeline.settings(experiment.agent_id)
+            settings = whole.experiments
             if not catch_up(pipeline.database, experiment, settings, most=ANSWERS_AT_ONCE):
                 said.append(f"{experiment.agent_id}: counts the answers so far")
                 continue
-            _, done = look(book, pipeline.ledger, experiment, settings)
+            automatic = pipeline.promotes_by_itself(experiment.agent_id, whole)
+            _, done = look(book, pipeline.ledger, experiment, settings, automatic=automatic)
         except Exception as error:  # the others are looked at all the same
             log.exception("experiment not looked at", agent=experiment.agent_id)
             failed.append(f"{experiment.agent_id}: {type(error).__name__}: {error}")

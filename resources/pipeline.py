@@ -245,10 +245,6 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
         if champion.version == version.version:
             return f"version {version.version} is the champion"
-        row = self.store.agent(turn.agent_id)
-        automatic = turn.settings.promotion.automatic
-        if row is not None and row.automatic_promotion is not None:
-            automatic = bool(row.automatic_promotion)
         if not version.passed_gate:
             return f"version {version.version} was refused; version {champion.version} stays"
         if why := self.ledger.standing(turn.agent_id).withdrawn.get(version.version):
@@ -263,7 +259,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         gate = version.gate or {}
         if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
             return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
-        if not automatic:
+        if not self.promotes_by_itself(turn.agent_id, turn.settings):
             return (
                 f"version {version.version} passed and waits for a person: "
                 f"rlhf promote {version.version} --agent {turn.agent_id}, or the service's "
@@ -300,6 +296,12 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             expected_champion=champion.version,
             token=turn.token,
         ).words
+
+    def promotes_by_itself(self, agent_id: str, settings: Settings) -> bool:
+        """Say whether no person is asked: as was chosen for the agent, else as the settings say."""
+        row = self.store.agent(agent_id)
+        chosen = None if row is None else row.automatic_promotion
+        return settings.promotion.automatic if chosen is None else bool(chosen)
 
     def _promotion_of(self, claim: Claim) -> Promotion | None:
         """Return the promotion this turn came to in an attempt that died before it closed."""

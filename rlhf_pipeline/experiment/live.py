@@ -297,13 +297,16 @@ def look(
     ledger: PromotionLedger,
     experiment: Experiment,
     settings: ExperimentSettings,
+    *,
+    automatic: bool = True,
 ) -> tuple[Verdict, str]:
     """Look at a running experiment, store the verdict, carry it out; return it and what was done.
 
     Promoting moves the ledger and ends the experiment in one transaction, if the experiment still
     runs and the champion is the one it began with, and was all the while. A challenger that the
     ledger will not have (refused by the gate and put to people by force) ends it too: a person
-    decides then.
+    decides then. So does one decide where nobody began the experiment and promotion is not, or no
+    more, `automatic`; whoever begins one by hand has asked for what comes of it.
     """
     champion = ledger.champion(experiment.agent_id)
     arms, steps = measured(book.database, experiment, settings)
@@ -328,6 +331,10 @@ def look(
     if verdict.action == "continue":
         return verdict, _go_on(book, experiment, settings, arms, why)
     if verdict.action == "promote":
+        if experiment.actor == "promotion" and not automatic:
+            words = "automatic promotion is off, so a person decides"
+            book.end(experiment, "stopped", f"the challenger won ({why}), but {words}")
+            return verdict, f"stopped: {words}"
         try:
             outcome = ledger.promote(
                 agent_id,

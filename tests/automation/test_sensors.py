@@ -36,6 +36,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
+from tests.experiment.world import ledger_of_two, meet
 from tests.loopback import answering
 
 EXPIRED = timedelta(seconds=-1)
@@ -909,6 +910,22 @@ def test_an_experiment_that_cannot_be_looked_at_keeps_no_other_from_it(ticks: Ti
     assert "shop: stopped: the champion is none now" in str(failed.value)
     assert [e.state for e in book.history("shop")] == ["stopped"]
     assert book.running("astray") is not None
+
+
+def test_an_experiment_promotes_nobody_once_promotion_is_automatic_no_more(ticks: Ticks) -> None:
+    store, book = ticks.pipeline.store, ExperimentBook(ticks.pipeline.database)
+    ledger = ledger_of_two(store, ticks.state)
+    begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="promotion")
+    meet(store, begun, range(1200), likes=(0.50, 0.85))
+    ticks.set(promotion={"automatic": True})
+    store.set_agent("shop", automatic_promotion=False)
+    said = ticks.tick("live_experiments").skip_message
+    assert said == "shop: stopped: automatic promotion is off, so a person decides"
+    store.set_agent("shop", automatic_promotion=None)
+    book.start("shop", champion=0, challenger=1, share=0.5, actor="promotion")
+    meet(store, book.all_running()[0], range(1200), likes=(0.50, 0.85))
+    assert ticks.tick("live_experiments").skip_message == "shop: champion moved from 0 to 1"
+    assert ledger.history("shop")[-1].version == 1
 
 
 def test_an_experiment_with_more_answers_than_a_tick_counts_is_looked_at_in_a_later_one(

@@ -307,6 +307,25 @@ def test_a_winner_that_the_ledger_will_not_have_ends_its_experiment(
     assert champion(ledger) == 0
 
 
+@pytest.mark.parametrize(("actor", "moves"), [("promotion", False), ("a person", True)])
+def test_where_promotion_is_automatic_no_more_a_person_decides_what_no_person_began(
+    store: FeedbackStore, ledger: PromotionLedger, actor: str, moves: bool
+) -> None:
+    book = ExperimentBook(store.database)
+    begun = book.start(AGENT, champion=0, challenger=1, share=0.5, actor=actor)
+    meet(store, begun, range(1200), likes=(0.55, 0.80))
+    _, done = look(book, ledger, begun, SETTINGS, automatic=False)
+    [ended] = book.history(AGENT)
+    assert champion(ledger) == int(moves)
+    if not moves:
+        assert done == "stopped: automatic promotion is off, so a person decides"
+        assert ended.state == "stopped"
+        assert "the challenger won (satisfaction is better" in ended.reason
+        waits = ledger.challenger(AGENT)
+        assert waits is not None
+        assert waits.version == 1
+
+
 def test_who_lost_an_experiment_is_nobody_s_challenger(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
