@@ -145,6 +145,8 @@ class EvaluationReport:
         for metric in ("distinct_2", "perplexity"):
             if metric in here and metric in other and other[metric].value > 0:
                 found[f"{metric}_change"] = here[metric].value / other[metric].value - 1
+        if "distinct_2" in here and "distinct_2" in other and other["distinct_2"].value == 0:
+            found["distinct_2_change"] = 0.0  # single words: there is nothing to lose
         repeated = here["repetition"].value, other["repetition"].value
         found["repetition_change"] = repetition_change(*repeated)
         rate = here["truncation_rate"].value

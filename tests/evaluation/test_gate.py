@@ -125,6 +125,13 @@ def test_truncation_no_worse_than_the_champions_passes() -> None:
     assert decide(found).passed
 
 
+@pytest.mark.parametrize("now", [0.0, 0.3])
+def test_where_the_champion_says_single_words_there_is_no_diversity_to_lose(now: float) -> None:
+    found = report(distinct_2=now)
+    found.numbers["champion"]["distinct_2"] = Number(0.0, n=100)
+    assert decide(found).passed
+
+
 def test_next_to_no_repetition_may_double() -> None:
     found = report(repetition=0.002)
     found.numbers["champion"]["repetition"] = Number(0.001, n=100)
