@@ -113,7 +113,7 @@ class EvaluationReport:
         `prompts` (how many were compared), `candidate/gate_score`, `vs_champion/gate_score_low`,
         `vs_champion/win_rate`, ... and, per other system, `length_ratio`, `distinct_2_change` and
         `perplexity_change` (relative), `repetition_change` (below 0.02 counts as that),
-        `truncation_beyond` (the candidate's rate where it exceeds the other's, else 0),
+        `truncation_beyond` (the candidate's rate where it surely exceeds the other's, else 0),
         `behaviour_worse` (behaviour items, and kinds of them, that it fails more often). What was
         not measured is not there.
         """
@@ -149,10 +149,12 @@ class EvaluationReport:
             found["distinct_2_change"] = 0.0  # single words: there is nothing to lose
         repeated = here["repetition"].value, other["repetition"].value
         found["repetition_change"] = repetition_change(*repeated)
-        rate = here["truncation_rate"].value
         if self.behaviour:
             found["behaviour_worse"] = float(len(worse_at(self.behaviour, against)))
-        found["truncation_beyond"] = rate if rate > other["truncation_rate"].value else 0.0
+        rate = here["truncation_rate"].value
+        more = self.differences[against].get("truncation_rate")
+        least = rate - other["truncation_rate"].value if more is None else more.low
+        found["truncation_beyond"] = rate if least is None or least > 0 else 0.0
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -125,6 +125,15 @@ def test_truncation_no_worse_than_the_champions_passes() -> None:
     assert decide(found).passed
 
 
+@pytest.mark.parametrize(("low", "passes"), [(-0.03, True), (0.0, True), (0.001, False)])
+def test_truncation_that_chance_explains_passes(low: float, passes: bool) -> None:
+    """Of two that are cut off equally often, one is so more often than the other."""
+    found = report(truncation_rate=0.21)
+    found.numbers["champion"]["truncation_rate"] = Number(0.20, n=100)
+    found.differences["champion"]["truncation_rate"] = Number(0.01, low, 0.05, 100)
+    assert decide(found).passed == passes
+
+
 @pytest.mark.parametrize("now", [0.0, 0.3])
 def test_where_the_champion_says_single_words_there_is_no_diversity_to_lose(now: float) -> None:
     found = report(distinct_2=now)
