@@ -9,6 +9,7 @@ not resume: a killed run starts again, since TRL's own checkpoints are pickled.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -276,8 +277,20 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
             for name, parameter in self.learner.trainable().items():
                 parameter.copy_(kept[name])
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Hear of an update's metrics."""
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float],
+        optimizer: Any,
+        **_: Any,
+    ) -> None:
+        """Hear of an update's metrics.
+
+        In float16 a gradient that overflows is not stepped with, and the loss's scale is halved:
+        then only a scale below 1, which no longer helps, is an error.
+        """
         if "loss" not in logs:
             return
         self.keep_going()
@@ -292,7 +305,11 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
             "time/train": self.passed("train"),
             **peak_memory(self.learner.policy.device),
         }
-        if not all(abs(number) < float("inf") for number in facts.values()):
+        if optimizer.scaler is not None:
+            facts["train/loss_scale"] = scale = optimizer.scaler.get_scale()
+            if scale >= 1 and not math.isfinite(logs["grad_norm"]):
+                del facts["policy/grad_norm"]
+        if not all(map(math.isfinite, facts.values())):
             raise TrainingError(
                 f"the loss and its gradient must stay finite, found {logs['loss']} and "
                 f"{logs['grad_norm']} at update {update}; lower ppo.learning_rate"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaModel
+import torch
+from transformers import LlamaModel, TrainerState
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import load_policy
-from rlhf_pipeline.ppo.dpo import dpo_rows, train_dpo
-from rlhf_pipeline.ppo.result import TrainingResult
+from rlhf_pipeline.ppo.dpo import _Watcher, dpo_rows, train_dpo
+from rlhf_pipeline.ppo.learner import build_learner
+from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.records import PreferencePair
 from tests.ppo.world import PROMPTS, changed, lower_share, weights_of
 
@@ -175,3 +178,35 @@ def test_what_cannot_be_learnt_from_is_refused(base: Path, tmp_path: Path) -> No
             output_dir=tmp_path,
             settings=changed(estimator="dpo"),
         )
+
+
+@pytest.mark.parametrize(
+    ("scale", "logs", "stops"),
+    [
+        (2.0**15, {"grad_norm": math.inf}, False),
+        (2.0**15, {"grad_norm": math.nan}, False),
+        (0.5, {"grad_norm": math.inf}, True),  # no scale has helped
+        (2.0**15, {"loss": math.nan, "grad_norm": math.nan}, True),
+        (None, {"grad_norm": math.inf}, True),  # nothing skips the step but float16's scaler
+    ],
+)
+def test_only_a_float16_gradient_that_was_not_stepped_with_may_overflow(
+    base: Path, scale: float | None, logs: dict[str, float], stops: bool
+) -> None:
+    told: list[Any] = []
+    learner = build_learner(base, base, None, changed(estimator="dpo", evaluate_every=9))
+    watcher = _Watcher(learner, 9, lambda _: pytest.fail("no look"), told.append, lambda: None)
+    watcher.looks = [Evaluation(0, 0.0, 0.0, None, 0.0, 1.0, 1.0)]
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    whole = {"loss": 0.7, "learning_rate": 1e-4, "grad_norm": 1.0} | logs
+    whole |= {"rewards/margins": 0.0, "rewards/accuracies": 0.5}
+    state, optimizer = TrainerState(global_step=2), SimpleNamespace(scaler=scaler)
+    if stops:
+        with pytest.raises(TrainingError, match=r"must stay finite, found .* at update 1"):
+            watcher.on_log(None, state, None, whole, optimizer=optimizer)
+        return
+    watcher.on_log(None, state, None, whole, optimizer=optimizer)
+    (facts,) = watcher.history
+    assert facts["train/loss_scale"] == scale
+    assert "policy/grad_norm" not in facts
+    assert told == [{"update": 1, "updates": 9, **facts}]
