@@ -298,6 +298,22 @@ class SimulatedUser(Protocol):
         ...
 
 
+def checked_answers(
+    user: SimulatedUser, conversations: Sequence[tuple[Message, ...]], error: type[PipelineError]
+) -> Sequence[str | None]:
+    """Return one answer per conversation; raises `error` if the user gives more or fewer.
+
+    Where there is no conversation they are not asked.
+    """
+    answers = user(conversations) if conversations else []
+    if len(answers) != len(conversations):
+        raise error(
+            "a simulated user must answer once in each conversation: needed "
+            f"{len(conversations)}, found {len(answers)}; correct it"
+        )
+    return answers
+
+
 Progress = Callable[[Mapping[str, float | int | str]], None]
 """Called by long work with facts as they happen, e.g. {"update": 3, "score_mean": 0.4}."""
 

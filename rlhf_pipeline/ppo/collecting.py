@@ -36,6 +36,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ScoreMoments,
     SimulatedUser,
+    checked_answers,
     checked_scores,
 )
 
@@ -211,6 +212,19 @@ def _in_shares(team: Team, reward: RewardFunction, name: str) -> RewardFunction:
     return asked
 
 
+def _user_in_shares(team: Team, user: SimulatedUser) -> SimulatedUser:
+    """Return the user as a team asks them: each process in a share of conversations, all hear all.
+
+    So each conversation is answered once, and goes on alike in every process.
+    """
+
+    def asked(conversations: Sequence[Prompt], /) -> list[str | None]:
+        mine = conversations[team.span(len(conversations))]
+        return team.gather_texts(checked_answers(user, mine, TrainingError))
+
+    return asked
+
+
 def play_episodes(
     learner: Learner,
     task: Task,
@@ -238,8 +252,9 @@ def play_episodes(
 
     from rlhf_pipeline.ppo.environment import ChatTask, ChatVectorEnv, play
 
+    team, user = learner.team, task.user
+
     def together(reward: RewardFunction | None, name: str) -> RewardFunction | None:
-        team = learner.team
         return reward if reward is None or team.size == 1 else _in_shares(team, reward, name)
 
     at_the_end = settings.reward_timing == "end"
@@ -247,7 +262,7 @@ def play_episodes(
         tokenizer=learner.policy.tokenizer,
         prompts=task.prompts,
         vocabulary=learner.policy.model.config.vocab_size,
-        user=task.user,
+        user=user if user is None or team.size == 1 else _user_in_shares(team, user),
         turn_reward=together(None if at_the_end else task.reward, "turn"),
         episode_reward=together(task.reward if at_the_end else task.final_reward, "episode"),
         max_turns=settings.max_turns,

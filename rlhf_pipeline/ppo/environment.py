@@ -35,6 +35,7 @@ from rlhf_pipeline.records import (
     RewardFunction,
     RewardInput,
     SimulatedUser,
+    checked_answers,
     checked_scores,
 )
 
@@ -215,13 +216,9 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
         """Let the user answer where a turn is over; return the conversations that have ended."""
         asked = [i for i in over if self._turn[i] < self.task.max_turns]
         answers: Sequence[str | None] = []
-        if asked and self.task.user is not None:
-            answers = self.task.user([self.conversations[i] for i in asked])
-            if len(answers) != len(asked):
-                raise TrainingError(
-                    "a simulated user must answer once in each conversation: needed "
-                    f"{len(asked)}, found {len(answers)}; correct it"
-                )
+        if self.task.user is not None:
+            conversations = [self.conversations[i] for i in asked]
+            answers = checked_answers(self.task.user, conversations, TrainingError)
         goes_on: list[int] = []
         for i, answer in zip(asked, answers, strict=True):
             if answer is not None:

@@ -84,6 +84,20 @@ class Team:
         gathered: list[float] = self.gather(rows)[:, 0].tolist()
         return gathered
 
+    def gather_texts(self, texts: Sequence[str | None]) -> list[str | None]:
+        """Return the texts of all processes, in order; what is None stays so."""
+        if self.size == 1:
+            return list(texts)
+        said = [(text or "").encode(errors="surrogatepass") for text in texts]
+        lengths = [-1 if text is None else len(one) for text, one in zip(texts, said, strict=True)]
+        widest = max(map(len, said), default=0)
+        filled = [list(one.ljust(widest, b"\0")) for one in said]
+        rows = self.gather(torch.tensor(filled, dtype=torch.uint8).view(len(said), widest))
+        return [
+            None if length < 0 else bytes(row[: int(length)]).decode(errors="surrogatepass")
+            for length, row in zip(self.gather_numbers(lengths), rows.tolist(), strict=True)
+        ]
+
     def add(self, x: Tensor) -> Tensor:
         """Return the sum of x over all processes."""
         if self.size > 1:
@@ -126,7 +140,7 @@ class Team:
             raise TrainingError(
                 f"{self.size} processes train one policy: needed the same {name} in each, found "
                 "others; give all of them one kind of device, one version of torch, and rewards "
-                "and users that answer alike, and go on from the last checkpoint"
+                "that answer alike, and go on from the last checkpoint"
             )
 
     def wait(self) -> None:

@@ -70,11 +70,27 @@ def says_why(conversations: Sequence[Prompt], /) -> list[str | None]:
     return [None if c[0].content == "hi" else "why" for c in conversations]
 
 
+class Moody:
+    """Says in each process something else, and counts how often they were asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, conversations: Sequence[Prompt], /) -> list[str | None]:
+        """Leave those who began with hi; say little or nothing to the others."""
+        self.asked += len(conversations)
+        said = ("", "ja ä\0")[int(os.environ["RANK"])]
+        return [None if c[0].content == "hi" else said for c in conversations]
+
+
 def run_all(base: Path, folder: Path) -> None:
     """Train every run; a run that was cut short is gone on with."""
     for name, settings in RUNS.items():
         os.environ["ACCELERATE_USE_FSDP"] = str(name == "spread").lower()
         train(base, folder / name, settings, **options_of(name))
+    moody, rank = Moody(), os.environ["RANK"]
+    train(base, folder / "moody", RUNS["turns"], user=moody, reward=lower_share)
+    write_json(folder / f"asked-{rank}.json", moody.asked)
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     write_json(folder / "held.json", look_at_a_spread_base(base, folder))
     os.environ["ACCELERATE_USE_FSDP"] = "false"

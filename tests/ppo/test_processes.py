@@ -97,6 +97,16 @@ def test_two_processes_end_with_the_policy_of_one(
 
 
 @pytest.mark.slow
+def test_each_conversation_is_answered_once_and_every_process_hears_it(launched: Path) -> None:
+    """Though the user has other words for each process, both sample and learn the same."""
+    asked = [json.loads((launched / f"asked-{rank}.json").read_text()) for rank in range(SIZE)]
+    rounds = RUNS["turns"].updates * RUNS["turns"].rollouts_per_update
+    watched = 4 * (RUNS["turns"].updates + 1)
+    assert min(asked) > 0
+    assert sum(asked) == rounds + watched
+
+
+@pytest.mark.slow
 def test_processes_that_are_stopped_go_on_together_and_end_alike(launched: Path) -> None:
     again = TrainingResult.load(launched / "interrupted" / "result.json")
     assert again.resumed_from is not None
