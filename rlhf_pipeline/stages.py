@@ -337,17 +337,20 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
 
 def check_memory(turn: Turn, ppo: PpoSettings) -> None:
     """Raise TrainingError where training the turn's champion under `ppo` cannot fit into memory."""
-    from rlhf_pipeline.policy.adapters import shares_base
-    from rlhf_pipeline.ppo.plan import check_fits, read_config
+    from rlhf_pipeline.ppo.plan import check_fits
 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     champion = _need(turn.champion, "a champion", "sft_policy")
-    check_fits(
-        read_config(champion),
-        ppo,
-        reward_models_of(turn.settings),
-        shares_reference=shares_base(champion, baseline, ppo.lora_rank),
-    )
+    config, shares = next_policy(champion, baseline, ppo)
+    check_fits(config, ppo, reward_models_of(turn.settings), shares_reference=shares)
+
+
+def next_policy(champion: Path, baseline: Path, ppo: PpoSettings) -> tuple[Any, bool]:
+    """Return the configuration of what a turn trains, and whether its base is the reference's."""
+    from rlhf_pipeline.policy.adapters import shares_base
+    from rlhf_pipeline.ppo.plan import read_config
+
+    return read_config(champion), shares_base(champion, baseline, ppo.lora_rank)
 
 
 def policy_config(settings: Settings) -> Any:

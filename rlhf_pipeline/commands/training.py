@@ -18,6 +18,10 @@ def plan(
     name: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="A name or file. Default: --recipe's.")
     ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="Plan this agent's next turn."),
+    ] = None,
     timed: Annotated[
         bool,
         typer.Option(
@@ -29,27 +33,43 @@ def plan(
 
     Parameters, memory by part and phase, tokens, and the time by a short run with random weights,
     which also finds what a small model's run on a CPU holds beside its tensors; every completion
-    counts at full length. A hub model needs only its configuration here. Exits
-    with 1, and the settings that would fit, where memory does not suffice.
+    counts at full length. An agent's next turn trains its champion, with the baseline as its
+    reference; without an agent, or a champion, the plan is of the recipe's base as both, as in a
+    first turn. A hub model needs only its configuration here. Exits with 1, and the settings that
+    would fit, where memory does not suffice.
     """
     from rlhf_pipeline.errors import ConfigError
     from rlhf_pipeline.ppo.plan import check_fits, make_plan, memory_found, probe, rehearse
-    from rlhf_pipeline.stages import policy_config, reward_models_of
+    from rlhf_pipeline.stages import next_policy, policy_config, reward_models_of
 
     here = workspace()
-    settings = here.settings if name is None else here.load(name)
+    champion = baseline = None
+    if agent is not None:
+        here.need_agent(agent)
+        champion, baseline = here.ledger.champion(agent), here.ledger.baseline(agent)
+    default = here.settings if agent is None else here.settings_of(agent)
+    settings = default if name is None else here.load(name)
     if settings.ppo.estimator == "dpo":
         raise ConfigError(
             "a plan is for training that samples: needed ppo.estimator gae or rloo, found dpo; "
             "change it, or start dpo as it is"
         )
-    config, rewards = policy_config(settings), reward_models_of(settings)
-    made = make_plan(config, settings.ppo, rewards)
+    if champion is None or baseline is None:
+        config, shares = policy_config(settings), True
+        typer.echo(f"a first turn: recipe {settings.recipe}'s base is policy and reference")
+    else:
+        config, shares = next_policy(champion.path, baseline.path, settings.ppo)
+        typer.echo(
+            f"{agent}'s next turn under recipe {settings.recipe}: version {champion.version}, its "
+            f"champion, is the policy; version {baseline.version} is the reference"
+        )
+    rewards = reward_models_of(settings)
+    made = make_plan(config, settings.ppo, rewards, shares_reference=shares)
     found = memory_found(settings.ppo.device)
     if timed and made.fits(found):
         made = rehearse(config, made)
     _print_plan(made, found)
-    check_fits(config, settings.ppo, rewards, made=made, room=found)
+    check_fits(config, settings.ppo, rewards, shares_reference=shares, made=made, room=found)
     if timed:
         _print_seconds(probe(config, settings.ppo, rewards), settings.ppo.updates)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from typer.testing import CliRunner
 
 from benchmarks.ppo_plan import BAR, compare
 from rlhf_pipeline.cli import app
+from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.adapters import shares_base, unique_bytes
 from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import tiny_config
 from rlhf_pipeline.ppo.plan import RewardModels, check_fits, make_plan, read_config, rehearse
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from tests.ppo.world import changed, learner_at, tiny_policy
 
 LLAMA = tiny_config(290, layers=2, width=32, heads=2, context=64)
@@ -235,6 +240,60 @@ def test_the_command_prints_a_plan(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     for part in ("734,080 parameters", "optimiser", "peak"):
         assert part in told.output
+
+
+@pytest.mark.slow
+def test_the_command_plans_what_an_agents_next_turn_trains(base: Path, tmp_path: Path) -> None:
+    """With adapters a champion that was trained whole no longer shares its base with version 0."""
+    recipe = tmp_path / "recipe.yaml"
+    short = "max_prompt_tokens: 24, max_completion_tokens: 8"
+    recipe.write_text(f"policy: {{base: tiny, {short}, lora: {{enabled: true, rank: 2}}}}\n")
+    asked = ["--state", str(tmp_path), "--recipe", str(recipe), "plan", "--no-time"]
+
+    def told(*more: str) -> dict[str, str]:
+        result = CliRunner().invoke(app, [*asked, *more], env={"COLUMNS": "100"})
+        assert result.exit_code == 0, result.output
+        rows = [re.split(r"\s*│\s*", line) for line in result.output.splitlines() if "│" in line]
+        return {"said": result.output, **{row[1]: row[2] for row in rows}}
+
+    database = Database(f"sqlite:///{tmp_path / 'feedback.db'}")
+    database.migrate()
+    ledger = PromotionLedger(database, tmp_path)
+    other = tiny_policy()
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.add_(0.01)
+    save_policy(other, tmp_path / "v1")
+    own = f"{4 * sum(p.numel() for p in other.model.parameters()) / 2**20:,.1f}"
+    FeedbackStore(database).ensure_agent("shop")
+    first = told("--agent", "shop")
+    plain = told()
+    assert "a first turn: " in plain.pop("said")
+    assert "a first turn: " in first.pop("said")
+    assert first == plain
+    assert first["policy"] != own  # the recipe's, not this one
+    ledger.add_baseline(
+        "shop", label="v0", path=base, files=folder_sha256(base), lineage={}, actor="test"
+    )
+    second = told("--agent", "shop")
+    assert "version 0, its champion, is the policy; version 0 is the ref" in second["said"]
+    assert second["reference"] == "0.0"
+    ledger.add_version(
+        "shop",
+        label="v1",
+        path=tmp_path / "v1",
+        files=folder_sha256(tmp_path / "v1"),
+        lineage={},
+        gate={"passed": True},
+        fingerprint="f",
+    )
+    ledger.promote("shop", 1, actor="test", reason="better", expected_champion=0)
+    third = told("--agent", "shop")
+    assert "version 1, its champion, is the policy; version 0 is the reference" in third["said"]
+    assert third["reference"] == own
+    unknown = CliRunner().invoke(app, [*asked, "--agent", "shap"])
+    assert unknown.exit_code == 1
+    assert "found 'shap'" in unknown.output
+    database.close()
 
 
 @pytest.mark.slow
