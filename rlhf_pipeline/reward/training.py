@@ -275,7 +275,7 @@ def train_reward_model(
         by_head = scores_of_features(model, seen)
     scores = model.combined(by_head)
     margins = (scores[: len(test)] - scores[len(test) :]).tolist()
-    votes = Counter([*voters, *(example.voter for example in examples)])
+    votes = Counter(heard)
     influence: list[PartInfluence] = []
     unknown = None
     if heads > 1:

@@ -152,6 +152,17 @@ def test_a_report_says_why_influence_is_not_known(planted: Planted, tmp_path: Pa
     assert "set reward.freeze_trunk to see it" in (trained.no_influence or "")
 
 
+def test_raters_of_kinds_that_teach_nothing_have_no_influence(
+    planted: Planted, tmp_path: Path
+) -> None:
+    """Twelve compared, which is not learnt from; without the one who scored nothing is left."""
+    examples = scored_sides(planted.train, ["solo"])
+    pairs = signed(planted.train)
+    report = train(planted, tmp_path / "rm", pairs=pairs, examples=examples, kinds={"score": 1.0})
+    assert report.influence == ()
+    assert report.no_influence == "parts of the raters need 5 raters, found 1"
+
+
 def test_several_heads_learn_load_again_and_tell_how_far_they_disagree(
     planted: Planted, tmp_path: Path
 ) -> None:
