@@ -216,6 +216,9 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
     check_before_training(turn)
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+    again = _used_again(turn, pairs)
+    if again is not None:
+        return again
     every = settings.reward.reads_every_kind
     found = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
     examples = found if every else []
@@ -224,9 +227,6 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     topics = {prompt_to_json(p.prompt): p.topic for p in asked if p.topic is not None}
     said = _examples_by_job(examples, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
-    again = _used_again(turn, pairs)
-    if again is not None:
-        return again
     warm = turn.previous if settings.reward.warm_start else None
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
@@ -431,7 +431,7 @@ def improve(
             policy_dir=champion,
             reference_dir=baseline,
             # The proxy's voters: those of the stopping and the gate model stay unseen.
-            pairs=reward_splits(pairs, settings)[0]["proxy"],
+            pairs=_pairs_by_job(pairs, settings)["proxy"],
             reward=proxy,
             stopping=stopping,
             watch_prompts=watch_prompts,
@@ -686,12 +686,7 @@ def reward_splits(
     """
     from rlhf_pipeline.reward.kinds import voters_of
 
-    by_job = settings.reward.shares
-    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
-    train: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
-    for pair in pairs:
-        if pair.split == "train" and (settings.reward.reads_every_kind or not pair.both_bad):
-            train[job_of(pair.voter, shares)].append(pair)
+    train = _pairs_by_job(pairs, settings)
     test = [pair for pair in pairs if pair.split == "evaluation" and not pair.tie]
     others = _examples_by_job(examples, settings)
     kinds = settings.reward.weights
@@ -704,7 +699,7 @@ def reward_splits(
         if missing > 0:
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
-                f"{found}; collect about {round(missing / shares[job])} more, or lower "
+                f"{found}; collect about {round(missing / _shares(settings)[job])} more, or lower "
                 f"reward.min_pairs{_unread(examples, settings)}"
             )
     return train, test
@@ -719,11 +714,28 @@ def _unread(examples: Sequence[RewardExample], settings: Settings) -> str:
     return f"; other votes are there ({told}): name their kinds in reward.kinds to learn from them"
 
 
+def _shares(settings: Settings) -> dict[Job, float]:
+    """Return which part of the voters each reward model learns from."""
+    return {job: getattr(settings.reward.shares, job) for job in JOBS}
+
+
+def _pairs_by_job(
+    pairs: Sequence[PreferencePair], settings: Settings
+) -> dict[Job, list[PreferencePair]]:
+    """Return each reward model's training pairs: those of its voters."""
+    shares = _shares(settings)
+    by_job: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
+    for pair in pairs:
+        if pair.split == "train" and (settings.reward.reads_every_kind or not pair.both_bad):
+            by_job[job_of(pair.voter, shares)].append(pair)
+    return by_job
+
+
 def _examples_by_job(
     examples: Sequence[RewardExample], settings: Settings
 ) -> dict[Job, list[RewardExample]]:
     """Return each reward model's training examples of the kinds it learns from, by its voters."""
-    shares: dict[Job, float] = {job: getattr(settings.reward.shares, job) for job in JOBS}
+    shares = _shares(settings)
     by_job: dict[Job, list[RewardExample]] = {job: [] for job in JOBS}
     for example in examples:
         if example.split == "train" and example.kind.value in settings.reward.kinds:
@@ -763,8 +775,7 @@ def _baseline_completions(
 
 def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:
     """Return what says of a voter whether the proxy learns from them; the others' stay unseen."""
-    by_job = settings.reward.shares
-    shares: dict[Job, float] = {job: getattr(by_job, job) for job in JOBS}
+    shares = _shares(settings)
     return lambda voter: job_of(voter, shares) == "proxy"
 
 

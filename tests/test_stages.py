@@ -36,7 +36,9 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     shutil.copytree(first_turn.work / "reward", turn.work / "reward")
     ppo = replace(turn.settings.ppo, estimator=estimator, completions_per_prompt=2)
-    turn = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo}))
+    # The reward models are there, whatever they were learnt from; DPO needs pairs for a step.
+    reward = turn.settings.reward.model_copy(update={"min_pairs": 10**6})
+    turn = replace(turn, settings=turn.settings.model_copy(update={"ppo": ppo, "reward": reward}))
     outcome = stages.train_policy(turn, ignore_progress, lambda: None)
     result = TrainingResult.load(outcome["result"])
     assert result.settings["estimator"] == estimator
@@ -54,7 +56,8 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
     turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     before = first_turn.work / "reward"
     for changes in ({"retrain_drop": 0.0}, {"given": str(before)}):
-        reward = turn.settings.reward.model_copy(update=changes)
+        # Where none is trained, votes need not be enough to train one.
+        reward = turn.settings.reward.model_copy(update={**changes, "min_pairs": 10**6})
         again = replace(
             turn,
             work=tmp_path / next(iter(changes)),
