@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -186,17 +187,31 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any) -> Any:
-    """Return what an Auto class reads from `source`: safetensors only, no code from the model."""
+    """Return what an Auto class reads from `source`: safetensors only, no code from the model.
+
+    Raises ModelError where it cannot be read, or lacks weights, which would be random ones else.
+    """
     try:
         with no_progress_bars():
-            model = auto_class.from_pretrained(
-                source, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options
+            model, found = auto_class.from_pretrained(
+                source,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"a model that transformers knows, with safetensors weights, is needed at {source}; "
             f"found: {error}; convert its weights to safetensors or choose another model"
         ) from error
+    missing = sorted(name for name in found["missing_keys"] if "pooler" not in name.split("."))
+    if missing:  # but BERT's pooler, which nothing here reads
+        raise ModelError(
+            f"every weight of a {type(model).__name__} is needed at {source}, found {len(missing)} "
+            f"missing ({', '.join(missing[:3])}); copy or convert the model again"
+        )
     fuse_activations(model)
     _make_generation_config_savable(model)
     return model

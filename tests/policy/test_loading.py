@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
@@ -173,6 +174,24 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="must name its base model"):
         load_policy(adapter)
+
+
+def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    """Transformers would give what is missing random weights, others each time."""
+    save_policy(build_tiny(TEXTS, **SIZES), tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole, weights = file.read_bytes(), load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({n: w for n, w in weights.items() if n != name}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"LlamaForCausalLM .*, found 1 missing \({name}\)"):
+        load_policy(tmp_path, device="cpu")
+    save_file({**weights, name: torch.zeros(3, 3)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="or choose another model"):
+        load_policy(tmp_path, device="cpu")
+    for cut in (len(whole) // 2, 0):  # a copy that broke off
+        file.write_bytes(whole[:cut])
+        with pytest.raises(ModelError, match="or choose another model"):
+            load_policy(tmp_path, device="cpu")
 
 
 def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
