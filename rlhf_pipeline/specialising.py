@@ -123,11 +123,19 @@ def specialise(
 
 
 def baseline_of(settings: Settings, folder: Path, report: Progress) -> Path:
-    """Return the folder of the SFT that all agents start from, trained here unless it is there."""
-    from rlhf_pipeline import stages
+    """Return the folder of the SFT that all agents start from, trained here unless it is there.
 
-    tree = shown(settings)
-    asked = hashed(json.dumps([tree["policy"], tree["sft"], settings.training.seed]))
+    What it learns from counts, and its base's weights, not where they lie.
+    """
+    from rlhf_pipeline import stages
+    from rlhf_pipeline.policy.adapters import base_digest
+
+    tree, source = shown(settings), stages.base_source(settings)
+    asked = hashed(
+        json.dumps([tree["policy"], tree["sft"], settings.training.seed]),
+        "" if source is None else base_digest(source),
+        *map(repr, stages.seeds(settings, stand_in=True)),
+    )
     done = folder / "baseline.json"
     if not done.exists() or read_json(done)["settings"] != asked:
         turn = stages.Turn(SIMULATED, "0" * 64, 0, 0, folder, folder, None, None, settings)
@@ -263,6 +271,8 @@ def _from_file(path: Path) -> dict[str, list[str]]:
         try:
             row = json.loads(line)
             texts = row.get("references") or []
+            if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+                raise TypeError("references are a list of texts")
             found.setdefault(prompt_to_json(messages_of(row["prompt"], "prompt")), []).extend(texts)
         except (ValueError, KeyError, TypeError, AttributeError, FeedbackRefused) as error:
             raise ConfigError(

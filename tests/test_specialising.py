@@ -13,9 +13,16 @@ from typer.testing import CliRunner
 
 from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData
-from rlhf_pipeline.records import RewardInput, user_prompt
+from rlhf_pipeline.records import RewardInput, ignore_progress, user_prompt
 from rlhf_pipeline.reward.composite import CompositeReward, Term
-from rlhf_pipeline.specialising import Asked, judge, prompts_of, reward_of, specialise
+from rlhf_pipeline.specialising import (
+    Asked,
+    baseline_of,
+    judge,
+    prompts_of,
+    reward_of,
+    specialise,
+)
 
 SMALL: dict[str, Any] = {
     "policy": {"tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 400}},
@@ -65,6 +72,34 @@ def test_prompts_of_ones_own_come_with_references(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"asked.jsonl:1 needs"):
         prompts_of("mine", one, settings)
+    for no_list in ("answer 0", {"a": 1}, [1]):  # of a text, every letter would be a reference
+        path.write_text(json.dumps({**lines[0], "references": no_list}))
+        with pytest.raises(ConfigError, match="references, if any, as a list of texts"):
+            prompts_of("mine", one, settings)
+
+
+def test_the_baseline_is_trained_again_for_other_conversations_or_another_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[object] = []
+
+    def train(turn: Any, *_: Any) -> dict[str, Any]:
+        trained.append(turn)
+        return {"loss_curve": []}
+
+    monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", train)
+    seeds, base = tmp_path / "seeds.jsonl", tmp_path / "base"
+    base.mkdir()
+    tree = {"policy": {"base": str(base)}, "sft": {"seed_conversations": str(seeds)}}
+    settings = load_settings("tiny", tree)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    for times, (answer, weights) in enumerate((("hello", b"1"), ("hey", b"1"), ("hey", b"2")), 1):
+        talk[1]["content"] = answer
+        seeds.write_text(json.dumps({"messages": talk}) + "\n")
+        (base / "model.safetensors").write_bytes(weights)
+        for _ in range(2):
+            assert baseline_of(settings, tmp_path, ignore_progress) == tmp_path / "sft"
+            assert len(trained) == times
 
 
 def test_what_a_function_could_not_judge_is_left_out_of_its_mean(
