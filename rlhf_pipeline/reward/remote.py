@@ -161,6 +161,8 @@ class Service:
             try:
                 with self._opener.open(request, timeout=self._timeout_seconds) as answer:
                     found: bytes = answer.read(longest + 1)
+                    if len(found) <= longest and answer.length:  # a read of so many does not look
+                        raise http.client.IncompleteRead(found, answer.length)
                 if len(found) > longest:
                     raise ModelError(
                         f"the reward at {self.shown_url} must answer what it was asked, found "

@@ -55,7 +55,7 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.answers:
             status, headers, answer = self.server.answers.pop(0)
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(answer))}.items():
+        for name, value in {"Content-Length": str(len(answer)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer)
@@ -97,6 +97,9 @@ def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> No
     service.answers = [(503, {"Retry-After": wait}, b"") for wait in ("\xb2", "-1", "soon")]
     assert reward(ITEMS) == [3.0, 1.0, 2.0]
     assert waits[3:] == [1.0, 2.0, 4.0]
+    service.answers = [(200, {"Content-Length": "26"}, b'{"scores": [3')]  # it breaks off
+    assert reward(ITEMS) == [3.0, 1.0, 2.0]
+    assert waits[6:] == [1.0]
     service.answers = [(503, {}, b"")] * 2
     with pytest.raises(ModelError, match=r"found status 503 at the last of 2 attempts"):
         RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
