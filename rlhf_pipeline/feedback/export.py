@@ -105,15 +105,13 @@ def events(
         if by_interaction and row.interaction_id is not None:
             told["interaction_id"] = row.interaction_id
         else:
-            told |= {"prompt": _messages(row.prompt or row.this_prompt)}
-            told["completion"] = row.completion if row.prompt else row.this_completion
+            told |= {"prompt": _messages(row.prompt), "completion": row.completion}
         if by_interaction and row.other_interaction_id is not None:
             told["other_interaction_id"] = row.other_interaction_id
         elif row.kind == "preference":
-            told["other_completion"] = row.other_completion or row.other_one_completion
-            context = row.other_prompt or row.other_one_prompt
-            if context is not None and context != (row.prompt or row.this_prompt):
-                told["other_prompt"] = _messages(context)
+            told["other_completion"] = row.other_completion
+            if row.other_prompt is not None and row.other_prompt != row.prompt:
+                told["other_prompt"] = _messages(row.other_prompt)
         yield {name: value for name, value in told.items() if value is not None}
 
 
@@ -123,23 +121,18 @@ def pairs(database: db.Database, agent_id: str) -> Iterator[dict[str, Any]]:
     Left out is what a pair cannot say: ties, equal or empty sides, sides that answer other prompts.
     """
     for row in _rows(database, agent_id, kinds=("preference", "correction")):
-        prompt, completion = row.prompt or row.this_prompt, row.completion
-        completion = completion if row.prompt else row.this_completion
+        this, other = row.completion, row.other_completion
         if row.kind == "correction":
-            chosen, rejected = row.text, completion
+            chosen, rejected = row.text, this
         else:
-            if row.choice not in ("left", "right"):
-                continue
-            other = row.other_completion or row.other_one_completion
-            context = row.other_prompt or row.other_one_prompt
-            if context not in (None, prompt):
+            if row.choice not in ("left", "right") or row.other_prompt not in (None, row.prompt):
                 continue
             this_won = (row.choice == "left") == (row.shown_first == "this")
-            chosen, rejected = (completion, other) if this_won else (other, completion)
+            chosen, rejected = (this, other) if this_won else (other, this)
         if not chosen or not rejected or chosen.strip() == rejected.strip():
             continue
         yield {
-            "prompt": _messages(prompt),
+            "prompt": _messages(row.prompt),
             "chosen": [{"role": "assistant", "content": chosen}],
             "rejected": [{"role": "assistant", "content": rejected}],
             "rater_id": row.rater_id,
@@ -153,15 +146,19 @@ def _rows(
     history: bool = False,
     kinds: tuple[str, ...] | None = None,
 ) -> Iterator[sa.Row[Any]]:
+    """Yield the agent's events, oldest first, each with its texts or those of its interactions."""
     f = db.feedback if history else db.effective_feedback
     this, other = db.interactions.alias("this"), db.interactions.alias("other_one")
+    texts = {
+        "prompt": this.c.prompt,
+        "completion": this.c.completion,
+        "other_prompt": other.c.prompt,
+        "other_completion": other.c.completion,
+    }
     query = (
         sa.select(
-            *f.c,
-            this.c.prompt.label("this_prompt"),
-            this.c.completion.label("this_completion"),
-            other.c.prompt.label("other_one_prompt"),
-            other.c.completion.label("other_one_completion"),
+            *(column for column in f.c if column.name not in texts),
+            *(sa.func.coalesce(f.c[name], text).label(name) for name, text in texts.items()),
         )
         .select_from(
             f.outerjoin(this, this.c.interaction_id == f.c.interaction_id).outerjoin(

@@ -51,8 +51,9 @@ def cell_of(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        # Text that reads as JSON would come back as something else, so it is written as JSON.
-        text = json.dumps(value, ensure_ascii=False) if value[:1] in ("[", "{", '"') else value
+        # Text that reads as JSON, or as no cell at all, would come back as something else.
+        as_json = value[:1] in ("", "[", "{", '"')
+        text = json.dumps(value, ensure_ascii=False) if as_json else value
     elif isinstance(value, bool):
         text = str(value).lower()
     else:
