@@ -178,7 +178,10 @@ def _rank(name: str, drop_folder: str) -> int:
 def _copy_modes(source: Path, target: Path) -> None:
     """Give the folders of a copy the modes they had: what others may not read stays so."""
     for path in [target, *(path for path in target.rglob("*") if path.is_dir())]:
-        shutil.copymode(source / path.relative_to(target), path)
+        try:
+            shutil.copymode(source / path.relative_to(target), path)
+        except FileNotFoundError:  # gone since its files were copied: who might read it is not told
+            path.chmod(0o700)
 
 
 def _copy_database(source: Path, target: Path) -> bool:

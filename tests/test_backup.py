@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -227,6 +228,23 @@ def test_a_folder_that_goes_while_the_state_is_listed_is_passed_over(
     monkeypatch.setattr(os, "scandir", scan)
     assert back_up(settings_in(state), tmp_path / "copy").files == 3
     assert not gone.exists()
+
+
+def test_a_folder_that_goes_once_its_files_are_copied_is_its_owners_alone(
+    state: Path, tmp_path: Path
+) -> None:
+    pruned = state / "agents" / "tea" / "pruned"
+    pruned.mkdir()
+    (pruned / "a file").write_text("of a turn")
+
+    def prune(facts: Mapping[str, float | int | str]) -> None:
+        if facts["file"] == "agents/tea/pruned/a file":
+            shutil.rmtree(pruned)
+
+    assert back_up(settings_in(state), tmp_path / "copy", prune).files == 4
+    copy = tmp_path / "copy" / STATE / "agents" / "tea" / "pruned"
+    assert (copy / "a file").read_text() == "of a turn"
+    assert copy.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_restored_ledger_finds_its_champion_in_the_new_place(
