@@ -10,12 +10,10 @@ a quoted cell at its line breaks.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from itertools import chain
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
-from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position
+from rlhf_pipeline.feedback.lines import DAMAGE, LONGEST_ROW, Position, unpacking
 from rlhf_pipeline.feedback.rules import Rule
 
 COLUMNS = (
@@ -103,9 +101,9 @@ def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
     """
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
-    with _opened(path) as file:
+    with path.open("rb") as packed, _text(packed) as file:
         lines = _split(file)
-        unpacked = _whole(lines, "gzip file", (EOFError, gzip.BadGzipFile, zlib.error))
+        unpacked = _whole(lines, "gzip file", DAMAGE)
         # A cell over the limit, as where a quote that is not closed takes in what follows.
         yield from _rows(_whole(unpacked, "table", (csv.Error,)), position)
     position.bytes_read = position.bytes_total
@@ -272,7 +270,6 @@ def write_csv(file: IO[str], rows: Iterator[Mapping[str, Any]]) -> int:
     return count
 
 
-def _opened(path: Path) -> IO[str]:
-    packed = path.name.lower().endswith(".gz")
-    raw: Any = gzip.GzipFile(path) if packed else path.open("rb")  # each closes what it opened
-    return io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+def _text(file: io.BufferedReader) -> IO[str]:
+    plain = unpacking(file)
+    return io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline="")

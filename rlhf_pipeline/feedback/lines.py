@@ -6,7 +6,6 @@ that grows while it is read, and a limit set above the memory there is.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import re
@@ -24,9 +23,10 @@ from rlhf_pipeline.feedback.rules import Rule
 LONGEST_ROW = 8 << 20  # bytes
 SHOWN = 2_000  # bytes of a row too long to hold that are kept to show
 BLOCK = 1 << 16
+PACKED_BLOCK = 1 << 13  # bytes of a gzip file at a time: at most a thousand times as many come out
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = b"\x1f\x8b"  # what a gzip file begins with, whatever its name
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # what a broken one raises
+DAMAGE = (EOFError, zlib.error)  # what a broken one raises
 DEEPEST = 256  # lists and objects inside each other; our own code may recurse that far
 
 
@@ -53,10 +53,8 @@ def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iter
     """Yield every non-blank row of the file, whatever is inside it."""
     position.bytes_total = path.stat().st_size
     with path.open("rb") as file:
-        packed = file.peek(2).startswith(PACKED)
-        stream: IO[bytes] = io.BufferedReader(_Unpacked(file), BLOCK) if packed else file
         try:
-            for row in _rows(stream, path, longest):
+            for row in _rows(unpacking(file), path, longest):
                 position.line, position.bytes_read = row.line, file.tell()
                 yield row
         except DAMAGE as error:
@@ -69,22 +67,48 @@ def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iter
         position.bytes_read = file.tell()
 
 
+def unpacking(file: io.BufferedReader) -> io.BufferedReader:
+    """Return what reads the file's content: if it is gzip, up to the damage if any, raised there.
+
+    A line that the damage cuts off is not given: nobody can say what it would have been.
+    """
+    packed = file.peek(2).startswith(PACKED)
+    return io.BufferedReader(_Unpacked(file), BLOCK) if packed else file
+
+
 def unpacked(content: bytes) -> bytes:
     """Return what a file holds: if it is gzip what comes out of it, up to the damage if any."""
     if not content.startswith(PACKED):
         return content
-    try:
-        return gzip.decompress(content)
-    except DAMAGE:
-        pass
-    text, member = bytearray(), zlib.decompressobj(31)  # 31: with gzip's head and checksum
-    with suppress(zlib.error):
-        for at in range(len(content)):  # byte by byte, as a call that fails gives nothing
-            if member.eof and content[at]:  # zeros may stand between members, and after them
-                member = zlib.decompressobj(31)
-            if not member.eof:
-                text += member.decompress(content[at : at + 1])
+    text = bytearray()
+    with suppress(*DAMAGE):
+        for piece in _unpacked_pieces(io.BytesIO(content)):
+            text += piece
     return bytes(text)
+
+
+def _unpacked_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield what comes out of a gzip file, all of it up to the damage if any, raised there."""
+    member = zlib.decompressobj(31)  # with gzip's head and checksum
+    while packed := file.read(PACKED_BLOCK):
+        while packed:
+            if member.eof:
+                packed = packed.lstrip(b"\0")  # may stand between members, and after them
+                if not packed:
+                    break
+                member = zlib.decompressobj(31)
+            whole = member.copy()
+            try:
+                piece = member.decompress(packed)
+            except zlib.error:
+                for at in range(len(packed)):  # byte by byte, as a call that fails gives nothing
+                    yield whole.decompress(packed[at : at + 1])
+                raise
+            if piece:
+                yield piece
+            packed = member.unused_data
+    if not member.eof:
+        raise EOFError("it ends before its last part does")
 
 
 def is_array(path: Path, beginning: bytes) -> bool:
@@ -123,22 +147,30 @@ class _Unpacked(io.RawIOBase):
     """A gzip file's content for BufferedReader, whose readline is in C and takes a limit."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._stream = gzip.GzipFile(fileobj=file, mode="rb")
+        self._pieces = _unpacked_pieces(file)
+        self._left = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        return self._stream.readinto(buffer)
+        while not self._left:
+            try:
+                self._left = memoryview(next(self._pieces))
+            except StopIteration:
+                return 0
+        length = min(len(buffer), len(self._left))
+        buffer[:length] = self._left[:length]
+        self._left = self._left[length:]
+        return length
 
 
-def _rows(stream: IO[bytes], path: Path, longest: int) -> Iterator[RawRow]:
-    assert isinstance(stream, io.BufferedReader)
+def _rows(stream: io.BufferedReader, path: Path, longest: int) -> Iterator[RawRow]:
     as_array = is_array(path, stream.peek(BLOCK))
     return elements(stream, longest) if as_array else _lines(stream, longest)
 
 
-def _lines(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
+def _lines(stream: io.BufferedReader, longest: int) -> Iterator[RawRow]:
     line = 0
     while content := stream.readline(longest + 1):
         line += 1
@@ -191,14 +223,14 @@ class _Element:
         return RawRow(line, content) if stripped else None
 
 
-def elements(stream: IO[bytes], longest: int) -> Iterator[RawRow]:
+def elements(stream: io.BufferedReader | io.BytesIO, longest: int) -> Iterator[RawRow]:
     """Yield a JSON array's elements unparsed: only quotes, commas and brackets are looked at.
 
     The content of each is what stands between two commas, byte by byte.
     """
     element = _Element(longest, 1, bytearray())
     depth, inside, escaped = 0, False, False
-    while block := stream.read(BLOCK):
+    while block := stream.read1(BLOCK):  # read() would lose what it has where a file is damaged
         begin = at = 0
         if escaped:
             at, escaped = 1, False

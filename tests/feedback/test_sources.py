@@ -7,7 +7,9 @@ import json
 import sys
 import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -573,13 +575,28 @@ def test_an_array_that_ends_wrongly_is_reported_after_its_rows(tmp_path: Path, e
     assert [row.problem for row in rows] == [None, None, "damaged_file"]
 
 
-def test_a_gzip_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_damaged_gzip_gives_every_row_before_the_damage(tmp_path: Path, kind: str) -> None:
     rows = [{**THUMBS, "completion": f"{i} {i**9}"} for i in range(5_000)]
-    path = write_lines(tmp_path / "cut.jsonl.gz", rows)
-    path.write_bytes(path.read_bytes()[:-2_000])
-    events, aside = read_all(path)
-    assert 0 < len(events) < 5_000
-    assert "damaged_file" in [row.rule for row in aside]
+    text = {
+        "jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "json": json.dumps(rows, indent=0),
+        "csv": TABLE + "".join(f"thumbs,up,Why {i}?,{i**9},ann\n" for i in range(5_000)),
+    }[kind]
+    path, packer = tmp_path / f"damaged.{kind}.gz", zlib.compressobj(wbits=31)
+    begun = packer.compress(text[:100_000].encode()) + packer.flush(zlib.Z_SYNC_FLUSH)
+    rest = packer.compress(text[100_000:].encode()) + packer.flush()
+    for damaged in (begun + rest[: len(rest) // 2], begun + b"\xff" * len(rest)):
+        came_out, member = b"", zlib.decompressobj(31)
+        with suppress(zlib.error):
+            for at in range(len(damaged)):
+                came_out += member.decompress(damaged[at : at + 1])
+        ends = {"jsonl": b"}\n", "json": b"},", "csv": b"\n"}[kind]
+        whole = came_out.count(ends) - (kind == "csv")  # less its header
+        assert 500 < whole < 5_000
+        path.write_bytes(damaged)
+        events, aside = read_all(path)
+        assert (len(events), [row.rule for row in aside]) == (whole, ["damaged_file"])
 
 
 def test_gzip_is_unpacked_whole_or_up_to_the_damage() -> None:
@@ -681,13 +698,15 @@ def test_a_table_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
         (packed[:-2_000], 1, 4_999),
         (packed[:-8] + bytes(8), 5_000, 5_000),  # what was read does not add up
         (packed[:10] + b"\xff" * 99, 0, 0),
-        (text.encode(), 0, 0),
     ):
         path.write_bytes(content)
         events, aside = read_all(path)
         assert fewest <= len(events) <= most
         assert [row.rule for row in aside] == ["damaged_file"]
         assert "needed a whole gzip file, found: " in aside[0].detail
+    path.write_text(text)  # unpacked by whoever fetched it: the name alone says gzip
+    events, aside = read_all(path)
+    assert (len(events), aside) == (5_000, [])
     book = write_sheet(tmp_path / "book.xlsx", text)
     content = book.read_bytes()
     with zipfile.ZipFile(book) as parts:
