@@ -87,7 +87,9 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
         told = support_to_json(support, report.clean)
         left_in = 0 if quarantines else len(support.associations)
         write_json(turn.data / SUPPORT, {**told, "left_in": left_in})
-        pipeline.store.quarantine(report.quarantine_rows())
+        aside = report.quarantine_rows()
+        pipeline.store.release(turn.agent_id, turn.watermark, aside)
+        pipeline.store.quarantine(aside)
     by_rule: dict[str, int] = {}
     for row in report.quarantined:
         by_rule[row.rule] = by_rule.get(row.rule, 0) + 1

@@ -200,7 +200,7 @@ class _Loop:
             accepted=lived.accepted,
             known=lived.known,
             refused=dict(lived.refused),
-            quarantined={rule: count for rule, count in counts.items() if count},
+            quarantined={rule: count for rule, count in counts.items() if count > 0},
             turns=turns,
             experiment=self._experiments(morning, before),
             champion=champion.version,

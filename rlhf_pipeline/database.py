@@ -135,6 +135,7 @@ quarantine = sa.Table(
     sa.Column("feedback_id", sa.String(36)),  # set where a stored row was set aside later
     sa.Column("raw", sa.Text),  # the line, its middle cut out where it is very long
     sa.Column("created_at", UtcDateTime, nullable=False),
+    sa.Column("closed_at", UtcDateTime),  # set: a person dealt with it; the same again stays so
     sa.Index("ix_quarantine_agent_rule", "agent_id", "rule"),
 )
 

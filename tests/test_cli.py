@@ -736,6 +736,12 @@ def test_rows_that_were_set_aside_are_shown_with_their_place(rlhf: Run, tmp_path
     assert "the newest 1 of 2" in last.stderr
     wrong = rlhf(*show, "--rule", "bad_text", code=1).stderr
     assert "(broken_json, value_out_of_range), found 'bad_text'" in wrong
+    assert rlhf(*show, "--rule", "broken_json", "--close").stdout == "rows of agent tea closed: 1\n"
+    rlhf("ingest", str(path), "--agent", "tea", code=3)  # the same dirt again
+    assert len(rlhf(*show).stdout.splitlines()) == 4
+    assert cells(rlhf("status").stdout)["quarantine"] == "2 (value_out_of_range 2)"
+    rlhf(*show, "--close")
+    assert cells(rlhf("status").stdout)["quarantine"] == "none"
     rlhf("ingest", str(write(tmp_path / "good.jsonl", THUMBS)), "--agent", "coffee")
     none = rlhf("feedback", "quarantine", "--agent", "coffee")
     assert (none.stdout, none.stderr) == ("", "no row of agent coffee is in quarantine\n")

@@ -201,11 +201,19 @@ def quarantine(
     limit: Annotated[
         int, typer.Option("--limit", min=1, help="How many, the newest first chosen.")
     ] = 20,
+    close: Annotated[
+        bool,
+        typer.Option(
+            "--close", help="All of them, or of --rule, are dealt with: count them no more."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show rows that broke a rule: file and line, what was needed and found, and the row itself.
 
-    Mend them where they came from and `rlhf ingest` that again: what is known is stored once.
+    Mend them where they came from and `rlhf ingest` that again: what is known is stored once. Then
+    --close them. Votes that a turn set aside leave by themselves with the turn that finds nothing
+    wrong with them.
     """
     import json
 
@@ -217,6 +225,10 @@ def quarantine(
             f"needed a rule that set rows of agent {agent} aside ({', '.join(counts) or 'none'}), "
             f"found {ascii(rule)[:80]}"
         )
+    if close:
+        closed = here.store.close_quarantined(agent, rule=rule)
+        typer.echo(f"rows of agent {agent} closed: {closed:,}")
+        return
     rows = here.store.quarantined_rows(agent, rule=rule, limit=limit)
     for row in rows:
         place = row.origin if row.line is None else f"{row.origin}:{row.line}"

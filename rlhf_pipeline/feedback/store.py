@@ -244,6 +244,38 @@ class FeedbackStore:
                 added += len(fresh)
         return added
 
+    def release(self, agent_id: str, watermark: int, aside: Sequence[QuarantinedRow]) -> int:
+        """Take the votes up to the watermark out of quarantine that are not set aside as before.
+
+        `aside` is what validation sets aside of them now. Returns how many went: votes that train,
+        votes that later ones replaced, and those that break another rule than they did.
+        """
+        q, f = db.quarantine.c, db.feedback.c
+        kept = {(row.feedback_id, row.rule) for row in aside}
+        query = (
+            sa.select(q.quarantine_id, q.feedback_id, q.rule)
+            .join(db.feedback, f.feedback_id == q.feedback_id)
+            .where(q.agent_id == agent_id, f.seq <= watermark)
+        )
+        with self.database.write() as connection:
+            gone = [
+                row.quarantine_id
+                for row in connection.execute(query)
+                if (row.feedback_id, row.rule) not in kept
+            ]
+            for some in _chunks(gone, LOOKUP):
+                connection.execute(db.quarantine.delete().where(q.quarantine_id.in_(some)))
+        return len(gone)
+
+    def close_quarantined(self, agent_id: str, *, rule: str | None = None) -> int:
+        """Note that somebody dealt with the rows set aside, of one rule where it is named.
+
+        Returns how many there were. They stay, and are counted and shown no more.
+        """
+        with self.database.write() as connection:
+            closed = db.quarantine.update().where(*_open(agent_id, rule)).values(closed_at=now())
+            return connection.execute(closed).rowcount
+
     # -- reading --------------------------------------------------------------------------------
 
     def interaction(self, interaction_id: str) -> Interaction | None:
@@ -332,12 +364,12 @@ class FeedbackStore:
             return sum(len(ticket.events) for ticket in self._waiting)
 
     def quarantined(self, agent_id: str) -> dict[str, int]:
-        """Return how many rows each rule has set aside."""
+        """Return how many rows each rule has set aside that nobody has dealt with."""
         q = db.quarantine.c
         with self.database.read() as connection:
             query = (
                 sa.select(q.rule, sa.func.count())
-                .where(q.agent_id == agent_id)
+                .where(*_open(agent_id))
                 .group_by(q.rule)
                 .order_by(q.rule)
             )
@@ -346,13 +378,14 @@ class FeedbackStore:
     def quarantined_rows(
         self, agent_id: str, *, rule: str | None = None, limit: int = 20
     ) -> list[QuarantinedRow]:
-        """Return the rows set aside last, of one rule where it is named, oldest first."""
+        """Return the rows set aside last that nobody has dealt with, oldest first.
+
+        Of one rule where it is named.
+        """
         q = db.quarantine.c
         query = sa.select(*(q[each.name] for each in fields(QuarantinedRow))).where(
-            q.agent_id == agent_id
+            *_open(agent_id, rule)
         )
-        if rule is not None:
-            query = query.where(q.rule == rule)
         with self.database.read() as connection:
             newest = connection.execute(
                 query.order_by(q.created_at.desc(), q.origin.desc(), q.line.desc()).limit(limit)
@@ -575,6 +608,13 @@ def _alone(connection: sa.Connection) -> None:
     """Wait until no other transaction writes here, as SQLite's do by themselves."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+
+
+def _open(agent_id: str, rule: str | None = None) -> list[sa.ColumnElement[bool]]:
+    """Return what says of a row in quarantine that it waits for somebody."""
+    q = db.quarantine.c
+    named = [] if rule is None else [q.rule == rule]
+    return [q.agent_id == agent_id, q.closed_at.is_(None), *named]
 
 
 def _quarantine_id(row: QuarantinedRow) -> str:

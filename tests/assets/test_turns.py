@@ -143,6 +143,22 @@ def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
     assert (stable, told["votes"], told["psi"]) == (True, 0, {})
 
 
+def test_votes_leave_quarantine_with_the_turn_that_finds_nothing_wrong(loop: Loop) -> None:
+    def set_aside(**limits: int) -> dict[str, int]:
+        agent = loop.agent("mended", validation=limits)
+        steps = ["feedback_snapshot", "validated_feedback"]
+        result = loop.run("retrain", agent, snapshot={"again": True}, only=steps)
+        assert result.success, failures(result)
+        loop.pipeline.claims.finish(loop.pipeline.claims.history(agent)[-1].token, "done")
+        return loop.pipeline.store.quarantined(agent)
+
+    chat(loop.pipeline.store, loop.agent("mended"), 60)
+    before = set_aside()
+    strict = set_aside(max_completion_characters=35, min_rows=1)
+    assert strict["completion_too_long"] > 0
+    assert set_aside() == before
+
+
 def test_too_few_clean_rows_stop_the_turn_before_it_trains(
     loop: Loop, first_turn: FirstTurn
 ) -> None:

@@ -278,6 +278,7 @@ def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Data
         connection.exec_driver_sql(
             "CREATE INDEX ix_interactions_experiment ON interactions (experiment)"
         )
+        connection.exec_driver_sql("ALTER TABLE quarantine DROP COLUMN closed_at")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
     whole = [key for key in named if key != "erased"]
     assert [key for key, _ in effective(store)] == whole  # both ways round counted
@@ -404,6 +405,26 @@ def test_damage_of_another_place_is_other_damage(store: FeedbackStore, rule: str
     row = QuarantinedRow("tea", rule, "needed the end", "a.jsonl", 3, raw="{")
     assert store.quarantine([row, replace(row, origin="b.jsonl"), replace(row, line=4)]) == 3
     assert store.quarantine([row]) == 0
+
+
+def test_votes_leave_quarantine_where_nothing_is_wrong_with_them_any_more(
+    store: FeedbackStore,
+) -> None:
+    ids = [stored.feedback_id for stored in store.append([vote(f"key {n}") for n in range(4)])]
+    aside = [QuarantinedRow("tea", "narrow_support", "", "api", feedback_id=key) for key in ids]
+    line = QuarantinedRow("tea", "broken_json", "", "a.jsonl", 3, raw="{")
+    store.quarantine([*aside, line])
+    assert store.close_quarantined("tea", rule="broken_json") == 1
+    watermark = store.new_since("tea", 0).newest_seq
+    late = [stored.feedback_id for stored in store.append([vote("later")])]
+    store.quarantine([QuarantinedRow("tea", "duplicate", "", "api", feedback_id=late[0])])
+    still, other = aside[0], replace(aside[1], rule="duplicate")
+    assert store.close_quarantined("tea", rule="narrow_support") == 4
+    assert store.release("tea", watermark, [still, other]) == 3
+    assert store.quarantine([still, other]) == 1
+    # The first is dealt with and stays so, the second waits for another reason.
+    assert store.quarantined("tea") == {"duplicate": 2}
+    assert store.release("coffee", watermark, []) == 0
 
 
 def test_two_who_meet_the_same_dirt_at_once_set_it_aside_once(postgres_url: str) -> None:
