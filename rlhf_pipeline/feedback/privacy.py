@@ -43,7 +43,8 @@ BEFORE = rf"(?<!{LETTER})(?<!{LETTER}_)"
 AFTER = rf"(?!_?{LETTER})"
 
 EMAIL = re.compile(
-    rf"(?:(?<!{SIGN})(?<![.+-])(?!git@)(?:{SIGN}|[.+-]){{1,64}}|[{RUN_ON}]{{1,64}})@"
+    rf"(?:(?<!{SIGN})(?<![.+-])(?!git@)(?:{SIGN}|[.+-]|(?<={LETTER})['\u2019](?={LETTER})){{1,64}}"
+    rf"|[{RUN_ON}]{{1,64}})@(?![1-9]x\.(?:png|jpe?g|gif|webp))"  # icon@2x.png is a file
     r"(?:[\w-]{1,63}\.){1,8}"
     rf"(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})"
 )
@@ -60,6 +61,9 @@ KEY = re.compile(
         | hf_[A-Za-z0-9]{20,} | xox[abposr]-[A-Za-z0-9-]{10,}
         | (?:AKIA|ASIA)[A-Z0-9]{16} | AIza[\w-]{35}
         | npm_[A-Za-z0-9]{36} | SG\.[\w-]{16,}\.[\w-]{16,}
+        | (?:gsk_|xai-)[A-Za-z0-9]{40,} | r8_[A-Za-z0-9]{30,} | do[opr]_v1_[0-9a-f]{64}
+        | pypi-[\w-]{40,} | dckr_pat_[\w-]{20,} | whsec_[A-Za-z0-9+/]{20,}=*
+        | GOCSPX-[\w-]{20,} | ya29\.[\w-]{20,} | (?:AC|SK)[0-9a-f]{32}
         | (?<=[Bb]earer\ )(?=[^\s]*[0-9])[\w.~+/-]{20,}=*
         | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}
         | rlhf_[0-9a-f]{12}_[\w-]{43}
@@ -126,6 +130,9 @@ DIALLED = re.compile(
     rf"{BEFORE}(?<![.,+/-])[+(]?[0-9][0-9 ()./-]{{5,24}}[0-9]{AFTER}(?![.,-][0-9])"
 )
 NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out, if not said
+NOT_DIALLED = re.compile(  # 31.12.2024 23 and 0.1666666667
+    r"(?:0?[1-9]|[12][0-9]|3[01])\.(?:0?[1-9]|1[0-2])\.(?:19|20)[0-9]{2}(?![0-9])|0\.[0-9]+$"
+)
 MOST_GROUPS = 7  # of digits in a phone number: a row of many short ones is none
 DIGITS = range(7, 16)  # in a phone number; ITU-T E.164 has 15 at most, with the country's code
 
@@ -271,6 +278,8 @@ def _is_phone(text: str, regions: Sequence[str]) -> bool:
     if len(groups) > MOST_GROUPS or (len(groups) == 1 and text[0] != "+"):
         return False
     if sum(map(len, groups)) not in DIGITS:  # before the search, which takes a millisecond
+        return False
+    if NOT_DIALLED.match(text):
         return False
     import phonenumbers
 

@@ -82,6 +82,17 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("sk-proj-Ab3dE_fGh1jKl-Mn0pQrSt_UvWx", "[key]"),
         ("Authorization: Bearer 9f86d081884c7d659a2f", "Authorization: Bearer [key]"),
         ("npm_" + "a1" * 18, "[key]"),
+        ("pypi-AgEIcHlwaS5vcmc" + "CJDEy" * 8 + ", r8_" + "a1" * 18, "[key], [key]"),
+        (
+            "gsk_" + "aB1" * 17 + " xai-" + "aB1" * 27 + " GOCSPX-" + "a-B_1" * 5,
+            "[key] [key] [key]",
+        ),
+        ("dckr_pat_" + "aB-1" * 7 + " whsec_" + "aB1+" * 8, "[key] [key]"),
+        ("dop_v1_" + "0a" * 32 + " ya29.a0" + "Ab_1" * 9 + " SK" + "0a" * 16, "[key] [key] [key]"),
+        (
+            "sean.o'brien@example.org, 'ann@example.org', d\u2019a@example.org",
+            "[email], '[email]', [email]",
+        ),
         (
             f"my -----BEGIN RSA PRIVATE KEY-----\nMIIE{'x' * 40}\n-----END RSA PRIVATE KEY-----",
             "my [key]",
@@ -107,6 +118,8 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "bearer of glad-tidings-from-the-hills, sk-learn-is-a-library-for-people",
         "10 20 30 40 50, 100 200 3000, 12/31/2024 10 000 000, 2024-01-31 100, 9781402894626",
         "1.2.3.4.5 and 999.1.1.1 and dead:beef",
+        "am 02.07.1998 08:32 und 02.07.1998 08 Uhr, 2.7.1998 10:00, 0.1666666667 each",
+        "icon@2x.png, pypi-mirror, ya29.x, SKU 12, ACCOUNT, gsk_build, whsec_key",
         "lib_1.2.3.4_all, a_4111111111111111_b, task_sk-" + "a1B2" * 8,
         " ".join(map(str, range(1, 60))),
         " ".join(map(str, range(1960, 2060))),
