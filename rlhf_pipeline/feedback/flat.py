@@ -68,7 +68,8 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError):
             return text
-    if name in SWITCHES and text.lower() in ("true", "false"):
+    is_switch = name in SWITCHES or (name == "value" and kind == "thumbs")
+    if is_switch and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if name in NUMBERS or (name == "value" and kind in NUMERIC_KINDS):
         try:
@@ -185,6 +186,7 @@ def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
         names = [name.strip() for name in header]
         while names and not names[-1]:
             names.pop()
+        position.columns = names
         for line, cells in lines:
             if not any(cells):
                 continue

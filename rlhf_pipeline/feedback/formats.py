@@ -615,7 +615,7 @@ FORMATS: tuple[Format, ...] = (
         lambda row: (
             _is_dialogue(row.get("chosen"))
             and _is_dialogue(row.get("rejected"))
-            and "prompt" not in row
+            and row.get("prompt") is None
         ),
         hh_rlhf,
     ),

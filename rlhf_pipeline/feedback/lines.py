@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ class Position:
     line: int = 0  # of the row drawn last; for an array the line its element begins on
     bytes_read: int = 0  # of the file on disk, so compressed where it is
     bytes_total: int = 0
+    columns: Sequence[str] = ()  # of a table: a row leaves out those it says nothing in
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def read(
         if isinstance(values, FeedbackRefused):
             yield _aside(agent_id, origin, line, values, raw)
             continue
-        chosen = chosen or _detect(values, origin)
+        chosen = chosen or _detect({**dict.fromkeys(position.columns), **values}, origin)
         if chosen.name == "oasst" and _is_flat(values):
             ready = trees.add(line, raw, values)
         else:

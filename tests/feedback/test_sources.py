@@ -659,6 +659,21 @@ def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(tmp_path: Path, 
     assert event.completion == f"Because{sign}dear"
 
 
+def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("prompt,chosen,rejected\nWhy?,Because.,\nWhy?,Because.,No.\n")
+    events, aside = read_all(path)
+    assert [(event.completion, event.other_completion) for event in events] == [("Because.", "No.")]
+    assert rules_of(aside) == [(2, "wrong_type")]
+
+
+def test_a_spreadsheet_says_true_and_false_of_a_thumb(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text(f"{TABLE}thumbs,TRUE,Why?,A.,ann\nthumbs,False,Why?,B.,ann\n")
+    events, aside = read_all(path)
+    assert ([event.number for event in events], aside) == ([1.0, 0.0], [])
+
+
 def test_a_table_in_another_encoding_is_called_that(tmp_path: Path) -> None:
     path = tmp_path / "f.csv"
     rows = "thumbs,up,¿Dónde está?,Grüße,jürgen\nthumbs,up,Why?,Because.,ann\n"
