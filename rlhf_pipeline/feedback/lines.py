@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from rlhf_pipeline.errors import FeedbackRefused
+from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.rules import Rule
 
 LONGEST_ROW = 8 << 20  # bytes
@@ -51,7 +51,10 @@ class RawRow:
 
 
 def raw_rows(path: Path, position: Position, longest: int = LONGEST_ROW) -> Iterator[RawRow]:
-    """Yield every non-blank row of the file, whatever is inside it."""
+    """Yield every non-blank row of the file, whatever is inside it.
+
+    Raises SourceError where its first object stands on several lines: none of them is a row.
+    """
     position.bytes_total = path.stat().st_size
     with path.open("rb") as file:
         try:
@@ -113,9 +116,13 @@ def _unpacked_pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def is_array(path: Path, beginning: bytes) -> bool:
-    """Tell whether a file is read as one JSON array, by its name and what it begins with."""
-    first = beginning.removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
-    return ".json" in path.suffixes and first == b"["
+    """Tell whether a file is read as one JSON array, by its name and what it begins with.
+
+    Under a name for lines it must begin with an object: no line that could be read begins so.
+    """
+    content = _begun(beginning)
+    named = ".json" in [suffix.lower() for suffix in path.suffixes]
+    return content[:1] == b"[" and (named or content[1:].lstrip()[:1] == b"{")
 
 
 def parse(row: RawRow) -> dict[str, Any]:
@@ -166,9 +173,20 @@ class _Unpacked(io.RawIOBase):
         return length
 
 
+def _begun(beginning: bytes) -> bytes:
+    return beginning.removeprefix(BYTE_ORDER_MARK).lstrip()
+
+
 def _rows(stream: io.BufferedReader, path: Path, longest: int) -> Iterator[RawRow]:
-    as_array = is_array(path, stream.peek(BLOCK))
-    return elements(stream, longest) if as_array else _lines(stream, longest)
+    beginning = stream.peek(BLOCK)
+    if is_array(path, beginning):
+        return elements(stream, longest)
+    if _PRETTY.match(_begun(beginning)):
+        raise SourceError(
+            f"one JSON object a line is needed, or one array of them, found an object over several "
+            f"lines in {path}; write each on one line (jq -c .)"
+        )
+    return _lines(stream, longest)
 
 
 def _lines(stream: io.BufferedReader, longest: int) -> Iterator[RawRow]:
@@ -190,6 +208,7 @@ def _too_long(line: int, shown: bytes, length: int, longest: int) -> RawRow:
     return RawRow(line, shown, Rule.line_too_long, detail)
 
 
+_PRETTY = re.compile(rb'\{\s*\n\s*"')  # an object whose first name stands on the next line
 _OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'["\\]')
 

@@ -567,6 +567,23 @@ def test_an_array_gives_the_line_each_element_begins_on(tmp_path: Path) -> None:
     assert [row.line for row in raw_rows(path, Position())] == [2, 4, 5]
 
 
+@pytest.mark.parametrize("name", ["ROWS.JSON", "rows.jsonl", "rows.ndjson"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_one_whatever_the_files_name(
+    tmp_path: Path, name: str, indent: int | None
+) -> None:
+    path, rows = tmp_path / name, [{"a": 1}, {"b": [2, {}]}]
+    path.write_text(f"\n {json.dumps(rows, indent=indent)}\n")
+    assert [parse(row) for row in raw_rows(path, Position())] == rows
+
+
+def test_an_object_over_several_lines_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "pretty.json"
+    path.write_text("\ufeff" + json.dumps(THUMBS, indent=2), encoding="utf-8")
+    with pytest.raises(SourceError, match=r"found an object over several lines .* \(jq -c \.\)"):
+        read_all(path)
+
+
 @pytest.mark.parametrize("end", ['[{"a": 1}, {"b": 2}', '[{"a": 1}, {"b": 2}] more'])
 def test_an_array_that_ends_wrongly_is_reported_after_its_rows(tmp_path: Path, end: str) -> None:
     path = tmp_path / "a.json"
