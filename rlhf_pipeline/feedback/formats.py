@@ -207,19 +207,22 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
 
 
 def _moment(values: Values) -> datetime | None:
-    text = _text(values, "occurred_at")
-    if text is None:
+    told = values.get("occurred_at")
+    if isinstance(told, datetime):  # a data set's column may hold moments
+        moment = told
+    elif (text := _text(values, "occurred_at")) is None:
         return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
+    else:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
     if moment.tzinfo is None:
-        refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", text)
+        refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told)
     try:
         return moment.astimezone(UTC)
     except OverflowError:
-        refuse(Rule.bad_time, "a moment between the years 1 and 9999 in UTC", text)
+        refuse(Rule.bad_time, "a moment between the years 1 and 9999 in UTC", told)
 
 
 def _tags(values: Values) -> tuple[str, ...]:
@@ -558,6 +561,8 @@ def _rater(row: Row) -> str | None:
     rater = next((row.values[name] for name in SIGNED if name in row.values), None)
     if rater is None or rater == "":
         return None
+    if isinstance(rater, float) and rater.is_integer() and abs(rater) < 2**53:
+        rater = int(rater)  # pandas has 7 as 7.0 beside an empty cell; beyond, two may be one
     if isinstance(rater, bool) or not isinstance(rater, str | int):
         refuse(Rule.wrong_type, "rater as text", type(rater))
     check_text("rater", str(rater), LONGEST_RATER)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,23 @@ def test_events_of_every_kind_are_read(tmp_path: Path) -> None:
     assert events[6].criteria == {"safety": 1.0}
     assert events[7].occurred_at == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert {e.origin for e in events} == {"f.jsonl"}
+
+
+def test_a_data_set_of_pandas_is_read(tmp_path: Path) -> None:
+    path, when = tmp_path / "votes.parquet", datetime(2026, 5, 1, 12, tzinfo=UTC)
+    frame = pd.DataFrame([{**THUMBS, "value": 1.0, "rater": 7, "occurred_at": when}] * 2)
+    frame["rater"] = [7, None]  # a number, so 7.0 and NaN
+    frame["completion"] = ["A.", "B."]
+    frame["kind"] = frame["kind"].astype("category")
+    frame.to_parquet(path)
+    events, aside = read_all(path)
+    assert aside == []
+    assert [event.rater_id for event in events] == [hash_rater("tea", "7"), None]
+    assert [event.occurred_at for event in events] == [when, when]
+    frame["occurred_at"] = frame["occurred_at"].dt.tz_localize(None)
+    frame.to_parquet(path)
+    assert rules_of(read_all(path)[1]) == [(1, "bad_time"), (2, "bad_time")]
+    assert rules_of(read_all(write_lines(tmp_path / "f.jsonl", [{**THUMBS, "rater": 2e16}]))[1])
 
 
 def test_a_row_without_a_key_gets_one_from_what_it_says(tmp_path: Path) -> None:
