@@ -8,7 +8,7 @@
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
 | judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), `evaluator`; optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
-| quality | `messages` ending with the assistant's, or `prompt` and `completion`, or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
+| quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
@@ -302,7 +302,10 @@ def _prompt(values: Values) -> Prompt:
 
 
 def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
-    """Return one side's context and completion; whole conversations bring their own context."""
+    """Return one side's context and completion; whole conversations bring their own context.
+
+    Formats: TRL's documentation, "Dataset formats", preference and unpaired preference.
+    """
     value = values.get(name)
     if isinstance(value, str):
         context, completion = given, value
@@ -312,7 +315,7 @@ def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
             refuse(Rule.wrong_type, f"{name} ending with the assistant's message", last.role)
         context, completion = tuple(before) or given, last.content
     if not context:
-        refuse(Rule.no_prompt, "prompt, or chosen and rejected with their contexts", None)
+        refuse(Rule.no_prompt, f"prompt, or {name} with its context", None)
     return context, completion
 
 
@@ -488,9 +491,7 @@ def quality(row: Row) -> Iterator[Feedback]:
     if values.get("messages") is not None:
         prompt, completion = _last_answer(messages_of(values["messages"], "messages"))
     elif values.get("completion") is not None:
-        prompt, completion = _prompt(values), _needed_text(values, "completion")
-        if not prompt:
-            refuse(Rule.no_prompt, "the prompt this completion answers", None)
+        prompt, completion = _side(values, "completion", _prompt(values))
     else:
         prompt, completion = split_dialogue(_needed_text(values, "text"), "text")
     if values.get("quality") is not None:

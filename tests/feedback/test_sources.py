@@ -425,6 +425,10 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
         {"messages": messages, "quality": True},
         {"completion": "So.", "quality": 0.5},
         {"messages": messages, "label": "good"},
+        # As TRL has unpaired preferences.
+        {"prompt": messages[:1], "completion": messages[1:], "label": True},
+        {"completion": messages, "label": False},
+        {"prompt": messages[:1], "completion": messages[:1], "label": True},
     ]
     events, aside = read_all(write_lines(tmp_path / "q.jsonl", rows))
     assert {(e.prompt, e.completion) for e in events} == {(user_prompt("Why?"), "So.")}
@@ -433,6 +437,8 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
         ("thumbs", 0.0),
         ("thumbs", 1.0),
         ("score", 1.0),
+        ("thumbs", 1.0),
+        ("thumbs", 0.0),
     ]
     assert rules_of(aside) == [
         (5, "no_prompt"),
@@ -443,6 +449,7 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
         (10, "wrong_type"),
         (11, "no_prompt"),
         (12, "wrong_type"),
+        (15, "wrong_type"),
     ]
 
 
