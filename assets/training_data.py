@@ -32,14 +32,13 @@ def training_data(
     with pipeline.turn(context) as turn:
         feedback = turn.settings.feedback
         every = stages.without_gold(turn, snapshot.read(turn.data / VALIDATED))
-        votes = datasets.newest(every, feedback.max_votes)
+        per_rater, unsigned = feedback.max_per_rater, feedback.max_unsigned
+        votes = datasets.newest(every, feedback.max_votes, per_rater=per_rater, unsigned=unsigned)
         if len(votes) < len(every):
             context.log.info(
                 "the newest %d of %d votes train (feedback.max_votes)", len(votes), len(every)
             )
-        capped, left_out = datasets.within_caps(
-            votes, per_rater=feedback.max_per_rater, unsigned=feedback.max_unsigned
-        )
+        capped, left_out = datasets.within_caps(votes, per_rater=per_rater, unsigned=unsigned)
         for whose, rows in left_out.items():
             setting = "max_per_rater" if whose == "signed" else "max_unsigned"
             context.log.warning(

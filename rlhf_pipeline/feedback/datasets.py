@@ -147,15 +147,22 @@ def build(
     )
 
 
-def newest(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
-    """Return the rows of a snapshot frame that were stored last, so many at most, in their order.
+def newest(
+    frame: pd.DataFrame, most: int | None, *, per_rater: int | None, unsigned: int | None
+) -> pd.DataFrame:
+    """Return the rows of a snapshot frame that were stored last, in their order.
 
-    Of what `within_caps` then keeps of somebody's votes by their hash, new ones have their part
-    however long people have voted.
+    So many that `most` are within the caps: whoever sends more than counts drives nobody else's
+    votes out. Of what `within_caps` then keeps of somebody's votes by their hash, new ones have
+    their part however long people have voted.
     """
     if most is None or len(frame) <= most:
         return frame
-    return frame[frame["seq"].rank(method="first") > len(frame) - most].reset_index(drop=True)
+    nobody, who, cap = _capped_together(frame, per_rater, unsigned)
+    late = frame["seq"].rank(method="first", ascending=False)  # 1 for the newest
+    counts = late.groupby([nobody, who]).rank() <= cap
+    within = late.where(counts).rank() <= most
+    return frame[(late <= most) | within].reset_index(drop=True)
 
 
 def within_caps(
@@ -169,9 +176,7 @@ def within_caps(
     their votes count. What was left out is {"signed": rows, "unsigned, ORIGIN": rows}, only where
     there is some.
     """
-    nobody = frame["rater_id"].isna()
-    who = frame["voter"].where(~nobody, frame["origin"])
-    most = nobody.map({False: per_rater, True: unsigned}).astype(float).fillna(float("inf"))
+    nobody, who, most = _capped_together(frame, per_rater, unsigned)
     if not (frame.groupby([nobody, who])["feedback_id"].transform("size") > most).any():
         return frame, {}
     order = frame["feedback_id"].map(lambda key: unit_interval("rater cap", str(key)))
@@ -179,6 +184,16 @@ def within_caps(
     names = ("unsigned, " + frame["origin"].map(str)).where(nobody, "signed")
     left_out = {str(name): int(n) for name, n in names[over].value_counts().sort_index().items()}
     return frame[~over].reset_index(drop=True), left_out
+
+
+def _capped_together(
+    frame: pd.DataFrame, per_rater: int | None, unsigned: int | None
+) -> tuple[pd.Series[bool], pd.Series[str], pd.Series[float]]:
+    """Return of each row if nobody signed it, whose or what way's cap it is under, and the cap."""
+    nobody = frame["rater_id"].isna()
+    who = frame["voter"].where(~nobody, frame["origin"])
+    most = nobody.map({False: per_rater, True: unsigned}).astype(float).fillna(float("inf"))
+    return nobody, who, most
 
 
 def cohort_of(origin: str) -> str:

@@ -289,18 +289,32 @@ def votes_by(*senders: tuple[str | None, str, int]) -> pd.DataFrame:
 def test_the_newest_votes_train_however_long_people_have_voted() -> None:
     votes = votes_by(("ann", "api", 30), (None, "api", 70)).assign(seq=[*range(50, 150)])
     votes = votes.sample(frac=1, random_state=0).reset_index(drop=True)
-    kept = newest(votes, 40)
+    no_caps: dict[str, Any] = {"per_rater": None, "unsigned": None}
+    kept = newest(votes, 40, **no_caps)
     assert sorted(kept["seq"]) == [*range(110, 150)]
     assert kept["seq"].tolist() == [seq for seq in votes["seq"] if seq >= 110]
     assert kept.index.tolist() == list(range(40))
-    assert newest(votes, None) is newest(votes, 100) is votes
+    assert newest(votes, None, **no_caps) is newest(votes, 100, **no_caps) is votes
     # A rater at the cap is heard with new votes too.
     old = votes_by(("ann", "api", 1000)).assign(seq=range(1000))
     new = votes_by(("ann", "api", 20)).assign(seq=range(1000, 1020))
     new["feedback_id"] = "new-" + new["feedback_id"]
-    both = newest(pd.concat([old, new], ignore_index=True), 40)
+    both = newest(pd.concat([old, new], ignore_index=True), 40, per_rater=20, unsigned=None)
     heard, _ = within_caps(both, per_rater=20, unsigned=None)
     assert heard["feedback_id"].str.startswith("new-").sum() >= 5
+
+
+@pytest.mark.parametrize("flood", ["bot", None])
+def test_whoever_sends_more_than_counts_drives_nobody_elses_votes_out(flood: str | None) -> None:
+    people = [(f"person {n}", "api", 10) for n in range(20)]
+    votes = votes_by(*people, (flood, "dump.jsonl", 500))
+    votes["seq"] = range(len(votes))
+    caps: dict[str, Any] = {"per_rater": 30, "unsigned": 30}
+    shuffled = votes.sample(frac=1, random_state=0).reset_index(drop=True)
+    heard, _ = within_caps(newest(shuffled, 100, **caps), **caps)
+    theirs = heard["origin"] == "dump.jsonl"
+    assert (theirs.sum(), len(heard)) == (30, 100)
+    assert sorted(heard["seq"][~theirs]) == [*range(130, 200)]  # the newest of the others
 
 
 def test_no_rater_has_more_votes_than_the_cap() -> None:
