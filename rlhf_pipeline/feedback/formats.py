@@ -389,7 +389,8 @@ def _ranked(replies: list[Any]) -> list[Values]:
 def _reactions(node: Values) -> float | None:
     emojis = node.get("emojis") or {}
     if isinstance(emojis, dict) and isinstance(emojis.get("name"), list):  # as the hub's rows have
-        emojis = dict(zip(emojis["name"], emojis.get("count") or [], strict=False))
+        names, counts = map(str, emojis["name"]), emojis.get("count") or []
+        emojis = dict(zip(names, counts, strict=False)) if isinstance(counts, list) else counts
     if not isinstance(emojis, dict):
         refuse(Rule.wrong_type, "emojis as counts by name", emojis)
     up, down = (_number(emojis.get(name) or 0, f"emoji {name}") for name in ("+1", "-1"))
@@ -450,7 +451,7 @@ ACCEPTABLE = {"yes": 1.0, "no": 0.0}
 def judgements(row: Row) -> Iterator[Feedback]:
     """Yield the preference a rater gave between two answers, and their thumbs for each."""
     values = row.values
-    prompt = messages_of(values["prompt"], "prompt")
+    prompt = messages_of(values.get("prompt"), "prompt")
     sides = [_needed_text(values, name) for name in ("completion_a", "completion_b")]
     level = _needed_text(values, "preference")
     if level not in LEVELS:

@@ -8,7 +8,7 @@ import sys
 import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -451,6 +451,82 @@ def test_quality_and_labels_become_scores_and_thumbs(tmp_path: Path) -> None:
         (12, "wrong_type"),
         (15, "wrong_type"),
     ]
+
+
+WHOLE_ROWS: dict[str, Any] = {
+    "events": {
+        **THUMBS,
+        "kind": "preference",
+        "value": "left",
+        "other_completion": "c",
+        "tags": ["a"],
+    },
+    "pairs": {"prompt": "a", "chosen": "b", "rejected": "c", "tie": False, "chosen_score": 1},
+    "hh_rlhf": dict.fromkeys(("chosen", "rejected"), "\n\nHuman: a\n\nAssistant: b"),
+    "oasst": {
+        "message_tree_id": "1",
+        "prompt": {
+            "message_id": "1",
+            "text": "a",
+            "role": "prompter",
+            "replies": [
+                {"text": "b", "role": "assistant", "rank": 0, "emojis": {"+1": 2}},
+                {"text": "c", "role": "assistant", "emojis": {"name": ["+1"], "count": [1]}},
+            ],
+        },
+    },
+    "answers": {
+        "question": "a",
+        "prediction 1": "b",
+        "prediction 2": "c",
+        "preference": [1],
+        "feedback": {"corrected-prediction": "d"},
+    },
+    "judgements": {
+        **dict.fromkeys(("prompt", "completion_a", "completion_b", "evaluator"), "a"),
+        "preference": "tie",
+        "completion_a_is_acceptable": "yes",
+    },
+    "quality": {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}], "quality": 1},
+}
+ODD: tuple[Any, ...] = (
+    None,
+    "",
+    7,
+    0.5,
+    True,
+    [],
+    {},
+    [None],
+    [[]],
+    [{}],
+    {"name": [{}]},
+    {"name": [], "count": 1},
+)
+
+
+def _changed_in_one_place(value: Any) -> Iterator[Any]:
+    """Yield the value with something odd in each place, and without each place."""
+    places = list(value.items() if isinstance(value, dict) else enumerate(value))
+    for key, inside in places:
+        rest = {k: v for k, v in places if k != key}
+        changed = [
+            *ODD,
+            *(_changed_in_one_place(inside) if isinstance(inside, dict | list) else ()),
+        ]
+        for whole in (rest, *({**rest, key: each} for each in changed)):
+            yield whole if isinstance(value, dict) else [whole[k] for k in sorted(whole)]
+
+
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_a_row_with_anything_in_any_place_is_taken_or_set_aside(tmp_path: Path, name: str) -> None:
+    path, sound = tmp_path / "rows.jsonl", WHOLE_ROWS[name]
+    whole, nothing = read_all(write_lines(path, [sound]), format=name)
+    assert nothing == []
+    odd = list(_changed_in_one_place(sound))
+    events, aside = read_all(write_lines(path, [sound, *odd, sound]), format=name)
+    assert events[: len(whole)] == whole == events[-len(whole) :]
+    assert {row.line for row in aside} <= {*range(2, len(odd) + 2)}
 
 
 def test_a_hub_data_set_streams_and_an_unknown_one_says_what_to_do(
