@@ -105,7 +105,7 @@ def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
     with path.open("rb") as packed, _text(packed) as file:
         lines = _split(file)
         unpacked = _whole(lines, "gzip file", DAMAGE)
-        # A cell over the limit, as where a quote that is not closed takes in what follows.
+        # A cell over the limit, or a quote that is not closed and takes in what follows.
         yield from _rows(_whole(unpacked, "table", (csv.Error,)), position)
     position.bytes_read = position.bytes_total
 
@@ -157,8 +157,17 @@ _Line = tuple[int, Sequence[str]]
 def _split(file: IO[str]) -> Iterator[_Line]:
     header = file.readline()
     separator = next((sign for sign in ",;\t" if sign in header), ",")
-    reader = csv.reader(chain([header], file), delimiter=separator)
+    over = False
+
+    def lines() -> Iterator[str]:
+        nonlocal over
+        yield from chain([header], file)
+        over = True
+
+    reader = csv.reader(lines(), delimiter=separator)
     for cells in reader:
+        if over:  # and yet more was asked for: all that follows an open quote is in one cell
+            raise csv.Error("a quote that is not closed")
         yield reader.line_num, cells
 
 

@@ -861,6 +861,19 @@ def test_a_table_with_a_cell_too_long_gives_what_came_before(tmp_path: Path) -> 
     assert "needed a whole table, found: field larger than" in aside[0].detail
 
 
+def test_a_quote_that_is_not_closed_takes_no_row_in_silence(tmp_path: Path) -> None:
+    path, row = tmp_path / "open.csv", "thumbs,up,Why?,Because.,ann\n"
+    path.write_text(
+        f'{TABLE}{row}thumbs,up,Why?,"So, "" it is.",bob\nthumbs,up,Why?,No.,"c\n{row * 9}'
+    )
+    events, aside = read_all(path)
+    assert [event.completion for event in events] == ["Because.", 'So, " it is.']
+    assert rules_of(aside) == [(4, "damaged_file")]
+    assert "found: a quote that is not closed" in aside[0].detail
+    path.write_text(f'{TABLE}{row}thumbs,up,Why?,No.,"cy"')
+    assert len(read_all(path)[0]) == 2
+
+
 def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
     path, deep = tmp_path / "deep.csv", "[" * 100_000
     path.write_text(f"{TABLE}thumbs,up,{deep},Because.,ann\nthumbs,up,Why?,Because.,ann\n")
