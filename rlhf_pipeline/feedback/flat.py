@@ -155,13 +155,15 @@ _Line = tuple[int, Sequence[str]]
 
 
 def _split(file: IO[str]) -> Iterator[_Line]:
-    header = file.readline()
-    separator = next((sign for sign in ",;\t" if sign in header), ",")
+    begun = [file.readline()]
+    while begun[-1].isspace():
+        begun.append(file.readline())
+    separator = next((sign for sign in ",;\t" if sign in begun[-1]), ",")
     over = False
 
     def lines() -> Iterator[str]:
         nonlocal over
-        yield from chain([header], file)
+        yield from chain(begun, file)
         over = True
 
     reader = csv.reader(lines(), delimiter=separator)
@@ -189,9 +191,12 @@ def _words(error: Exception) -> str:
 
 
 def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
-    """Yield what the lines say by the names in the first; the last says where a file is damaged."""
+    """Yield what the lines say by the names in the first that is not blank.
+
+    The last says where a file is damaged.
+    """
     try:
-        _, header = next(lines, (0, ()))
+        header: Sequence[str] = next((cells for _, cells in lines if any(cells)), ())
         names = [name.strip() for name in header]
         while names and not names[-1]:
             names.pop()

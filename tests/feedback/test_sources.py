@@ -764,6 +764,22 @@ def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> No
     assert '"rater": " dear", "": "bob"' in str(aside[0].raw)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_a_table_may_begin_with_blank_lines(tmp_path: Path, suffix: str) -> None:
+    text, path = (
+        f"\n\n{TABLE}thumbs,up,Why?,Because.,ann\nthumbs,yes,Why?,No.,ann\n",
+        tmp_path / "f",
+    )
+    path = path.with_suffix(f".{suffix}")
+    if suffix == "csv":
+        path.write_text(text.replace(",", ";"))
+    else:
+        write_sheet(path, text)
+    events, aside = read_all(path)
+    assert [event.completion for event in events] == ["Because."]
+    assert rules_of(aside) == [(5, "wrong_type")]
+
+
 @pytest.mark.parametrize("sign", [";", "\t"])
 def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(tmp_path: Path, sign: str) -> None:
     path = tmp_path / "f.csv"
