@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 50_000
 FILE = "feedback.parquet"  # in the turn's data folder
 PROMPTS = ("prompt", "other_prompt")  # JSON of messages
-TEXTS = ("completion", "other_completion", "text", "comment", "topic", "tags")
+TEXTS = ("completion", "other_completion", "text", "comment", "topic")
+TAGS = ("tags",)  # JSON list of texts
 REDACTED = "rlhf.redacted"  # in the file's metadata: {kind: how many}
 
 
@@ -163,12 +164,16 @@ def _redact(frame: pd.DataFrame, counts: Counts, regions: Sequence[str]) -> None
             counts[kind] = counts.get(kind, 0) + n
         return cleaned
 
+    # JSON is cleaned text by text: in it an escaped letter would read as part of a word, and what
+    # ran on over a text's end would leave no JSON.
     def clean_prompt(text: str) -> str:
-        # Message by message: in JSON an escaped line break would read as part of a word.
         turns = prompt_from_json(text)
         return prompt_to_json(tuple(Message(turn.role, clean(turn.content)) for turn in turns))
 
-    for names, cleaner in ((PROMPTS, clean_prompt), (TEXTS, clean)):
+    def clean_tags(text: str) -> str:
+        return json.dumps([clean(tag) for tag in json.loads(text)])
+
+    for names, cleaner in ((PROMPTS, clean_prompt), (TEXTS, clean), (TAGS, clean_tags)):
         for name in names:
             frame[name] = [cleaner(v) if isinstance(v, str) else v for v in frame[name]]
 

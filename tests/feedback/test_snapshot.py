@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import NotEnoughData
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.store import FeedbackStore, target_of
+from rlhf_pipeline.feedback.wishes import wished_shares
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -140,6 +142,22 @@ def test_what_identifies_people_stays_out_of_the_file(store: FeedbackStore, tmp_
     snapshot.take(store.database, "tea", 9, paths[2], redacts=False)
     assert snapshot.read(paths[2]).prompt[0] == prompt_to_json(asked)
     assert snapshot.redacted_in(paths[2]) is None
+
+
+def test_tags_are_a_list_whatever_was_taken_out_of_them(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    tags = ("wants:short", "-----BEGIN PRIVATE KEY-----", "éann@example.org", "a\nb@example.org")
+    store.append([replace(THUMBS, tags=tags)])
+    path = tmp_path / "feedback.parquet"
+    snapshot.take(store.database, "tea", 9, path)
+    assert json.loads(snapshot.read(path).tags[0]) == [
+        "wants:short",
+        "[key]",
+        "[email]",
+        "a\n[email]",
+    ]
+    assert wished_shares(path, lambda voter: True) == {}  # it is read, and one is too few
 
 
 def test_without_feedback_there_is_nothing_to_freeze(store: FeedbackStore, tmp_path: Path) -> None:
