@@ -135,9 +135,9 @@ def run(
     agent_id = arguments.agent or _new_agent(pipeline)
     people = population(200, arguments.seed)
     console.print(f"[bold]The loop, for agent {agent_id}[/], state in {settings.state_dir}")
+    daemon = processes.start_daemon(settings.state_dir, "`make demo`")
     pipeline.store.ensure_agent(agent_id)
     instance = dg.DagsterInstance.get()
-    daemon = processes.start_daemon(settings.state_dir)
     try:
         bars = Bars(console)
         with bars.progress:

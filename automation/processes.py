@@ -4,6 +4,7 @@ Each is a child that ends with its parent, on Linux with one that was killed too
 <state>/logs/<name>.log, and what was in it before it grew large to <name>.log.1 beside it.
 """
 
+import fcntl
 import os
 import shutil
 import socket
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_pipeline.errors import PipelineError
@@ -55,9 +56,14 @@ def prepare_home(state_dir: Path) -> Path:
 
 
 def start(
-    name: str, command: list[str], state_dir: Path, environment: Mapping[str, str] | None = None
+    name: str,
+    command: list[str],
+    state_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    keeps_open: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Start a child process that logs to <state>/logs/<name>.log.
+    """Start a child process that logs to <state>/logs/<name>.log; it inherits `keeps_open`, files.
 
     To be called in the main thread: Linux takes the end of the thread for the parent's.
     """
@@ -75,6 +81,7 @@ def start(
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            pass_fds=keeps_open,
         )
 
 
@@ -90,10 +97,30 @@ def shorten_logs(state_dir: Path) -> None:
             os.truncate(log, 0)  # its writer appends: the next line is the first
 
 
-def start_daemon(state_dir: Path) -> "subprocess.Popen[bytes]":
-    """Start Dagster's daemon: sensors, schedules, the run queue, run monitoring."""
+def start_daemon(state_dir: Path, within: str = "a program") -> "subprocess.Popen[bytes]":
+    """Start Dagster's daemon: sensors, schedules, the run queue, run monitoring.
+
+    Two would ask for everything twice, so it holds a lock on the state folder for as long as it
+    lives, however it ends. Raises PipelineError where another has it, with what that one was
+    started `within`.
+    """
     command = [sys.executable, "-m", "dagster._daemon", "run", "-w", "workspace.yaml"]
-    return start("dagster-daemon", command, state_dir)
+    path = state_dir / "dagster" / "daemon.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise PipelineError(
+                f"needed a state folder that no Dagster daemon works on, found {lock.read()} "
+                f"already at work on {state_dir}; use that one, end it, or name another folder in "
+                "RLHF_STATE_DIR"
+            ) from error
+        lock.truncate(0)
+        lock.write(within)
+        lock.flush()
+        return start("dagster-daemon", command, state_dir, keeps_open=[lock.fileno()])
 
 
 def start_webserver(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":

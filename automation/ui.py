@@ -12,7 +12,7 @@ from rlhf_pipeline.errors import PipelineError
 
 
 def main() -> None:
-    """Start what people look at and run until interrupted."""
+    """Start what people look at and run until interrupted; what prevents it is told in a line."""
     parser = argparse.ArgumentParser(
         prog="python -m automation.ui", description=__doc__.splitlines()[0] if __doc__ else None
     )
@@ -21,17 +21,31 @@ def main() -> None:
     parser.add_argument("--service-port", type=int, default=8080)
     parser.add_argument("--state", type=Path, default=None, help="default: the settings' state_dir")
     arguments = parser.parse_args()
-    state = arguments.state or load_settings().state_dir
+    try:
+        run(
+            arguments.state or load_settings().state_dir,
+            dagster_port=processes.free_port(arguments.dagster_port),
+            mlflow_port=processes.free_port(arguments.mlflow_port),
+            service_port=processes.free_port(arguments.service_port),
+        )
+    except PipelineError as error:
+        sys.stderr.write(f"error: {error}\n")  # as `rlhf` does
+        sys.exit(1)
+
+
+def run(state: Path, *, dagster_port: int, mlflow_port: int, service_port: int) -> None:
+    """Start everything at these ports, say where it is, and end it all when interrupted."""
     processes.prepare_home(state)
-    dagster_port = processes.free_port(arguments.dagster_port)
-    mlflow_port = processes.free_port(arguments.mlflow_port)
-    service_port = processes.free_port(arguments.service_port)
     asks_at = {
         "RLHF_DAGSTER_URL": f"http://127.0.0.1:{dagster_port}",
         "RLHF_MLFLOW_URL": f"http://127.0.0.1:{mlflow_port}",
     }
     children = [
-        processes.start_daemon(state),
+        processes.start_daemon(
+            state,
+            f"`make ui` (Dagster http://127.0.0.1:{dagster_port}, chat "
+            f"http://127.0.0.1:{service_port})",
+        ),
         processes.start_webserver(state, dagster_port),
         processes.start_mlflow(state, mlflow_port),
         processes.start_service(state, service_port, asks_at),

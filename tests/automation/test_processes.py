@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -118,6 +119,33 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_state_folder_has_one_daemon_until_that_has_ended(
+    tmp_path: Path, environment: None
+) -> None:
+    processes.prepare_home(tmp_path)
+    address = "`make ui` (Dagster http://127.0.0.1:3000)"
+    daemon = processes.start_daemon(tmp_path, address)
+    try:
+        with pytest.raises(PipelineError, match=f"found {re.escape(address)} already at work"):
+            processes.start_daemon(tmp_path)
+        second = subprocess.run(
+            [sys.executable, "-m", "automation.ui", "--state", str(tmp_path)],
+            cwd=processes.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert second.stderr.startswith("error: needed a state folder that no Dagster daemon works")
+        assert address in second.stderr
+        assert second.stderr.count("\n") == 1
+        assert second.stdout == ""
+    finally:
+        daemon.kill()
+        daemon.wait()
+    processes.stop(processes.start_daemon(tmp_path))  # nobody had to take the lock away
 
 
 def test_a_port_that_is_taken_gives_another() -> None:
