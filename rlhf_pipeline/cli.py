@@ -65,12 +65,12 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
     (score.score, MODELS, "rlhf score replies.jsonl --reward length --out scores.jsonl"),
     (training.plan, TRAINING, "rlhf plan gpt2"),
-    (training.tune, TRAINING, "rlhf tune demo --trials 8 --updates 20"),
+    (training.tune, TRAINING, "rlhf tune --agent demo --trials 8 --updates 20"),
     (training.specialise, TRAINING, "rlhf specialise --recipe specialists --out ./agents"),
     (agents.status, AUTOMATION, "rlhf status"),
-    (agents.pause, AUTOMATION, 'rlhf pause demo --reason "moving house"'),
-    (agents.resume, AUTOMATION, "rlhf resume demo"),
-    (agents.automatic, AUTOMATION, "rlhf automatic demo on"),
+    (agents.pause, AUTOMATION, 'rlhf pause --agent demo --reason "moving house"'),
+    (agents.resume, AUTOMATION, "rlhf resume --agent demo"),
+    (agents.automatic, AUTOMATION, "rlhf automatic on --agent demo"),
     (state.backup, STATE, "rlhf backup /backups/2026-11-21"),
     (state.restore, STATE, "rlhf restore /backups/2026-11-21 --state ./state"),
     (state.prune, STATE, "rlhf prune --dry-run"),
@@ -104,10 +104,10 @@ FEEDBACK_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 for function, example in FEEDBACK_COMMANDS:
     feedback_out.command(cls=Command, epilog=f"Example: {example}")(function)
 EXPERIMENT_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
-    (experiment.start, "rlhf experiment start demo --version 3"),
-    (experiment.status, "rlhf experiment status demo"),
-    (experiment.stop, 'rlhf experiment stop demo --reason "a complaint"'),
-    (experiment.offline, "rlhf experiment offline demo baseline champion --prompts 100"),
+    (experiment.start, "rlhf experiment start --agent demo --version 3"),
+    (experiment.status, "rlhf experiment status --agent demo"),
+    (experiment.stop, 'rlhf experiment stop --agent demo --reason "a complaint"'),
+    (experiment.offline, "rlhf experiment offline baseline champion --agent demo --prompts 100"),
 )
 for function, example in EXPERIMENT_COMMANDS:
     experiments.command(cls=Command, epilog=f"Example: {example}")(function)

@@ -103,6 +103,17 @@ def test_every_command_explains_itself_and_its_example_holds(name: str, rlhf: Ru
             assert getattr(parameter, "help", None), f"{name} {parameter.name} says nothing"
 
 
+def test_an_agent_is_named_the_same_way_everywhere() -> None:
+    named = {
+        name: parameter
+        for name, command in every_command().items()
+        for parameter in command.params
+        if parameter.name == "agent"
+    }
+    assert len(named) > 20
+    assert {tuple(parameter.opts) for parameter in named.values()} == {("--agent", "-a")}
+
+
 def test_help_names_the_exit_codes_and_where_settings_come_from(rlhf: Run) -> None:
     told = " ".join(rlhf("--help").stdout.split())
     for word in ("RLHF_RECIPE", "RLHF_STATE_DIR", "3 ingest set rows aside", "--debug"):
@@ -147,7 +158,7 @@ def test_debug_shows_where_it_happened(rlhf: Run) -> None:
 
 def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:
     assert "Missing option '--agent'" in rlhf("versions", code=2).stderr
-    assert "on" in rlhf("automatic", "tea", "perhaps", code=2).stderr
+    assert "on" in rlhf("automatic", "perhaps", "--agent", "tea", code=2).stderr
     rlhf("nonsense", code=2)
     rlhf("simulate", "--agent", "tea", "--events", "0", code=2)
 
@@ -358,22 +369,21 @@ def test_status_shows_the_others_where_an_agents_recipe_has_gone(rlhf: Run, tmp_
 
 def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
-    assert (
-        rlhf("pause", "tea", "--reason", "moving house").stdout == "tea is paused: moving house\n"
-    )
+    told = rlhf("pause", "--agent", "tea", "--reason", "moving house").stdout
+    assert told == "tea is paused: moving house\n"
     assert cells(rlhf("status").stdout)["next turn"] == "paused: moving house"
-    rlhf("resume", "tea")
+    rlhf("resume", "--agent", "tea")
     assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 100 needed"
-    for words in (["pause", "tee"], ["resume", "tee"], ["automatic", "tee", "on"]):
-        assert "found 'tee'; known: tea" in rlhf(*words, code=1).stderr
+    for words in (["pause"], ["resume"], ["automatic", "on"]):
+        assert "found 'tee'; known: tea" in rlhf(*words, "--agent", "tee", code=1).stderr
 
 
 def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
     assert cells(rlhf("status").stdout)["promotion"] == "automatic"  # as the recipe tiny says
-    assert "off" in rlhf("automatic", "tea", "off").stdout
+    assert "off" in rlhf("automatic", "off", "--agent", "tea").stdout
     assert cells(rlhf("status").stdout)["promotion"] == "asks a person"
-    rlhf("automatic", "tea", "on")
+    rlhf("automatic", "on", "--agent", "tea")
     assert cells(rlhf("status").stdout)["promotion"] == "automatic"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import click
 from typer.main import get_command
 
 from rlhf_pipeline.cli import app
@@ -66,6 +68,18 @@ def test_every_rlhf_command_exists() -> None:
     named = set(re.findall(r"\brlhf ([a-z]+)", TOLD))
     assert {"ingest", "chat", "explain", "versions", "config"} <= named
     assert named <= known
+
+
+def test_every_rlhf_line_is_one_that_the_command_takes() -> None:
+    lines = re.findall(r"^\.venv/bin/rlhf (.+)$", TOLD, flags=re.MULTILINE)
+    assert len(lines) > 20
+    for line in lines:
+        command: click.Command = get_command(app)
+        words = shlex.split(line, comments=True)
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        if words != ["--help"]:
+            command.make_context(line, words)  # raises where the command would not take it
 
 
 def test_a_row_of_every_kind_is_shown_and_can_be_taken(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlhf_pipeline.commands.common import (
-    AgentArgument,
+    Agent,
     AsJson,
     Workspace,
     console,
@@ -45,7 +45,7 @@ def status(
 
 
 def pause(
-    agent: AgentArgument,
+    agent: Agent,
     reason: Annotated[
         str, typer.Option("--reason", "-r", help="Why; `rlhf status` shows it.")
     ] = "by hand",
@@ -57,7 +57,7 @@ def pause(
     typer.echo(f"{agent} is paused: {reason}")
 
 
-def resume(agent: AgentArgument) -> None:
+def resume(agent: Agent) -> None:
     """Let the turns of a paused agent start by themselves again."""
     here = workspace()
     here.need_agent(agent)
@@ -66,7 +66,7 @@ def resume(agent: AgentArgument) -> None:
 
 
 def automatic(
-    agent: AgentArgument,
+    agent: Agent,
     switch: Annotated[Literal["on", "off"], typer.Argument(metavar="on|off")],
 ) -> None:
     """Choose who promotes an agent's versions: on lets the gate decide, off asks a person.

@@ -45,7 +45,6 @@ Agent = Annotated[
     str,
     typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The agent: one line of models."),
 ]
-AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace what is there already, a folder wholly.")
 ]

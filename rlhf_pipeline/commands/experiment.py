@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_pipeline.commands.common import (
-    AgentArgument,
+    Agent,
     AsJson,
     Workspace,
     console,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start(
-    agent: AgentArgument,
+    agent: Agent,
     version: Annotated[
         str, typer.Option("--version", "-v", help="A version number, or challenger.")
     ] = "challenger",
@@ -70,7 +70,7 @@ def start(
     )
 
 
-def status(agent: AgentArgument, as_json: AsJson = False) -> None:
+def status(agent: Agent, as_json: AsJson = False) -> None:
     """Show the agent's experiments, newest first, with the latest look at each."""
     here = workspace()
     here.need_agent(agent)
@@ -98,7 +98,7 @@ def status(agent: AgentArgument, as_json: AsJson = False) -> None:
 
 
 def stop(
-    agent: AgentArgument,
+    agent: Agent,
     reason: Annotated[str, typer.Option("--reason", "-r", help="Why; it is kept.")] = "by hand",
 ) -> None:
     """End the running experiment; within seconds everybody meets the champion."""
@@ -117,7 +117,7 @@ def stop(
 
 
 def offline(
-    agent: AgentArgument,
+    agent: Agent,
     first: Annotated[
         str, typer.Argument(metavar="A", help="A version: a number, champion, baseline, …")
     ],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import AgentArgument, console, progress, workspace
+from rlhf_pipeline.commands.common import Agent, console, progress, workspace
 
 if TYPE_CHECKING:
     from rlhf_pipeline.ppo.plan import Plan, Seconds
@@ -99,7 +99,7 @@ def _print_seconds(seconds: Seconds, updates: int) -> None:
 
 
 def tune(
-    agent: AgentArgument,
+    agent: Agent,
     trials: Annotated[
         int, typer.Option("--trials", "-n", min=1, help="Finished trials in all, earlier ones too.")
     ] = 12,

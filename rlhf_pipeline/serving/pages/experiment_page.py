@@ -217,7 +217,7 @@ def _none(agent_id: str, every: Sequence[Experiment], nonce: str) -> str:
         words = (
             "<h1>No experiment yet</h1><p>One begins by itself for a version that the gate lets "
             "through, where the recipe has <code>experiments.enabled</code>, or by hand: "
-            f"<code>rlhf experiment start {inert(agent_id)} --version N</code>.</p>"
+            f"<code>rlhf experiment start --agent {inert(agent_id)} --version N</code>.</p>"
         )
     return _whole(agent_id, _nav(agent_id, every) + words, nonce)
 

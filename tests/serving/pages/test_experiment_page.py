@@ -93,6 +93,6 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     store.ensure_agent("milk")
     none = client.get("/experiments/milk")
     assert none.status_code == 404
-    assert "rlhf experiment start milk --version N" in none.text
+    assert "rlhf experiment start --agent milk --version N" in none.text
     assert '<a href="/dashboard/milk">' in none.text
     database.close()
