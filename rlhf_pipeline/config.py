@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -973,6 +975,30 @@ def shown(settings: Settings) -> dict[str, Any]:
     values: dict[str, Any] = settings.model_dump(mode="json")
     if settings.mlflow_uri is not None:
         values["mlflow_uri"] = PASSWORD.sub(r"\1**********@", settings.mlflow_uri)
+    return values
+
+
+def unlike_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a resolved tree, as `shown` gives it, has otherwise than the defaults, by name.
+
+    Its own name and its state folder are left out, and what PPO shares is told once, at its home.
+    """
+
+    def walk(values: Mapping[str, Any], usual: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        plain = _plain(usual)
+        for key, value in values.items():
+            inner = getattr(usual, key, None)
+            if isinstance(value, Mapping) and (isinstance(inner, Section) or is_dataclass(inner)):
+                yield from walk(value, inner, f"{prefix}{key}.")
+            elif key not in plain or plain[key] != value:
+                yield f"{prefix}{key}", value
+
+    left_out = {"recipe", "state_dir", *(f"ppo.{key}" for key in SHARED_WITH_PPO)}
+    return {key: value for key, value in walk(tree, Settings(), "") if key not in left_out}
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    values: dict[str, Any] = TypeAdapter(type(part)).dump_python(part, mode="json")
     return values
 
 

@@ -19,6 +19,7 @@ from rlhf_pipeline.config import (
     load_settings,
     recipe_names,
     shown,
+    unlike_defaults,
 )
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
@@ -352,6 +353,27 @@ def test_a_webhook_that_is_no_address_is_refused_and_not_told(
 def test_a_time_that_no_calendar_holds_is_refused(recipe: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=r"less than or equal to|greater than 0"):
         load_settings(recipe(text))
+
+
+def test_what_a_recipe_has_otherwise_is_told_by_name(recipe: Any) -> None:
+    text = """
+        policy: {max_prompt_tokens: 50}
+        reward: {kinds: {preference: 1.0}, functions: {length: 0.5}}
+        ppo: {updates: 3, epochs: 4}
+        retention: {turns: {newest: 3, days: 5}}
+    """
+    assert unlike_defaults(shown(Settings())) == {}
+    tree = shown(load_settings(recipe(text)))
+    found = unlike_defaults({**tree, "of_an_older_release": {"on": True}})
+    functions = found.pop("reward.functions")
+    assert functions == tree["reward"]["functions"]
+    assert found == {
+        "policy.max_prompt_tokens": 50,  # not under ppo as well
+        "reward.kinds": {"preference": 1.0},  # whole: what is missing in it is a difference too
+        "ppo.updates": 3,
+        "retention.turns.days": 5.0,
+        "of_an_older_release": {"on": True},
+    }
 
 
 def test_settings_are_frozen() -> None:

@@ -164,9 +164,10 @@ def explain(
 ) -> None:
     """Print where a version came from, or why it prefers what was said in one interaction.
 
-    A version: feedback, recipe, code, gate, every ledger entry. An interaction, by its id
-    (`rlhf explain interaction ID`): what each reward function and head gives the completion and the
-    baseline's, how much likelier each token became, and the nearest votes that were learned from.
+    A version: every ledger entry, the gate, feedback, code, and its recipe where that is unlike the
+    defaults (--json has all of it). An interaction, by its id (`rlhf explain interaction ID`): what
+    each reward function and head gives the completion and the baseline's, how much likelier each
+    token became, and the nearest votes that were learned from.
     """
     if (version == "interaction") != (interaction is not None):
         raise typer.BadParameter("needed VERSION, or the word interaction and its ID")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
+from rlhf_pipeline.config import unlike_defaults
 from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -76,8 +78,17 @@ def to_text(explanation: dict[str, Any]) -> str:
     else:
         lines.append(f"  {'passed' if e['gate']['passed'] else 'refused'}")
         lines += [f"  {r['verdict']:<5} {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]]
-    lines += ["", "Lineage", *_tree(e["lineage"])]
-    lines += ["", "Data", *_tree(e["data"])]
+    lines += ["", "Lineage", *_tree(_in_short(e["lineage"]))]
+    attempts = {
+        f"attempt {x['attempt']}": f"{x['state']}, asked by {x['asked_by']} "
+        f"{x['created_at'][:19]}, run {x['holder']}, claim {x['token']}"
+        for x in e["data"].get("attempts", ())
+    }
+    lines += ["", "Data", *_tree({**e["data"], "attempts": attempts or "none"})]
+    if "recipe" in e["lineage"]:
+        lines += ["", f"Recipe {e['lineage']['recipe']['recipe']}, where it is unlike the defaults"]
+        lines += _tree(unlike_defaults(e["lineage"]["recipe"]))
+        lines += ["  (--json has the whole recipe, and the hash of every file)"]
     lines += ["", "Files", *(f"  {digest}  {name}" for name, digest in e["files"].items())]
     return "\n".join(lines) + "\n"
 
@@ -165,6 +176,12 @@ def _arrow(entry: dict[str, Any]) -> str:
     return f"{'–' if before is None else before} → {entry['version']}"
 
 
+def _in_short(lineage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lineage without its recipe, and of files with hashes the names alone."""
+    told = {key: value for key, value in lineage.items() if key != "recipe"}
+    return told | {key: ", ".join(told[key]) for key in ("data", "reward_models") if told.get(key)}
+
+
 def _tree(value: Any, indent: int = 2) -> list[str]:
     """Return nested values as indented lines."""
     if not isinstance(value, dict) or not value:
@@ -175,5 +192,6 @@ def _tree(value: Any, indent: int = 2) -> list[str]:
             lines += [" " * indent + f"{key}:", *_tree(inner, indent + 2)]
         else:
             shown = inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
+            shown = f"{inner:.4g}" if isinstance(inner, float) else shown
             lines.append(" " * indent + f"{key}: {shown}")
     return lines

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline import records
+from rlhf_pipeline.config import load_settings, shown
 from rlhf_pipeline.database import Database, claims, snapshots
 from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.registry.explain import explain, to_text
@@ -85,6 +86,28 @@ def test_a_champion_is_explained_from_the_feedback_to_the_decision(
     for part in ("won 62 %", "0 → 1", "kl_stop", "ppo: 7", "rows: 37", "01  model.safetensors"):
         assert part in text
     json.dumps(found)
+
+
+def test_a_recipe_is_told_by_what_it_has_otherwise(ledger: PromotionLedger, tmp_path: Path) -> None:
+    recipe = shown(load_settings("tiny"))
+    ledger.add_version(
+        AGENT,
+        label="v300",
+        path=tmp_path / "3",
+        files={},
+        lineage={"recipe": recipe, "reward_models": {"proxy": {"head.safetensors": "0" * 64}}},
+        gate=None,
+        fingerprint="print1",
+    )
+    found = explain(ledger, AGENT, 3)
+    assert found["lineage"]["recipe"] == recipe  # --json has all of it
+    text = to_text(found)
+    for line in ("Recipe tiny, where", "  ppo.updates: 40", "  reward_models: proxy"):
+        assert f"\n{line}" in text
+    assert "  attempt 1: done, asked by sensor 2" in text
+    assert "clip_range" not in text  # as the defaults have it
+    assert "0000" not in text
+    assert text.count("\n") < 60
 
 
 def test_the_page_of_the_comparison_is_named_where_it_is(
