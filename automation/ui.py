@@ -8,6 +8,7 @@ from pathlib import Path
 
 from automation import processes
 from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import PipelineError
 
 
@@ -22,8 +23,10 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=None, help="default: the settings' state_dir")
     arguments = parser.parse_args()
     try:
+        settings = load_settings(None, arguments.state and {"state_dir": arguments.state})
+        open_database(settings.resolved_database_url).reached().close()
         run(
-            arguments.state or load_settings().state_dir,
+            settings.state_dir,
             dagster_port=processes.free_port(arguments.dagster_port),
             mlflow_port=processes.free_port(arguments.mlflow_port),
             service_port=processes.free_port(arguments.service_port),

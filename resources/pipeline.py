@@ -68,7 +68,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     @property
     def database(self) -> Database:
         """Return the one database of this state folder."""
-        return open_database(self.settings().resolved_database_url)
+        return open_database(self.settings().resolved_database_url).reached()
 
     @property
     def store(self) -> FeedbackStore:

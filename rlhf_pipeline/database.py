@@ -274,7 +274,13 @@ class Database:
     """One database: `read()` and `write()` hand out connections in a transaction."""
 
     def __init__(self, url: str) -> None:
-        self.url = sa.engine.make_url(url)
+        try:
+            self.url = sa.engine.make_url(url)
+        except (sa.exc.ArgumentError, ValueError):
+            raise ConfigError(  # its own words may quote a password
+                "database_url needs sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME, found "
+                "what is no URL; correct RLHF_DATABASE_URL or the recipe"
+            ) from None
         if self.url.get_backend_name() not in ("sqlite", "postgresql"):
             raise ConfigError(
                 "database_url needs sqlite:///FILE or postgresql://…, found "
@@ -285,7 +291,10 @@ class Database:
             self.url = self.url.set(drivername="postgresql+psycopg2")
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite and self.url.database:
-            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise self._away(error) from error
         options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}
         try:
             self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
@@ -293,6 +302,11 @@ class Database:
             raise ConfigError(
                 f"database_url needs the module {error.name}, found it not installed; "
                 "pip install '.[postgres]'"
+            ) from error
+        except sa.exc.NoSuchModuleError as error:
+            raise ConfigError(
+                "database_url needs a driver that is there, found none called "
+                f"{self.url.drivername}; write postgresql:// alone"
             ) from error
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
@@ -322,6 +336,31 @@ class Database:
                 _run_migrations(self.engine)
                 self._migrated = True
 
+    def reached(self) -> Database:
+        """Return this database once it has answered and is up to date: for a door to a person.
+
+        Raises ConfigError where it does not answer; elsewhere the driver's own error tells whoever
+        tries again that it may come back.
+        """
+        try:
+            self.migrate()
+        except sa.exc.OperationalError as error:
+            raise self._away(error.orig) from error
+        return self
+
+    def _away(self, error: BaseException | None) -> ConfigError:
+        words = " ".join(str(error).split())
+        if self.is_sqlite:
+            return ConfigError(
+                f"needed a database file that can be read and written, found {self.url.database}: "
+                f"{words}; mend that, or name another state folder with --state or RLHF_STATE_DIR"
+            )
+        shown = self.url.set(query={}).render_as_string(hide_password=True)
+        return ConfigError(
+            f"needed a database that answers, found {shown}: {words}; start it, or correct "
+            "RLHF_DATABASE_URL or the recipe's database_url"
+        )
+
     def fold_back(self) -> None:
         """Write SQLite's log back into the file and empty it: it holds what rows said before."""
         if self.is_sqlite:
@@ -335,8 +374,14 @@ class Database:
 
 @functools.lru_cache(maxsize=32)
 def open_database(url: str) -> Database:
-    """Return the process's one Database for this URL."""
-    return Database(url)
+    """Return the process's one Database for this URL; raises ConfigError for one in memory."""
+    database = Database(url)
+    if database.is_sqlite and database.url.database in (None, "", ":memory:"):
+        raise ConfigError(
+            f"database_url needs a file that outlives the process, found {url}; name it: "
+            "sqlite:////srv/feedback.db, or leave database_url out"
+        )
+    return database
 
 
 def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:

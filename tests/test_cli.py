@@ -168,8 +168,9 @@ def test_a_database_that_is_not_there_is_one_line(
 ) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@127.0.0.1:9/rlhf")
     (line,) = rlhf("status", code=1).stderr.splitlines()
-    assert line.startswith("error: ")
+    assert line.startswith("error: needed a database that answers, found postgresql")
     assert "refused" in line
+    assert "sqlalche" not in line
     assert "hunter2" not in line
     monkeypatch.setenv("RLHF_DATABASE_URL", "nonsense")
     (line,) = rlhf("status", code=1).stderr.splitlines()

@@ -189,5 +189,52 @@ def test_a_database_of_another_kind_or_without_its_driver_says_what_to_set(
         Database("postgresql://me@host/rlhf")
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["hunter2", "postgresql:/me:hunter2@h/d", "postgresql://me:hunter2@h:port/d", "://hunter2"],
+)
+def test_what_is_no_url_is_refused_and_not_told(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match="found what is no URL; correct RLHF_DATABASE_URL"
+    ) as told:
+        Database(url)
+    assert "hunter2" not in str(told.value)
+
+
+def test_a_driver_nobody_knows_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"none called postgresql\+foo; write postgresql:// alone"
+    ):
+        Database("postgresql+foo://me:hunter2@h/d")
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:"])
+def test_a_store_that_would_end_with_its_process_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="a file that outlives the process, found sqlite"):
+        open_database(url)
+
+
+def test_a_file_that_cannot_be_is_told_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"found {tmp_path}: unable to open database file; mend"):
+        Database(f"sqlite:///{tmp_path}").reached()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"found {tmp_path}/file/x.db: .*File exists"):
+        Database(f"sqlite:///{tmp_path}/file/x.db")
+
+
+def test_a_server_that_refuses_is_told_without_the_password(postgres_url: str) -> None:
+    gone = sa.engine.make_url(postgres_url).set(
+        database="nowhere", query={**sa.engine.make_url(postgres_url).query, "password": "hunter2"}
+    )
+    with pytest.raises(ConfigError, match='database "nowhere" does not exist; start it') as told:
+        Database(gone.render_as_string(hide_password=False)).reached()
+    assert "hunter2" not in str(told.value)
+    away = Database("postgresql://me:hunter2@127.0.0.1:9/rlhf")
+    with pytest.raises(ConfigError, match=r"//me:\*\*\*@127.0.0.1:9/rlhf: .*Connection refused"):
+        away.reached()
+    with pytest.raises(sa.exc.OperationalError), away.read():  # who tries again counts on it
+        pass
+
+
 def test_a_bare_postgresql_url_takes_the_driver_that_is_installed() -> None:
     assert Database("postgresql://me@host/rlhf").url.drivername == "postgresql+psycopg2"

@@ -178,7 +178,7 @@ class Workspace:
                 f"needed a state folder, found none at {folder}; correct --state, or make one with "
                 "`rlhf ingest`"
             )
-        return open_database(self.settings.resolved_database_url)
+        return open_database(self.settings.resolved_database_url).reached()
 
     @cached_property
     def store(self) -> FeedbackStore:
@@ -297,9 +297,9 @@ def _is_foreseen(error: Exception) -> bool:
         return True
     if not type(error).__module__.startswith("sqlalchemy"):
         return False
-    from sqlalchemy.exc import ArgumentError, OperationalError
+    from sqlalchemy.exc import OperationalError
 
-    return isinstance(error, OperationalError | ArgumentError)
+    return isinstance(error, OperationalError)
 
 
 def _told(error: Exception) -> str:
