@@ -583,6 +583,8 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
     told = rlhf("chat", "--seed", "1", typed=f"load {talk}\nhistory\nsave\nload nowhere\n").stdout
     assert "user: hello" in told
     assert "save needs a file" in told
+    assert "nothing to save yet" in rlhf("chat", typed=f"save {tmp_path}/none.json\n").stdout
+    assert not (tmp_path / "none.json").exists()
     assert "error: a JSON file is needed at nowhere" in told
     typed = "hello\nsave ~nosuchuser/talk.json\nload ~nosuchuser/talk.json\nhistory\n"
     told = rlhf("chat", "--seed", "1", typed=typed).stdout
@@ -604,11 +606,12 @@ def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> Non
 
 
 def test_what_is_rated_is_stored_with_what_was_said(shop: Path, rlhf: Run) -> None:
-    typed = "rate\nhello\nrate up\nrate 4\nrate\n2\nrate\nsplendid\nrate 7\nrate\n"
+    typed = "rate\nrate 4\nhello\nrate up\nrate 4\nrate\n2\nrate\nsplendid\nrate 9\nrate it\nrate\n"
     told = rlhf("chat", "--seed", "1", typed=typed).stdout
-    assert "nothing to rate yet" in told
+    assert told.count("nothing to rate yet") == 2
     assert "rated up" in told
-    assert "not rated: needed up, down or 1 to 5, found 'splendid'" in told
+    for found in ("splendid", "9", "it"):  # and none of it was said to the model
+        assert f"not rated: needed up, down or 1 to 5, found '{found}'" in told
     database = open_database(f"sqlite:///{shop}/feedback.db")
     with database.read() as connection:
         votes = connection.exec_driver_sql(

@@ -1,7 +1,8 @@
 """The words of `rlhf chat`: what each does in a conversation at the terminal.
 
-A line is a command when it is nothing but the command; everything else is said to the model, so
-"save the whales" is a question. What a person rates is stored; the rest is not.
+A line is a command when it is nothing but the command, with one word behind save, load and rate;
+everything else is said to the model, so "save the whales" is a question. What a person rates is
+stored; the rest is not.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Conversation:
         if word in ("save", "load"):
             do = self.save if word == "save" else self.load
             return lambda: do(_file(rest[0]))
-        if word == "rate" and rest[0].lower() in WORTH:
+        if word == "rate":
             return lambda: self.rate_last(rest[0].lower())
         return None
 
@@ -144,6 +145,8 @@ class Conversation:
         """Write the conversation where `load`, and sft.seed_conversations, can read it."""
         from rlhf_pipeline.files import write_text
 
+        if not self.messages:
+            return "nothing to save yet: ask something first"
         write_text(path, as_line(self.agent_id, self.version, self.messages))
         return f"{len(self.messages)} messages saved in {path}"
 
@@ -167,15 +170,14 @@ class Conversation:
         """Ask what the last answer is worth, and store it."""
         if self.last is None:
             return "nothing to rate yet: ask something first"
-        worth = input("up, down, or 1 (poor) to 5 (excellent)> ").strip().lower()
-        if worth not in WORTH:
-            return f"not rated: needed up, down or 1 to 5, found {worth!r}"
-        return self.rate_last(worth)
+        return self.rate_last(input("up, down, or 1 (poor) to 5 (excellent)> ").strip().lower())
 
     def rate_last(self, worth: str) -> str:
         """Store what the last answer is worth; a second rating of it replaces the first."""
         if self.last is None:
             return "nothing to rate yet: ask something first"
+        if worth not in WORTH:
+            return f"not rated: needed up, down or 1 to 5, found {worth!r}"
         return self.rate(self.last, worth)
 
     def test(self) -> str:
