@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -29,6 +30,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from rlhf_pipeline.cron import checked_cron
 from rlhf_pipeline.errors import ConfigError, ModelError
@@ -42,6 +44,7 @@ from rlhf_pipeline.safety import UNSAFE
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
 
+T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1)]
@@ -893,6 +896,8 @@ SHARED_WITH_PPO: Mapping[str, str] = {
 }
 
 
+_PPO = TypeAdapter(PpoSettings)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 SECRETS = ("database_url", "mlflow_uri", "notifications")  # their values stand in no message
 PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 
@@ -902,8 +907,8 @@ def load_settings(
 ) -> Settings:
     """Return the resolved settings of a recipe: a name in recipes/, or a path to a YAML file.
 
-    Raises ConfigError for a recipe that is not there, a key nobody knows (with the nearest right
-    one), or a value out of range.
+    Raises ConfigError for a recipe that is not there, and for every key nobody knows (with the
+    nearest right one), value out of range and contradiction at once.
     """
     name = recipe if recipe is not None else os.environ.get("RLHF_RECIPE") or "tiny"
     environment = {
@@ -911,47 +916,88 @@ def load_settings(
         "database_url": os.environ.get("RLHF_DATABASE_URL"),
         "mlflow_uri": os.environ.get("RLHF_MLFLOW_URI"),
     }
-    tree = _merged(_read_recipe(name), {key: v for key, v in environment.items() if v})
+    faults: list[str] = []
+    tree = _merged(_read_recipe(name, faults), {key: v for key, v in environment.items() if v})
     if dagster := os.environ.get("RLHF_DAGSTER_URL"):
         tree = _merged(tree, {"training": {"dagster_url": dagster}})
     if page := os.environ.get("RLHF_MLFLOW_URL"):
         tree = _merged(tree, {"pages": {"mlflow_url": page}})
     if webhook := os.environ.get("RLHF_WEBHOOK"):
         tree = _merged(tree, {"notifications": {"webhook": webhook}})
-    tree = _merged(tree, overrides or {})
-    try:
-        settings = Settings.model_validate({"recipe": str(name), **_with_shared(tree)})
-    except ValidationError as error:
-        raise ConfigError(_explain(error, name)) from error
-    except ConfigError as error:  # PPO's own checks
-        raise ConfigError(f"recipe {name}: {error}") from error
-    if settings.reward.functions and settings.ppo.estimator == "dpo":
-        raise ConfigError(
-            f"recipe {name}: reward.functions are for what samples completions, found "
-            "ppo.estimator dpo, which learns from pairs alone; take gae or rloo, or no functions"
-        )
-    turns, user = settings.ppo.max_turns, settings.training.simulated_user
-    if (turns > 1) != (user is not None):
-        raise ConfigError(
-            f"recipe {name}: ppo.max_turns above 1 and training.simulated_user come together, "
-            f"found {turns} and {user}; set both or neither"
-        )
+    settings = _checked({"recipe": str(name), **_merged(tree, overrides or {})}, faults)
+    if settings is None or faults:
+        numbered = [f"({number}) {fault}" for number, fault in enumerate(faults, 1)]
+        raise ConfigError(f"recipe {name}: {'; '.join(numbered if len(faults) > 1 else faults)}")
     return settings
 
 
-def _with_shared(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with what PPO shares with the other stages filled in from where it is set."""
-    ppo = tree.get("ppo")
-    ppo = {} if ppo is None else ppo
-    if not isinstance(ppo, Mapping):
-        raise ConfigError(f"ppo must hold settings by name, found {ppo!r}; see `rlhf config show`")
-    for key, home in SHARED_WITH_PPO.items():
-        if key in ppo:
-            raise ConfigError(f"ppo.{key} follows {home}, which other stages share; set {home}")
-    # The other sections alone, so that what is wrong in one is told with its own name.
-    rest = Settings.model_validate({key: value for key, value in tree.items() if key != "ppo"})
-    policy = rest.policy
-    shared = {
+@contextmanager
+def _noting(faults: list[str]) -> Iterator[None]:
+    """Add what the block finds wrong to the faults, and go on: people mend all of it at once."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.append(str(error))
+
+
+def _checked(tree: Mapping[str, Any], faults: list[str]) -> Settings | None:
+    """Return the tree as settings; None, with the faults added, where some part of it is none."""
+    own = {} if tree.get("ppo") is None else tree["ppo"]
+    if not isinstance(own, Mapping):
+        faults.append(f"ppo must hold settings by name, found {own!r}; see `rlhf config show`")
+        own = {}
+    faults += [
+        f"ppo.{key} follows {home}, which other stages share; set {home}"
+        for key, home in SHARED_WITH_PPO.items()
+        if key in own
+    ]
+    others = {key: value for key, value in tree.items() if key != "ppo"}
+    rest = _validated(Settings.model_validate, others, faults)
+    # Where nobody knows the lengths, none is so long that it would be a fault of its own.
+    shared = _shared(rest) if rest else {"max_prompt_tokens": 1, "max_completion_tokens": 1}
+    ppo = _validated(_PPO.validate_python, {**own, **shared}, faults, "ppo.")
+    if rest is None or ppo is None:
+        return None
+    settings = rest.model_copy(update={"ppo": ppo})
+    faults += _contradictions(settings)
+    return settings
+
+
+def _validated(
+    validate: Callable[[Any], T], tree: Mapping[str, Any], faults: list[str], section: str = ""
+) -> T | None:
+    """Return what is made of the tree, or None, with the faults added.
+
+    Keys nobody knows are told and left out: what else is wrong with the rest is told as well.
+    """
+    try:
+        return validate(tree)
+    except ConfigError as error:  # PPO's own checks
+        faults.append(str(error))
+    except ValidationError as error:
+        problems = error.errors()
+        unknown = [problem for problem in problems if problem["type"] in _UNKNOWN]
+        faults += [_explain(problem, section) for problem in unknown or problems]
+        known = _without(tree, [problem["loc"] for problem in unknown])
+        if unknown and known != tree:
+            return _validated(validate, known, faults, section)
+    return None
+
+
+def _without(tree: Any, places: Sequence[tuple[Any, ...]]) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {
+        key: _without(value, [place[1:] for place in places if place[0] == key and place[1:]])
+        for key, value in tree.items()
+        if (key,) not in places
+    }
+
+
+def _shared(settings: Settings) -> dict[str, Any]:
+    """Return what PPO shares with the other stages, from where it is set."""
+    policy = settings.policy
+    return {
         "max_prompt_tokens": policy.max_prompt_tokens,
         "max_completion_tokens": policy.max_completion_tokens,
         "temperature": policy.temperature,
@@ -959,9 +1005,23 @@ def _with_shared(tree: Mapping[str, Any]) -> dict[str, Any]:
         "device": policy.device,
         "lora_rank": policy.lora.rank if policy.lora.enabled else 0,
         "lora_alpha": policy.lora.alpha,
-        "seed": rest.training.seed,
+        "seed": settings.training.seed,
     }
-    return {**tree, "ppo": {**ppo, **shared}}
+
+
+def _contradictions(settings: Settings) -> Iterator[str]:
+    """Yield where PPO and another section, each fine by itself, do not go together."""
+    if settings.reward.functions and settings.ppo.estimator == "dpo":
+        yield (
+            "reward.functions are for what samples completions, found ppo.estimator dpo, which "
+            "learns from pairs alone; take gae or rloo, or no functions"
+        )
+    turns, user = settings.ppo.max_turns, settings.training.simulated_user
+    if (turns > 1) != (user is not None):
+        yield (
+            "ppo.max_turns above 1 and training.simulated_user come together, found "
+            f"{turns} and {user}; set both or neither"
+        )
 
 
 def recipe_names() -> list[str]:
@@ -1002,7 +1062,8 @@ def _plain(part: Any) -> dict[str, Any]:
     return values
 
 
-def _read_recipe(name: str | Path) -> dict[str, Any]:
+def _read_recipe(name: str | Path, faults: list[str]) -> dict[str, Any]:
+    """Return the recipe's tree over its presets, those that are none left out and told."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = RECIPES / f"{name}.yaml"
@@ -1020,21 +1081,28 @@ def _read_recipe(name: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} must hold settings by name, found {type(tree).__name__}")
     presets = tree.pop("presets", None) or []
     if not isinstance(presets, list):
-        raise ConfigError(f"{path}: presets must be a list, found {presets!r}; write [{presets}]")
+        faults.append(f"presets must be a list, found {presets!r}; write [{presets}]")
+        presets = []
     resolved: dict[str, Any] = {}
     for preset in presets:
-        resolved = _merged(resolved, _preset(preset, "presets", path))
+        with _noting(faults):
+            resolved = _merged(resolved, _preset(preset, "presets"))
     ppo = tree.get("ppo")
     if isinstance(ppo, dict) and "preset" in ppo:
         ppo = dict(ppo)
-        tree = {**tree, "ppo": _merged(_preset(ppo.pop("preset"), "ppo.preset", path), ppo)}
+        preset = ppo.pop("preset")
+        tree = {**tree, "ppo": ppo}
+        with _noting(faults):
+            tree = {**tree, "ppo": _merged(_preset(preset, "ppo.preset"), ppo)}
     reward = tree.get("reward")
     if isinstance(reward, dict) and "preset" in reward:
-        below, own = _reward_preset(reward["preset"], path), reward.get("functions") or {}
-        left = {key: one for key, one in below.items() if own.get(key, ...) is not None}
-        functions = _merged(spelt_out(left), spelt_out(own))
         rest = {key: value for key, value in reward.items() if key != "preset"}
-        tree = {**tree, "reward": {**rest, "functions": functions}}
+        tree = {**tree, "reward": rest}
+        with _noting(faults):
+            below, own = _reward_preset(reward["preset"], path), reward.get("functions") or {}
+            left = {key: one for key, one in below.items() if own.get(key, ...) is not None}
+            functions = _merged(spelt_out(left), spelt_out(own))
+            tree = {**tree, "reward": {**rest, "functions": functions}}
     return _merged(resolved, tree)
 
 
@@ -1043,7 +1111,7 @@ def reward_functions(preset: str, folder: Path) -> Mapping[str, FunctionSettings
     try:
         return RewardSettings(functions=_reward_preset(preset, folder / "preset")).functions
     except ValidationError as error:
-        raise ConfigError(_explain(error, preset)) from error
+        raise ConfigError(f"{preset}: {'; '.join(map(_explain, error.errors()))}") from error
 
 
 def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
@@ -1055,13 +1123,13 @@ def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(str(name), REWARD_PRESETS, n=1)
         hint = f"; the nearest right one is {near[0]!r}" if near else ""
         raise ConfigError(
-            f"{path}: reward.preset knows {', '.join(REWARD_PRESETS)}, or a .yaml file of "
+            f"reward.preset knows {', '.join(REWARD_PRESETS)}, or a .yaml file of "
             f"functions by name, found {name!r}{hint}"
         )
     try:
         functions = read_yaml(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: reward.preset needs a YAML file at {file}: {error}") from error
+        raise ConfigError(f"reward.preset needs a YAML file at {file}: {error}") from error
     if not isinstance(functions, dict):
         raise ConfigError(
             f"{file} must hold reward functions by name, found {type(functions).__name__}"
@@ -1069,7 +1137,7 @@ def _reward_preset(name: Any, path: Path) -> dict[str, Any]:
     return functions
 
 
-def _preset(name: Any, place: str, path: Path) -> dict[str, Any]:
+def _preset(name: Any, place: str) -> dict[str, Any]:
     """Return the preset that a recipe names under `presets` or `ppo.preset`."""
     homes = {"presets": PRESETS, "ppo.preset": PPO_PRESETS}
     if isinstance(name, str) and name in homes[place]:
@@ -1080,7 +1148,7 @@ def _preset(name: Any, place: str, path: Path) -> dict[str, Any]:
     if near:
         elsewhere = "" if by_name[near[0]] == place else f" under {by_name[near[0]]}"
         hint = f"; the nearest right one is {near[0]!r}{elsewhere}"
-    raise ConfigError(f"{path}: {place} knows {', '.join(homes[place])}, found {name!r}{hint}")
+    raise ConfigError(f"{place} knows {', '.join(homes[place])}, found {name!r}{hint}")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -1092,21 +1160,17 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def _explain(error: ValidationError, recipe: str | Path) -> str:
-    """Return one line per problem, with the nearest right key for an unknown one."""
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            near = _nearest(where)
-            hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
-            lines.append(f"unknown setting {where!r}{hint}")
-        elif problem["type"] == "value_error":
-            lines.append(f"{where}: {problem['ctx']['error']}")  # ours: says what was found
-        else:
-            found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
-            lines.append(f"{where}: {problem['msg']}, found {found}")
-    return f"recipe {recipe}: " + "; ".join(lines)
+def _explain(problem: ErrorDetails, section: str = "") -> str:
+    """Return a problem in words, with the nearest right key for an unknown one."""
+    where = section + ".".join(str(part) for part in problem["loc"])
+    if problem["type"] in _UNKNOWN:
+        near = _nearest(where)
+        hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
+        return f"unknown setting {where!r}{hint}"
+    if problem["type"] == "value_error":
+        return f"{where}: {problem['ctx']['error']}"  # ours: says what was found
+    found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
+    return f"{where}: {problem['msg']}, found {found}"
 
 
 def _nearest(where: str) -> list[str]:

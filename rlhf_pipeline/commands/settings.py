@@ -35,7 +35,8 @@ def show(
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe in YAML.")],
 ) -> None:
-    """Check a recipe: unknown keys (with the nearest right one), ranges, contradictions."""
+    """Tell everything wrong with a recipe: unknown keys (with the nearest right one), values out of
+    range, contradictions."""
     settings = workspace().load(str(need_file(file)))
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
 

@@ -7,7 +7,7 @@ PPO", arXiv:2403.17031); where it departs from it, the line says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -177,69 +177,85 @@ class PpoSettings:
     """Latest checkpoints kept, beside the best one. At least 2: if one is damaged, one is left."""
 
     def __post_init__(self) -> None:
+        for look in (self._out_of_range, self._contradictions):  # the second counts on the first
+            if found := list(look()):
+                raise ConfigError("; ".join(found))
+
+    def _out_of_range(self) -> Iterator[str]:
+        """Yield what is wrong with each setting alone."""
         for name in _AT_LEAST_ONE:
-            _need(self, name, self._is_none(name) or getattr(self, name) >= 1, "at least 1")
+            yield from self._unless(
+                self._is_none(name) or getattr(self, name) >= 1, name, "at least 1"
+            )
         for name in _ABOVE_ZERO:
             value = getattr(self, name)
             fine = value is None or (math.isfinite(value) and value > 0)
-            _need(self, name, fine, "above 0")
+            yield from self._unless(fine, name, "above 0")
         for name in ("kl_coef", "value_coef"):
             value = getattr(self, name)
-            _need(self, name, math.isfinite(value) and value >= 0, "0 or more")
+            yield from self._unless(math.isfinite(value) and value >= 0, name, "0 or more")
         for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
-            _need(self, name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        _need(self, "clip_range", self.clip_range < 1, "below 1")
+            yield from self._unless(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
+        yield from self._unless(self.clip_range < 1, "clip_range", "below 1")
         finite = self.missing_eos_score is None or math.isfinite(self.missing_eos_score)
-        _need(self, "missing_eos_score", finite, "a finite number, or null")
-        _need(self, "top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        yield from self._unless(finite, "missing_eos_score", "a finite number, or null")
+        yield from self._unless(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         for name in ("top_k", "lora_rank", "replay_updates", "samples_shown"):
-            _need(self, name, getattr(self, name) >= 0, "0 or more")
-        _need(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
+            yield from self._unless(getattr(self, name) >= 0, name, "0 or more")
+        yield from self._unless(self.keep_checkpoints >= 2, "keep_checkpoints", "at least 2")
         for name, allowed in _CHOICES.items():
-            _need(self, name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
+            fine = getattr(self, name) in allowed
+            yield from self._unless(fine, name, "one of " + ", ".join(allowed))
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield where settings, each fine by itself, do not go together."""
         multiple = math.lcm(self.minibatches, self.completions_per_prompt)
         if self.rollouts_per_update % multiple:
-            raise ConfigError(
+            yield (
                 "ppo.rollouts_per_update must divide into equal minibatches and whole prompts: "
                 f"found {self.rollouts_per_update} rollouts, {self.minibatches} minibatches and "
                 f"{self.completions_per_prompt} completions per prompt; take a multiple of "
                 f"{multiple}"
             )
         if self.estimator == "rloo" and self.completions_per_prompt < 2:
-            raise ConfigError(
+            yield (
                 "ppo.estimator rloo compares completions of one prompt: needed "
                 f"ppo.completions_per_prompt of at least 2, found {self.completions_per_prompt}; "
                 "raise it or take estimator gae"
             )
         if self.estimator != "gae" and self.max_turns > 1:
-            raise ConfigError(
+            yield (
                 f"ppo.estimator {self.estimator} knows nothing of turns: needed ppo.max_turns of "
                 f"1, found {self.max_turns}; take gae, which hands credit from turn to turn"
             )
         if self.kl_controller == "adaptive":
-            self._check_controller()
+            yield from self._controller_faults()
         longest = self.max_prompt_tokens + self.max_completion_tokens
         if self.tokens_per_microbatch < longest:
-            raise ConfigError(
+            yield (
                 "ppo.tokens_per_microbatch must hold one rollout: needed "
                 f"policy.max_prompt_tokens + policy.max_completion_tokens = {longest}, found "
                 f"{self.tokens_per_microbatch}; raise it"
             )
 
-    def _check_controller(self) -> None:
-        """Raise ConfigError where the controller cannot move kl_coef, or would turn its sign."""
+    def _controller_faults(self) -> Iterator[str]:
+        """Yield where the controller cannot move kl_coef, or would turn its sign."""
         if self.kl_coef == 0:
-            raise ConfigError(
+            yield (
                 "ppo.kl_controller adaptive multiplies ppo.kl_coef: needed one above 0, found 0; "
                 "raise it or take fixed"
             )
         largest = LARGEST_KL_ERROR * self.rollouts_per_update
         if self.kl_horizon <= largest:
-            raise ConfigError(
+            yield (
                 "one correction of ppo.kl_controller adaptive must leave ppo.kl_coef above 0: "
                 f"needed ppo.kl_horizon above {LARGEST_KL_ERROR} * ppo.rollouts_per_update = "
                 f"{largest:g}, found {self.kl_horizon}; raise it"
             )
+
+    def _unless(self, fine: bool, name: str, needed: str) -> Iterator[str]:
+        if not fine:
+            yield f"ppo.{name} must be {needed}: found {getattr(self, name)!r}; change it"
 
     def _is_none(self, name: str) -> bool:
         return getattr(self, name) is None
@@ -280,12 +296,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "critic": ("separate", "shared"),
     "precision": ("float32", "bfloat16", "float16"),
 }
-
-
-def _need(settings: PpoSettings, name: str, fine: bool, needed: str) -> None:
-    if not fine:
-        found = getattr(settings, name)
-        raise ConfigError(f"ppo.{name} must be {needed}: found {found!r}; change it")
 
 
 CONSERVATIVE: Mapping[str, Any] = MappingProxyType(
