@@ -146,7 +146,7 @@ def test_what_is_refused_is_one_line_on_stderr(rlhf: Run) -> None:
     result = rlhf("versions", "--agent", "tea", code=1)
     assert result.stdout == ""
     assert result.stderr.startswith("error: agent 'tea' needs a version, found none registered")
-    assert "bootstrap" in result.stderr
+    assert "; its first turn trains one: `make train AGENT=tea`\n" in result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
 
 
@@ -729,7 +729,7 @@ def test_a_simulation_needs_events_or_nights(rlhf: Run) -> None:
 
 def test_an_agent_without_a_version_has_nobody_to_talk_to(rlhf: Run) -> None:
     for words in (["chat", "--once", "hello"], ["simulate", "--events", "5"]):
-        assert "trains version 0" in rlhf(*words, "--agent", "tea", code=1).stderr
+        assert "`make train AGENT=tea`" in rlhf(*words, "--agent", "tea", code=1).stderr
 
 
 def test_rows_that_were_set_aside_are_shown_with_their_place(rlhf: Run, tmp_path: Path) -> None:

@@ -234,8 +234,7 @@ class Workspace:
         if not self.ledger.versions(agent_id):
             raise RegistryError(
                 f"agent {agent_id!r} needs a version, found none registered (known agents: "
-                f"{self.known()}); its first turn or the job `bootstrap` trains version 0: "
-                "`make ui`"
+                f"{self.known()}); its first turn trains one: `make train AGENT={agent_id}`"
             )
         if not name.startswith("models:/"):
             return self.ledger.find(agent_id, name)

@@ -35,8 +35,10 @@ def show(
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe in YAML.")],
 ) -> None:
-    """Tell everything wrong with a recipe: unknown keys (with the nearest right one), values out of
-    range, contradictions."""
+    """Tell everything that is wrong with a recipe at once.
+
+    Unknown keys (with the nearest right one), values out of range, contradictions.
+    """
     settings = workspace().load(str(need_file(file)))
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
 

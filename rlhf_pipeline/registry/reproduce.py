@@ -156,7 +156,7 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
     if not versions or champion is None:
         raise RegistryError(
             f"needed a turn of agent {agent_id} with reward models, found none; its first turn "
-            "trains them: `make train AGENT=…`"
+            f"trains them: `make train AGENT={agent_id}`"
         )
     work = versions[-1].path.parents[1]  # its ppo/policy
     turn = recorded_turn(ledger, settings, versions[-1], work, exact=False)
