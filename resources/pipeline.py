@@ -14,7 +14,7 @@ import dagster as dg
 from pydantic import PrivateAttr
 
 from rlhf_pipeline import stages
-from rlhf_pipeline.config import Settings, load_settings, shown
+from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
@@ -63,7 +63,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if agent_id is None:
             return settings
         row = FeedbackStore(open_database(settings.resolved_database_url)).agent(agent_id)
-        return settings if row is None or row.recipe is None else load_settings(row.recipe)
+        return own_settings(settings, None if row is None else row.recipe)
 
     @property
     def database(self) -> Database:

@@ -931,6 +931,17 @@ def load_settings(
     return settings
 
 
+def own_settings(settings: Settings, recipe: str | None) -> Settings:
+    """Return the settings of an agent's own recipe; without one these.
+
+    Where things are kept is no agent's own: state, database and MLflow stay where these have them.
+    """
+    if recipe is None:
+        return settings
+    places = ("state_dir", "database_url", "mlflow_uri")
+    return load_settings(recipe, {name: getattr(settings, name) for name in places})
+
+
 @contextmanager
 def _noting(faults: list[str]) -> Iterator[None]:
     """Add what the block finds wrong to the faults, and go on: people mend all of it at once."""

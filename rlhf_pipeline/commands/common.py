@@ -164,8 +164,10 @@ class Workspace:
 
     def settings_of(self, agent_id: str) -> Settings:
         """Return the settings; an agent that was given a recipe of its own has that one's."""
+        from rlhf_pipeline.config import own_settings
+
         row = self.store.agent(agent_id)
-        return self.settings if row is None or row.recipe is None else self.load(row.recipe)
+        return own_settings(self.settings, None if row is None else row.recipe)
 
     @cached_property
     def database(self) -> Database:

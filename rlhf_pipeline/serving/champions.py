@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.config import own_settings
 from rlhf_pipeline.errors import ModelError, PipelineError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.records import hashed
@@ -292,9 +292,7 @@ class Champions:
     def settings_of(self, agent_id: str) -> Settings:
         """Return the settings of the agent's own recipe, where it has one."""
         row = self.store.agent(agent_id)
-        if row is None or row.recipe is None:
-            return self.settings
-        return load_settings(row.recipe, {"state_dir": self.settings.state_dir})
+        return own_settings(self.settings, None if row is None else row.recipe)
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY_SECONDS):

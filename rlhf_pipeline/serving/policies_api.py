@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from rlhf_pipeline import erasure, retention
-from rlhf_pipeline.config import Settings, load_settings
+from rlhf_pipeline.config import Settings, own_settings
 from rlhf_pipeline.errors import (
     ConfigError,
     FeedbackError,
@@ -205,9 +205,7 @@ class Policies:
     def settings_of(self, agent_id: str) -> Settings:
         """Return the agent's settings: its own recipe's, where it has one."""
         row = self.store.agent(agent_id)
-        if row is None or row.recipe is None:
-            return self.settings
-        return load_settings(row.recipe, {"state_dir": self.settings.state_dir})
+        return own_settings(self.settings, None if row is None else row.recipe)
 
 
 def add_policy_routes(app: FastAPI, policies: Policies) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import yaml
 
 from resources.pipeline import (
     LEARNING_RATE,
@@ -69,6 +70,26 @@ def test_an_agent_may_have_a_recipe_of_its_own(pipeline: Pipeline, tmp_path: Pat
     assert pipeline.settings("own").promotion.automatic
     assert not pipeline.settings("plain").promotion.automatic
     assert not pipeline.settings("never heard of").promotion.automatic
+
+
+def test_an_agents_own_recipe_is_at_work_where_the_others_are(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    places = {
+        "state_dir": str(tmp_path / "s"),
+        "database_url": f"sqlite:///{tmp_path}/elsewhere/feedback.db",
+        "mlflow_uri": "http://127.0.0.1:1",
+    }
+    recipe.write_text(yaml.safe_dump(places))
+    own = tmp_path / "own.yaml"
+    own.write_text(f"state_dir: {tmp_path}/own\npromotion: {{automatic: true}}")
+    pipeline = Pipeline(recipe=str(recipe))
+    pipeline.store.ensure_agent("own", recipe=str(own))
+    settings = pipeline.settings("own")
+    assert settings.promotion.automatic
+    assert settings.state_dir == tmp_path / "s"
+    assert settings.resolved_database_url == places["database_url"]
+    assert settings.mlflow_uri == places["mlflow_uri"]
+    pipeline.database.close()
 
 
 def test_a_run_may_be_asked_for_with_other_settings(pipeline: Pipeline) -> None:
