@@ -81,6 +81,7 @@ CONFIG_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (settings.show, "rlhf config show --recipe tiny"),
     (settings.check, "rlhf config check my-recipe.yaml"),
     (settings.recipes, "rlhf config recipes"),
+    (settings.use, "rlhf config use my-recipe.yaml --agent demo"),
 )
 for function, example in CONFIG_COMMANDS:
     config.command(cls=Command, epilog=f"Example: {example}")(function)

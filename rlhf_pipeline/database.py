@@ -51,12 +51,14 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
 
 BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts only INTEGER keys up
 
+RECIPE_CHARACTERS = 200
+
 agents = sa.Table(
     "agents",
     metadata,
     sa.Column("agent_id", sa.String(64), primary_key=True),
     sa.Column("created_at", UtcDateTime, nullable=False),
-    sa.Column("recipe", sa.String(200)),  # None: the settings' own
+    sa.Column("recipe", sa.String(RECIPE_CHARACTERS)),  # None: the settings' own
     sa.Column("automatic_promotion", sa.Boolean),  # None: as the settings say
     sa.Column("paused_reason", sa.Text),  # None: not paused
 )

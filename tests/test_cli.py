@@ -390,10 +390,36 @@ def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:
 
 def test_an_agents_own_recipe_holds_for_it(rlhf: Run, tmp_path: Path) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
-    Workspace().store.set_agent("tea", recipe="gpt2")
-    assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 300 needed"
+    use = ("config", "use", "--agent", "tea")
+    assert rlhf(*use).stdout == "tea has no recipe of its own; tiny holds for it\n"
+    assert rlhf(*use, "gpt2").stdout == "tea has a recipe of its own: gpt2\n"
+    assert rlhf(*use).stdout == "tea has a recipe of its own: gpt2\n"
+    told = cells(rlhf("status").stdout)
+    assert told["next turn"] == "1 new votes of the 300 needed"
+    assert told["recipe"] == "gpt2, its own"
     assert "base: gpt2" in rlhf("config", "show", "--agent", "tea").stdout
     assert "base: tiny" in rlhf("config", "show").stdout
+    assert "no recipe of its own; tiny" in rlhf(*use, "--none").stdout
+    (values,) = json.loads(rlhf("status", "--json").stdout)
+    assert (values["recipe"], values["own_recipe"]) == ("tiny", False)
+
+
+def test_an_agents_own_recipe_is_one_and_stays_where_it_is(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    use = ("config", "use", "--agent", "tea")
+    write(tmp_path / "mine.yaml", "continuous_learning: {min_new_feedback: 7}")
+    monkeypatch.chdir(tmp_path)
+    assert f"its own: {tmp_path}/mine.yaml\n" in rlhf(*use, "mine.yaml").stdout
+    monkeypatch.chdir("/")
+    assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 7 needed"
+    assert "did you mean 'gpt2'" in rlhf(*use, "gpt3", code=1).stderr
+    assert "needed a recipe or --none" in rlhf(*use, "gpt2", "--none", code=2).stderr
+    deep = write(tmp_path / ("d" * 200) / "mine.yaml", "")
+    assert "at most 200 characters" in rlhf(*use, str(deep), code=1).stderr
+    assert "found 'tee'; known: tea" in rlhf("config", "use", "--agent", "tee", code=1).stderr
+    assert f"{tmp_path}/mine.yaml" in rlhf(*use).stdout  # what was refused changed nothing
 
 
 # -- versions -----------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     from rlhf_pipeline.errors import ConfigError
 
     row = here.store.agent(agent_id)
+    own = row.recipe if row is not None else None
     automatic: bool | None = None
     try:
         settings = here.settings_of(agent_id)
@@ -96,6 +97,8 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     return {
         "agent": agent_id,
         "paused": row.paused_reason if row is not None else None,
+        "recipe": own or here.settings.recipe,
+        "own_recipe": own is not None,
         "automatic_promotion": automatic if chosen is None else bool(chosen),
         "votes": here.store.counts(agent_id),
         "quarantine": here.store.quarantined(agent_id),
@@ -144,6 +147,7 @@ def _print_status(values: dict[str, Any]) -> None:
         "promotion": {None: "unknown", True: "automatic", False: "asks a person"}[
             values["automatic_promotion"]
         ],
+        "recipe": f"{values['recipe']}{', its own' if values['own_recipe'] else ''}",
         "last turn": values["last_turn"] or "none yet",
         "next turn": values["next_turn"],
     }

@@ -1,4 +1,4 @@
-"""`rlhf config`: what the settings are, and whether a recipe is sound."""
+"""`rlhf config`: what the settings are, whether a recipe is sound, and whose it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import console, need_file, workspace
+from rlhf_pipeline.commands.common import Agent, console, need_file, workspace
 
 
 def show(
@@ -41,6 +41,39 @@ def check(
     """
     settings = workspace().load(str(need_file(file)))
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
+
+
+def use(
+    agent: Agent,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME|FILE", help="As for --recipe. Left out: say which it has."),
+    ] = None,
+    none: Annotated[
+        bool,
+        typer.Option("--none", help="Take its own away: what --recipe names holds for it again."),
+    ] = False,
+) -> None:
+    """Give one agent a recipe of its own: for its turns, its promotion and how it chats.
+
+    It wins over --recipe and RLHF_RECIPE, which hold for the other agents. A file is read anew
+    whenever the agent is at work: it must stay where it is, and what is changed in it holds.
+    """
+    if none and name is not None:
+        raise typer.BadParameter(f"needed a recipe or --none, found {name} and --none")
+    here = workspace()
+    here.need_agent(agent)
+    if none:
+        here.store.set_agent(agent, recipe=None)
+    elif name is not None:
+        here.load(name)  # raises where it is none
+        is_file = Path(name).suffix in (".yaml", ".yml")
+        here.store.set_agent(agent, recipe=str(Path(name).absolute()) if is_file else name)
+    row = here.store.agent(agent)
+    if row is None or row.recipe is None:
+        typer.echo(f"{agent} has no recipe of its own; {here.settings.recipe} holds for it")
+    else:
+        typer.echo(f"{agent} has a recipe of its own: {row.recipe}")
 
 
 def recipes() -> None:

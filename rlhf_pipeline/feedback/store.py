@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.raters import marks_of
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.records import (
@@ -115,8 +115,14 @@ class FeedbackStore:
     def set_agent(self, agent_id: str, **values: bool | str | None) -> None:
         """Change the agent's `recipe`, `automatic_promotion` or `paused_reason`.
 
-        Raises FeedbackRefused for an agent nobody has named yet.
+        Raises FeedbackRefused for an agent nobody has named yet, ConfigError for a recipe whose
+        path the column does not hold.
         """
+        if len(str(values.get("recipe") or "")) > db.RECIPE_CHARACTERS:
+            raise ConfigError(
+                f"needed a recipe's path of at most {db.RECIPE_CHARACTERS} characters, found "
+                f"{values['recipe']}; move it nearer to the root"
+            )
         with self.database.write() as connection:
             changed = connection.execute(
                 db.agents.update().where(db.agents.c.agent_id == agent_id).values(**values)
