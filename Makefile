@@ -42,6 +42,7 @@ check: $(READY)
 	$(BIN)/dg list defs > /dev/null
 
 train: $(READY)
+	@test -n "$(AGENT)" || { echo "needed an agent, found none; make train AGENT=name"; exit 1; }
 	$(BIN)/python -m automation.launch --agent $(AGENT) $(if $(AGAIN),--again)
 
 ui: $(READY)

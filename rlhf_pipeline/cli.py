@@ -30,7 +30,10 @@ from rlhf_pipeline.commands.common import Command, Group
 
 app = typer.Typer(
     cls=Group,
-    help="People's feedback on a chat assistant in; a better, gated, registered model out.",
+    help="People's feedback on a chat assistant in; a better, gated, registered model out.\n\n"
+    "`rlhf ingest votes.jsonl --agent tea` takes feedback in, `make train AGENT=tea` trains a turn "
+    "from it, `rlhf chat --agent tea` talks to what came out. With `make ui` running, turns start "
+    "by themselves and everything is in a browser.",
     epilog="Exit codes: 0 done, 1 refused or failed (one line on stderr says why), 2 wrong usage, "
     "3 ingest set rows aside. Settings: --recipe and --state, or RLHF_RECIPE and RLHF_STATE_DIR.",
     no_args_is_help=True,
@@ -60,7 +63,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.versions, MODELS, "rlhf versions --agent demo"),
     (models.promote, MODELS, 'rlhf promote challenger --agent demo --reason "reads better"'),
     (models.rollback, MODELS, 'rlhf rollback --agent demo --reason "rude to customers"'),
-    (models.explain, MODELS, "rlhf explain champion --agent demo --json"),
+    (models.explain, MODELS, "rlhf explain champion --agent demo"),
     (models.reproduce, MODELS, "rlhf reproduce champion --agent demo"),
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),
     (score.score, MODELS, "rlhf score replies.jsonl --reward length --out scores.jsonl"),

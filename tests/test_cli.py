@@ -116,7 +116,14 @@ def test_an_agent_is_named_the_same_way_everywhere() -> None:
 
 def test_help_names_the_exit_codes_and_where_settings_come_from(rlhf: Run) -> None:
     told = " ".join(rlhf("--help").stdout.split())
-    for word in ("RLHF_RECIPE", "RLHF_STATE_DIR", "3 ingest set rows aside", "--debug"):
+    words = (
+        "RLHF_RECIPE",
+        "RLHF_STATE_DIR",
+        "3 ingest set rows aside",
+        "--debug",
+        "make train AGENT=",
+    )
+    for word in words:
         assert word in told
     assert "3 when some were quarantined" in " ".join(rlhf("ingest", "-h").stdout.split())
 

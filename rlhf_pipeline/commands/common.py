@@ -43,7 +43,7 @@ UNFIT = (ValueError, KeyError, TypeError, AttributeError, RecursionError, Feedba
 
 Agent = Annotated[
     str,
-    typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The agent: one line of models."),
+    typer.Option("--agent", "-a", envvar="RLHF_AGENT", help="The assistant, by its agent's name."),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace what is there already, a folder wholly.")
@@ -52,7 +52,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other progr
 VersionArgument = Annotated[
     str,
     typer.Argument(
-        metavar="VERSION", help="A number, or champion, challenger, previous, baseline."
+        metavar="VERSION",
+        help="A number, champion, challenger, previous, baseline, or models:/rlhf-AGENT/3.",
     ),
 ]
 

@@ -119,7 +119,10 @@ def stop(
 def offline(
     agent: Agent,
     first: Annotated[
-        str, typer.Argument(metavar="A", help="A version: a number, champion, baseline, …")
+        str,
+        typer.Argument(
+            metavar="A", help="A version: a number, champion, challenger, previous, baseline."
+        ),
     ],
     second: Annotated[str, typer.Argument(metavar="B", help="The version held against it.")],
     prompts: Annotated[

@@ -148,7 +148,7 @@ def explain(
             "--agent",
             "-a",
             envvar="RLHF_AGENT",
-            help="The agent: one line of models. An interaction knows its own.",
+            help="The assistant, by its agent's name. An interaction knows its own.",
         ),
     ] = None,
     by: Annotated[

@@ -11,14 +11,18 @@ from rlhf_pipeline.commands.common import workspace
 
 def serve(
     port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="At the address --host.")
+        int, typer.Option("--port", min=1, max=65535, help="The port to listen on.")
     ] = 8080,
     pages: Annotated[
         bool,
         typer.Option("--pages/--no-pages", help="The chat and review pages, or the API alone."),
     ] = True,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; but for loopback keys first.")
+        str,
+        typer.Option(
+            "--host",
+            help="The address to listen on; any but loopback needs `rlhf keys create` first.",
+        ),
     ] = "127.0.0.1",
     answers_to: Annotated[
         list[str] | None,
