@@ -69,7 +69,7 @@ TOKEN_SECONDS = 24 * 3600
 LONGEST_BODY = 4 << 20  # bytes
 # With a token; a vote whose texts are all as long as they may be, in \u escapes, has 1.3 MiB.
 LONGEST_VOTE = 2 << 20  # bytes
-BODY_SECONDS = 10.0  # for a whole body, where the door or the chat reads it
+BODY_SECONDS = 10.0  # for a whole body, whoever reads it
 RATE_PER_SECOND, BURST = 1000.0, 2000.0  # requests of one key, and at once after a pause
 INTERACTION = re.compile(r"[!-~]{1,36}")
 HERE = re.compile(r"/(?![/\\])[!-~]{0,500}")  # a path of this service; two slashes begin another's
@@ -120,13 +120,14 @@ class Token(Told):
     expires_in_seconds: int
 
 
-class _Refused(Exception):
+class _Refused(HTTPException):
+    """What the door answers instead of a route; raised below it, the application answers so."""
+
     def __init__(self, status: int, why: str, retry_after: int | None = None) -> None:
-        super().__init__(why)
-        self.status = status
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
-            self.headers["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
+        super().__init__(status, why, headers)
 
 
 class Access:
@@ -144,6 +145,7 @@ class Access:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
+        receive = _bounded(receive) if scope["type"] == "http" else receive
         try:
             right, receive = await self._admit(scope, receive)
         except _Refused as refusal:
@@ -153,7 +155,7 @@ class Access:
             await _refusal(scope, refusal)(scope, receive, _with_headers(send))
             return
         scope["rlhf.right"] = right
-        await self.app(scope, _bounded(receive), _with_headers(send))
+        await self.app(scope, receive, _with_headers(send))
 
     async def _admit(self, scope: Scope, receive: Receive) -> tuple[Right | None, Receive]:
         headers = Headers(scope=scope)
@@ -287,21 +289,14 @@ def _asked_for(values: Mapping[str, Any]) -> str:
 
 
 async def _read_whole(receive: Receive, longest: int = LONGEST_BODY) -> bytes:
-    """Return a whole body. Raises _Refused where it is too long or does not come in time."""
+    """Return a whole body. Raises _Refused where it is too long or does not come."""
     body, more = bytearray(), True
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _Refused(400, "needed a whole body")
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > longest:
-                    raise _Refused(TOO_LARGE, f"needed a body of at most {longest} bytes")
-    except TimeoutError:
-        words = f"needed a whole body within {BODY_SECONDS:.0f} s; send it again"
-        raise _Refused(TOO_LATE, words) from None
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > longest:
+            raise _Refused(TOO_LARGE, f"needed a body of at most {longest} bytes")
     return bytes(body)
 
 
@@ -324,15 +319,30 @@ async def _look(body: bytes, find: Callable[[dict[str, Any]], T]) -> T:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Return a receive that ends with 413 where a body of untold length has become too long."""
-    left = LONGEST_BODY
+    """Return a receive that gives a body which comes whole, in time and is not too long.
+
+    It raises _Refused otherwise. Every body comes through here, whoever reads it.
+    """
+    left, until, whole = LONGEST_BODY, math.inf, False
 
     async def bounded() -> Message:
-        nonlocal left
-        message = await receive()
+        nonlocal left, until, whole
+        if whole:
+            return await receive()
+        began = asyncio.get_running_loop().time()
+        until = min(until, began + BODY_SECONDS)  # from the first time that somebody reads
+        try:
+            async with asyncio.timeout_at(until):
+                message = await receive()
+        except TimeoutError:
+            words = f"needed a whole body within {BODY_SECONDS:.0f} s; send it again"
+            raise _Refused(TOO_LATE, words) from None
+        if message["type"] == "http.disconnect":
+            raise _Refused(400, "needed a whole body")
         left -= len(message.get("body", b""))
+        whole = not message.get("more_body", False)
         if left < 0:
-            raise HTTPException(TOO_LARGE, f"needed a body of at most {LONGEST_BODY} bytes")
+            raise _Refused(TOO_LARGE, f"needed a body of at most {LONGEST_BODY} bytes")
         return message
 
     return bounded
@@ -404,12 +414,9 @@ def add_access(
 
     async def make_token(request: Request) -> Response:
         """Return a token with which a browser votes on one interaction, as who was answered."""
-        try:
-            if not is_json(request):
-                raise _Refused(NOT_JSON, "needed content-type application/json")
-            asked = await _look(await _read_whole(request.receive), _asked_for)
-        except _Refused as refusal:
-            return _refusal(request.scope, refusal)
+        if not is_json(request):
+            raise _Refused(NOT_JSON, "needed content-type application/json")
+        asked = await _look(await _read_whole(request.receive), _asked_for)
         right: Right = request.scope["rlhf.right"]
         found = await run_in_threadpool(store.interaction, asked)
         if found is None or not right.reaches(found.agent_id):
@@ -433,7 +440,7 @@ def add_access(
         methods=["POST"],
         tags=["feedback"],
         response_model=Token,
-        responses=refusals(400, 404, TOO_LATE, TOO_LARGE, NOT_JSON, REFUSED),
+        responses=refusals(400, 404, TOO_LARGE, NOT_JSON, REFUSED),
         openapi_extra={"requestBody": {"required": True, "content": content}},
     )
     app.add_middleware(Access, keys=keys, open_without_keys=open_without_keys)
@@ -445,9 +452,9 @@ def _right_of(key: ApiKey) -> Right:
 
 def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
-    if refusal.status == 401 and wants_page and scope.get("method") == "GET":
+    if refusal.status_code == 401 and wants_page and scope.get("method") == "GET":
         return RedirectResponse(f"/sign-in?{urlencode({'to': scope['path']})}", 303)
-    return JSONResponse({"error": str(refusal)}, refusal.status, headers=refusal.headers)
+    return JSONResponse({"error": refusal.detail}, refusal.status_code, headers=refusal.headers)
 
 
 def _sign_in_page(said: str, to: str, status: int = 200) -> Response:

@@ -5,7 +5,7 @@ baseline. A completion's `id` is the interaction's, which is stored before the l
 votes name it. Of OpenAI's fields those that change the answer are obeyed or refused by name, never
 passed over; those that change nothing here (HARMLESS) are ignored. `max_tokens` above the agent's
 own limit is cut down to it. Beyond `serving.admission_limit` requests at once the next is 429
-before its body is read; a body that takes BODY_SECONDS is 408, as it holds a place meanwhile.
+before its body is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import structlog
 from fastapi import Query
 from pydantic import Field, ValidationError, field_validator
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
@@ -31,9 +32,9 @@ from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
-from rlhf_pipeline.serving.access import BODY_SECONDS, right_in
+from rlhf_pipeline.serving.access import right_in
 from rlhf_pipeline.serving.champions import Arm
-from rlhf_pipeline.serving.contract import Closed, Refusal, Text, Told, refusals
+from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
 from rlhf_pipeline.serving.feedback_api import READ_AT_ONCE, is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import Rail
@@ -324,8 +325,7 @@ def add_chat_routes(
         response_model=ChatCompletion,
         responses={
             200: {"description": "The completion, whole or as events.", "content": streamed},
-            **refusals(400, 404, 413, 415, 429, 503, model=ChatRefusal),
-            **refusals(408, model=ChatRefusal | Refusal),  # the door reads some bodies
+            **refusals(400, 404, 408, 413, 415, 429, 503, model=ChatRefusal),
             **refusals(422),
         },
         openapi_extra={"requestBody": {"required": True, "content": body}},
@@ -510,15 +510,12 @@ async def _read(request: Request) -> ChatRequest:
         raise _Refused(415, "needed content-type application/json")
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > LONGEST_BODY:
-                    raise _Refused(413, f"needed at most {LONGEST_BODY} bytes")
-    except TimeoutError:
-        raise _Refused(408, f"needed a whole body within {BODY_SECONDS:.0f} s") from None
-    except ClientDisconnect:
-        raise _Refused(400, "the body was not sent whole") from None
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LONGEST_BODY:
+                raise _Refused(413, f"needed at most {LONGEST_BODY} bytes")
+    except HTTPException as error:  # the door's: it does not come whole, or not in time
+        raise _Refused(error.status_code, error.detail) from error
     if len(body) <= READ_AT_ONCE:
         return _checked(bytes(body))
     return await run_in_threadpool(_checked, bytes(body))

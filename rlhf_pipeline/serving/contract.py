@@ -35,6 +35,7 @@ WORDS: Mapping[int, str] = {
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 BY_DOOR = (401, 403, 413, 429)
+BY_DOOR_OF_BODIES = (408,)
 KEY_HEADER = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -155,7 +156,9 @@ def _add_rights(openapi: dict[str, Any], open_paths: Collection[str]) -> None:
             operation["security"] = [] if path in open_paths else [{"key": []}, {"session": []}]
             if path == "/v1/feedback":
                 operation["security"].append({"token": []})
-            for code in () if path in open_paths else BY_DOOR:
+            by_door = () if path in open_paths else BY_DOOR
+            with_body = BY_DOOR_OF_BODIES if "requestBody" in operation else ()
+            for code in (*by_door, *with_body):
                 schema = answers.setdefault(str(code), {"description": WORDS[code]})
                 content = schema.setdefault("content", {}).setdefault("application/json", {})
                 own = content.get("schema", refusal)

@@ -72,7 +72,7 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
         methods=["POST"],
         tags=["feedback"],
         response_model=StoredVote | StoredVotes,
-        responses=refusals(TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
+        responses=refusals(CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
         openapi_extra={
             "requestBody": {"required": True, "content": content},
             "parameters": [KEY_HEADER],

@@ -351,21 +351,59 @@ def test_a_body_that_stops_half_way_is_not_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access, "BODY_SECONDS", 0.1)
+    token = _token_for(world, "i-half")
 
     async def half() -> AsyncIterator[bytes]:
         yield b'{"model": "tea", '
         await asyncio.sleep(PATIENCE)
 
-    async def asked(path: str) -> httpx.Response:
+    async def asked(path: str, right: dict[str, str]) -> httpx.Response:
         transport = httpx.ASGITransport(world.app)
-        headers = {"authorization": f"Bearer {world.tea}", "content-type": "application/json"}
+        headers = {**right, "content-type": "application/json"}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as user:
             async with asyncio.timeout(PATIENCE / 4):
                 return await user.post(path, content=half(), headers=headers)
 
-    for path in ("/v1/chat/completions", "/v1/feedback", "/v1/feedback/tokens"):
-        answer = asyncio.run(asked(path))
-        assert (answer.status_code, "whole body" in answer.text) == (408, True), path
+    keys = [{"authorization": f"Bearer {key}"} for key in (world.admin, world.tea)]
+    for path, rights in (
+        ("/v1/chat/completions", keys),
+        ("/v1/feedback", [*keys, {"x-feedback-token": token}]),
+        ("/v1/feedback/tokens", keys),
+        ("/api/policies/feedback/tea", keys),
+        ("/api/policies/train_policy/tea", keys[:1]),
+        ("/sign-in", [{}]),
+    ):
+        for right in rights:
+            answer = asyncio.run(asked(path, right))
+            assert (answer.status_code, "whole body" in answer.text) == (408, True), path
+
+
+def test_a_body_whose_sender_has_gone_is_refused_and_no_error_of_ours(world: World) -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/feedback",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"authorization", f"Bearer {world.admin}".encode()),
+            (b"content-type", b"application/json"),
+        ],
+    }
+    coming = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return coming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(world.app(scope, receive, send))
+    assert sent[0]["status"] == 400
 
 
 def test_the_longest_vote_fits_beside_a_token_and_what_is_longer_does_not(world: World) -> None:

@@ -37,7 +37,7 @@ from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import Prompt, hash_rater, user_prompt
 from rlhf_pipeline.registry.ledger import ModelVersion
-from rlhf_pipeline.serving import batching, chat_api
+from rlhf_pipeline.serving import access, batching
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
@@ -547,7 +547,7 @@ def test_what_is_not_done_here_is_refused_by_name(
 def test_a_body_that_does_not_come_gives_its_place_back(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_api, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.3)
     port = int(service.address.rpartition(":")[2])
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
     head += b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
