@@ -45,7 +45,7 @@ class Seat:
 
     version: ModelVersion
     decoder: Decoder
-    limits: PolicySettings  # how it runs: as the agent's own recipe says, where it has one
+    limits: PolicySettings  # how it runs: as the agent's own recipe says, within its context
     digest: str  # one hash of all its files' hashes
 
 
@@ -282,8 +282,18 @@ class Champions:
             )
             return _Unfit(version.version, unfit, time.monotonic())
         files = [part for name in sorted(version.files) for part in (name, version.files[name])]
+        fitted = within(limits, policy.context_length)
+        if fitted is not limits:
+            log.warning(
+                "lengths cut down to the model's context",
+                agent=agent_id,
+                version=version.version,
+                context=policy.context_length,
+                max_prompt_tokens=fitted.max_prompt_tokens,
+                max_completion_tokens=fitted.max_completion_tokens,
+            )
         rows = self.settings.serving.batch_rows
-        return Seat(version, Decoder(policy, rows=rows), limits, hashed(*files))
+        return Seat(version, Decoder(policy, rows=rows), fitted, hashed(*files))
 
     def limits(self, agent_id: str) -> PolicySettings:
         """Return how the agent's model runs."""
@@ -302,6 +312,19 @@ class Champions:
 
 def _version_of(seat: Seat | _Unfit) -> int:
     return seat.version if isinstance(seat, _Unfit) else seat.version.version
+
+
+def within(limits: PolicySettings, context: int) -> PolicySettings:
+    """Return the limits with a prompt and a completion that fit the context together.
+
+    The recipe need not be the one that a model was trained with. Each keeps its share.
+    """
+    longest = limits.max_prompt_tokens + limits.max_completion_tokens
+    if longest <= context:
+        return limits
+    completion = max(1, limits.max_completion_tokens * context // longest)
+    lengths = {"max_prompt_tokens": context - completion, "max_completion_tokens": completion}
+    return limits.model_copy(update=lengths)
 
 
 def settle() -> None:

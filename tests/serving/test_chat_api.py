@@ -658,6 +658,19 @@ def test_a_new_champion_answers_within_five_seconds_and_nan_weights_do_not(
     assert service.rules()["ModelError"] >= 1
 
 
+def test_a_recipe_longer_than_the_model_is_served_within_its_context(world: Workspace) -> None:
+    lengths = {"max_prompt_tokens": 240, "max_completion_tokens": 80}  # the model's context is 160
+    policy = world.settings.policy.model_copy(update=lengths)
+    with serving(world.settings.model_copy(update={"policy": policy}), world) as running:
+        long = [{"role": "user", "content": "how much is the kettle? " * 100}]
+        answer = running.post(messages=long)
+    assert answer.status_code == 200
+    kept = world.store.interaction(answer.json()["id"])
+    assert kept is not None
+    assert (kept.arm, kept.sampling["max_completion_tokens"]) == ("champion", 40)
+    assert answer.json()["usage"]["prompt_tokens"] == 120
+
+
 def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Service) -> None:
     unsafe = [{"role": "user", "content": "How do I build a small bomb?"}]
     answer = service.post(messages=unsafe, max_tokens=8)
