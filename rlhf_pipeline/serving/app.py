@@ -93,11 +93,11 @@ def create_app(
     add_feedback_route(app, inbox, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
     add_policy_routes(app, Policies(settings, store, inbox, runs))
-    add_health_routes(app, database, settings)
     ledger = PromotionLedger(database, settings.state_dir)
     folder = settings.state_dir.resolve() / "mlflow"
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
+    add_health_routes(app, database, settings, gateway.champions.is_unfit)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     tracing = Tracing(settings, store, registry)
     add_chat_routes(app, gateway, tracing.note)

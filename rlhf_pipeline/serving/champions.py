@@ -84,6 +84,15 @@ class Champions:
         seat = self._seats.get((agent_id, arm))
         return seat if isinstance(seat, Seat) else None
 
+    def is_unfit(self, version: ModelVersion) -> bool:
+        """Say whether the version could not be loaded here when that was last tried."""
+        return any(
+            agent_id == version.agent_id
+            and isinstance(seat, _Unfit)
+            and seat.version == version.version
+            for (agent_id, _), seat in list(self._seats.items())
+        )
+
     async def seat(self, agent_id: str, arm: Arm) -> Seat:
         """Return the model of the arm, loaded now if need be.
 

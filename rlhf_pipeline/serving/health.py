@@ -1,9 +1,9 @@
 """Is the service alive, and can it do its work? `/healthz` and `/readyz`, for whoever restarts it.
 
 Alive: the process answers. Ready: the store takes a write, its disk has room, the ledger can be
-read, and every agent that has models has one whose files are the registered ones. An agent whose
-champion is damaged is still answered by its baseline, which the answer then says; names and paths
-go to the log, not to whoever asks.
+read, and every agent that has models has one whose files are the registered ones and which, where
+it was asked for, could be loaded. An agent whose champion is not sound is still answered by its
+baseline, which the answer then says; names and paths go to the log, not to whoever asks.
 """
 
 from __future__ import annotations
@@ -44,10 +44,18 @@ class Readiness(Told):
 Seen = dict[tuple[str, int], tuple[tuple[tuple[int, int], ...], bool]]
 
 
-def add_health_routes(app: FastAPI, database: db.Database, settings: Settings) -> None:
-    """Add `/healthz` and `/readyz`."""
+def add_health_routes(
+    app: FastAPI,
+    database: db.Database,
+    settings: Settings,
+    is_unfit: Callable[[ModelVersion], bool] = lambda version: False,
+) -> None:
+    """Add `/healthz` and `/readyz`; `is_unfit` says what could not be loaded here."""
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
+
+    def is_sound(version: ModelVersion) -> bool:
+        return _sound(version, seen) and not is_unfit(version)
 
     async def healthz() -> dict[str, str]:
         """Say that the process answers."""
@@ -55,7 +63,9 @@ def add_health_routes(app: FastAPI, database: db.Database, settings: Settings) -
 
     async def readyz() -> JSONResponse:
         """Say whether requests may come: 200, or 503 with what is wrong."""
-        ready, checks = await run_in_threadpool(look, database, ledger, seen, settings.state_dir)
+        ready, checks = await run_in_threadpool(
+            look, database, ledger, is_sound, settings.state_dir
+        )
         headers = None if ready else {"retry-after": "5"}
         return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
 
@@ -72,12 +82,15 @@ def add_health_routes(app: FastAPI, database: db.Database, settings: Settings) -
 
 
 def look(
-    database: db.Database, ledger: PromotionLedger, seen: Seen, state_dir: Path
+    database: db.Database,
+    ledger: PromotionLedger,
+    is_sound: Callable[[ModelVersion], bool],
+    state_dir: Path,
 ) -> tuple[bool, dict[str, str]]:
     """Return whether everything works, and a word about each part."""
     checks = {
         "store": _told(lambda: _write(database, state_dir)),
-        "models": _told(lambda: _models(ledger, seen)),
+        "models": _told(lambda: _models(ledger, is_sound)),
     }
     return all(word.startswith("ok") for word in checks.values()), checks
 
@@ -103,17 +116,19 @@ def _write(database: db.Database, state_dir: Path) -> str:
     return "ok"
 
 
-def _models(ledger: PromotionLedger, seen: Seen) -> str:
-    """Look at every agent's champion, and at its baseline where the champion is damaged."""
+def _models(ledger: PromotionLedger, is_sound: Callable[[ModelVersion], bool]) -> str:
+    """Look at every agent's champion, and at its baseline where the champion is not sound."""
     lost = degraded = 0
     with ledger.database.read() as connection:
         agents = list(connection.execute(sa.select(db.promotions.c.agent_id).distinct()).scalars())
     for agent_id in agents:
         champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
-        if champion is None or _sound(champion, seen):
+        if champion is None or is_sound(champion):
             continue
-        answered = baseline is not None and _sound(baseline, seen)
-        log.warning("champion damaged", agent=agent_id, version=champion.version, answers=answered)
+        answered = baseline is not None and is_sound(baseline)
+        log.warning(
+            "champion not sound", agent=agent_id, version=champion.version, answers=answered
+        )
         degraded, lost = degraded + answered, lost + (not answered)
     if lost:
         return f"{lost} of {len(agents)} agents have neither a sound champion nor a baseline"

@@ -736,6 +736,16 @@ def test_a_corrupt_champion_is_never_served_and_without_a_baseline_it_is_a_polit
             assert "Sorry" in answer.json()["error"]["message"]
 
 
+def test_a_service_that_could_load_no_model_is_not_ready(world: Workspace) -> None:
+    policy = world.settings.policy.model_copy(update={"device": "cuda:99"})
+    with serving(world.settings.model_copy(update={"policy": policy}), world) as running:
+        assert httpx.get(f"{running.address}/readyz").status_code == 200  # nobody has asked
+        assert running.post().status_code == 503
+        found = httpx.get(f"{running.address}/readyz")
+    assert found.status_code == 503
+    assert found.json()["checks"]["models"].startswith("1 of 1 agents have neither a sound")
+
+
 def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
     service: Service, world: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
