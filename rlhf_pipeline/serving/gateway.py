@@ -10,6 +10,7 @@ shows nothing before all is checked). What somebody has seen is stored, also whe
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does not wait for longer
+BYTES_OF_TOKEN = 4  # of a prompt, about, where nobody tells how many tokens it has
 NO_VERSION = -1  # model_version of a reply by a model that the ledger does not know
 
 Ending = Literal["stop", "length", "content_filter"]
@@ -67,7 +69,7 @@ class Reply:
 
     interaction: Interaction
     ending: Ending
-    prompt_tokens: int  # 0 where an upstream told none
+    prompt_tokens: int  # by the length of the texts, where an upstream told none
     completion_tokens: int  # the pieces that came, where an upstream told none
     others: tuple[str, ...] = ()  # further completions of the same prompt, not stored
 
@@ -430,6 +432,8 @@ class Gateway:
         settings = {name: value for name, value in asked.items() if value is not None}
         draft.version = NO_VERSION if upstream.version is None else upstream.version
         draft.sampling = {**settings, "upstream": upstream.model}
+        size = sum(len(message.content.encode()) for message in prompt)
+        draft.prompt_tokens = math.ceil(size / BYTES_OF_TOKEN)  # most tell it last, if at all
         seeds = [
             {} if wishes.seed is None else {"seed": wishes.seed + 1 + n} for n in range(others)
         ]
@@ -448,7 +452,7 @@ class Gateway:
                     yield piece
                     continue
                 usage = piece["usage"] or {}
-                draft.prompt_tokens = int(usage.get("prompt_tokens", 0))
+                draft.prompt_tokens = int(usage.get("prompt_tokens") or draft.prompt_tokens)
                 told = usage.get("completion_tokens")
                 draft.completion_tokens = int(told or draft.completion_tokens)
                 reason = piece["finish_reason"]

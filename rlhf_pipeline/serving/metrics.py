@@ -64,7 +64,8 @@ class Metrics:
         )
         self._tokens = Counter(
             "rlhf_tokens_total",
-            "Tokens read (prompt) and written (completion), by agent.",
+            "Tokens read (prompt) and written (completion), by agent; estimated where an upstream "
+            "tells none.",
             ("agent", "side"),
             registry=self.registry,
         )

@@ -41,6 +41,7 @@ async def upstream_pieces(
 ) -> AsyncGenerator[str | dict[str, Any], None]:
     """Yield the completion's text piece by piece, and last {finish_reason, usage}.
 
+    An upstream that tells its usage as it writes has it yielded so too, after each piece.
     `settings` are the request's own (temperature, max_tokens, ...), handed on as they are.
     Raises ModelError where the upstream fails, PromptRefused where the messages are longer than its
     context, TimeoutError at the deadline (time.monotonic()).
@@ -77,6 +78,8 @@ async def upstream_pieces(
                     return
                 if piece := _read(data, last):
                     yield piece
+                if last["usage"] is not None and last["finish_reason"] is None:
+                    yield dict(last)
     except httpx.TimeoutException as error:
         raise TimeoutError from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -45,6 +45,10 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
+def _usage(completion: int) -> dict[str, int]:
+    return {"prompt_tokens": 3, "completion_tokens": completion}
+
+
 @contextmanager
 def answering(
     status: int, body: bytes, pause: float = 0.0, asked: list[dict[str, Any]] | None = None
@@ -265,18 +269,24 @@ def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path:
 @pytest.mark.parametrize(
     ("body", "usage"),
     [
-        (chunk("Hello, ") + chunk("dear ") + chunk(BLOCKED) + event(USAGE) + DONE, (0, 3)),
-        (chunk("Hello, ") + chunk("dear", "stop") + DONE, (0, 2)),
+        (chunk("Hello, ") + chunk("dear ") + chunk(BLOCKED) + event(USAGE) + DONE, (11, 3)),
+        (chunk("Hello, ") + chunk("dear", "stop") + DONE, (11, 2)),
         (chunk("Hello", "stop") + event(USAGE) + DONE, (3, 2)),
+        (chunk("Hello", usage=_usage(1)) + chunk(BLOCKED, usage=_usage(8)) + DONE, (3, 2)),
+        (chunk("", usage=_usage(0)) + chunk("Hello", usage=_usage(1)) + chunk(BLOCKED), (3, 2)),
     ],
 )
-def test_where_no_total_is_told_the_pieces_are_counted(
+def test_where_no_total_is_told_tokens_are_counted_by_the_texts(
     tmp_path: Path, body: bytes, usage: tuple[int, int]
 ) -> None:
-    """It comes last, when a rule may have ended the answer; of the prompt nothing else tells."""
+    """It comes last, when a rule may have ended the answer, but from some with every piece."""
     with answering(200, body) as upstream:
         world = served_by(upstream, tmp_path)
-        told = world.ask("POST", "/v1/chat/completions", None, ASKED).json()["usage"]
+        asked = {
+            **ASKED,
+            "messages": [{"role": "user", "content": "how much is it? " * 2 + "äää€"}],
+        }
+        told = world.ask("POST", "/v1/chat/completions", None, asked).json()["usage"]
         counted = world.ask("GET", "/metrics").text
     assert (told["prompt_tokens"], told["completion_tokens"]) == usage
     assert f'rlhf_tokens_total{{agent="tea",side="completion"}} {usage[1]}.0' in counted
