@@ -673,13 +673,27 @@ class UpstreamSettings(Section):
     """An OpenAI-compatible server that answers for an agent instead of a model in this process."""
 
     url: Endpoint
-    model: str = Field(description="The model's name there.")
+    model: str = Field(
+        description="The model's name there. `{version}` in it stands for a version's number: the "
+        "champion's, or that of the newest champion before it which the upstream serves."
+    )
     version: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="The ledger's version it serves; None: none of the ledger's."
+        None,
+        description="The ledger's version it serves, where its name does not say; None: none of "
+        "the ledger's.",
     )
     key_variable: str | None = Field(
         None, description="Environment variable that holds the API key; None: no key."
     )
+
+    @model_validator(mode="after")
+    def _version_is_said_once(self) -> UpstreamSettings:
+        if self.version is not None and "{version}" in self.model:
+            raise ValueError(
+                f"model or version must say which version is served, found both ({self.model!r} "
+                f"and {self.version}); leave the version out"
+            )
+        return self
 
 
 class ServingSettings(Section):

@@ -126,6 +126,10 @@ class PromotionLedger:
             newest = _newest(connection, agent_id)
             return self._version(connection, agent_id, newest.version) if newest else None
 
+    def champions(self, agent_id: str) -> list[int]:
+        """Return the champions that rolling back walks along, the current one last."""
+        return _line_of_champions(self.history(agent_id))
+
     def baseline(self, agent_id: str) -> ModelVersion | None:
         """Return the version that drift is measured against: the newest `baseline` entry's."""
         with self.database.read() as connection:

@@ -32,7 +32,7 @@ from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
 from rlhf_pipeline.serving.trials import Trials
-from rlhf_pipeline.serving.upstream import upstream_pieces
+from rlhf_pipeline.serving.upstream import Served, name_of, upstream_pieces
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import ExperimentSettings, Settings, UpstreamSettings
@@ -114,6 +114,7 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
+        self.served = Served(registry.ledger)
         self.trials = Trials(store.database, self.rules_of_trials)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
@@ -338,7 +339,9 @@ class Gateway:
         deadline = time.monotonic() + self.settings.serving.timeout_seconds
         upstream = self.settings.serving.upstreams.get(agent_id)
         if upstream is not None and draft.arm == "champion":
-            source = self._from_upstream(upstream, prompt, wishes, draft, deadline, others)
+            source = self._from_upstream(
+                agent_id, upstream, prompt, wishes, draft, deadline, others
+            )
         else:
             source = self._from_model(agent_id, prompt, wishes, draft, deadline, others)
         async with aclosing(source) as pieces:
@@ -415,6 +418,7 @@ class Gateway:
 
     async def _from_upstream(
         self,
+        agent_id: str,
         upstream: UpstreamSettings,
         prompt: Prompt,
         wishes: Wishes,
@@ -431,6 +435,10 @@ class Gateway:
         }
         settings = {name: value for name, value in asked.items() if value is not None}
         draft.version = NO_VERSION if upstream.version is None else upstream.version
+        if "{version}" in upstream.model:
+            draft.version = await self.served.version(agent_id, upstream, deadline)
+            name = name_of(upstream, draft.version)
+            upstream = upstream.model_copy(update={"model": name})
         draft.sampling = {**settings, "upstream": upstream.model}
         size = sum(len(message.content.encode()) for message in prompt)
         draft.prompt_tokens = math.ceil(size / BYTES_OF_TOKEN)  # most tell it last, if at all

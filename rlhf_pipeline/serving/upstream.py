@@ -4,6 +4,10 @@ Its key comes from the environment and stands in no message. What it answers is 
 is used: an upstream that says something else is an error, never an empty answer. Taken is what such
 servers do beside the rules: choices without a delta (Azure's filter), no [DONE] (llama.cpp and TGI
 for years) where a finish_reason has said that the text is whole.
+
+Which of the ledger's versions answers is told by the model's name there (`Served`): a server that
+has not loaded a new champion yet is asked for the one before, and each answer is the version's that
+gave it.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import json
 import re
 import ssl
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import structlog
 
 from rlhf_pipeline.errors import ModelError, PromptRefused
 from rlhf_pipeline.records import Prompt, as_messages
@@ -26,8 +31,12 @@ from rlhf_pipeline.reward.remote import bearer_token
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import UpstreamSettings
+    from rlhf_pipeline.registry.ledger import PromotionLedger
+
+log = structlog.get_logger(__name__)
 
 CONNECT_SECONDS = 5.0
+LOOK_EVERY_SECONDS = 2.0  # how long a model that an upstream has loaded may go unseen
 LONGEST_LINE = 1 << 20  # bytes
 MOST_TOKENS = 2**31
 COUNTED = ("prompt_tokens", "completion_tokens")
@@ -54,32 +63,111 @@ async def upstream_pieces(
         "stream_options": {"include_usage": True},
     }
     last: dict[str, Any] = {"finish_reason": None, "usage": None}
+    async with _asked(upstream, "chat/completions", deadline, body) as answer:
+        if answer.status_code in (400, 413) and TOO_LONG.search(await _beginning(answer, deadline)):
+            raise PromptRefused(
+                "messages within the upstream's context are needed, found longer ones; send fewer, "
+                "or ask for fewer tokens"
+            )
+        _need_200(upstream, answer)
+        async for line in _lines(answer, deadline):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                yield last
+                return
+            if piece := _read(data, last):
+                yield piece
+            if last["usage"] is not None and last["finish_reason"] is None:
+                yield dict(last)
+    if last["finish_reason"] is None:
+        raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
+    yield last
+
+
+class Served:
+    """Which of an agent's champions its upstream serves, looked at every LOOK_EVERY_SECONDS."""
+
+    def __init__(self, ledger: PromotionLedger) -> None:
+        self._ledger = ledger
+        self._seen: dict[str, tuple[float, int, int]] = {}  # by agent: when, champion, served
+
+    async def version(self, agent_id: str, upstream: UpstreamSettings, deadline: float) -> int:
+        """Return the newest of the line of champions that the upstream has by its name.
+
+        Raises ModelError where it has none of them, or cannot say; TimeoutError at the deadline.
+        """
+        seen = self._seen.get(agent_id)
+        if seen is not None and time.monotonic() - seen[0] < LOOK_EVERY_SECONDS:
+            return seen[2]
+        line = await asyncio.to_thread(self._ledger.champions, agent_id)
+        served = await _newest_served(upstream, line, deadline)
+        if (line[-1], served) != (seen and seen[1:]) and served != line[-1]:
+            log.warning(
+                "upstream serves an older champion",
+                agent=agent_id,
+                champion=line[-1],
+                serves=served,
+            )
+        self._seen[agent_id] = (time.monotonic(), line[-1], served)
+        return served
+
+
+async def _newest_served(upstream: UpstreamSettings, line: Sequence[int], deadline: float) -> int:
+    async with _asked(upstream, "models", deadline) as answer:
+        _need_200(upstream, answer)
+        try:
+            names = {one["id"] for one in json.loads(await _beginning(answer, deadline))["data"]}
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ModelError(
+                f"the upstream at {upstream.url} must list its models at /models, found something "
+                "else; check that its address ends with /v1"
+            ) from error
+    for version in reversed(line):
+        if name_of(upstream, version) in names:
+            return version
+    wanted = name_of(upstream, line[-1]) if line else "any champion, of which there is none yet"
+    raise ModelError(
+        f"the upstream at {upstream.url} must serve {wanted}, or a champion before it; load it "
+        "there (docs/serving.md says how)"
+    )
+
+
+def name_of(upstream: UpstreamSettings, version: int) -> str:
+    """Return the name by which the upstream has a version of the ledger's."""
+    return upstream.model.replace("{version}", str(version))
+
+
+def _need_200(upstream: UpstreamSettings, answer: httpx.Response) -> None:
+    if answer.status_code != 200:
+        raise ModelError(
+            f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; look at "
+            "its log"
+        )
+
+
+@asynccontextmanager
+async def _asked(
+    upstream: UpstreamSettings, path: str, deadline: float, body: dict[str, Any] | None = None
+) -> AsyncGenerator[httpx.Response, None]:
+    """Give the upstream's answer once its headers have come, and close it.
+
+    Raises ModelError where it cannot be asked or breaks off, TimeoutError at the deadline.
+    """
+    # httpx bounds each wait anew, and not how long they take together: the deadline does.
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    url = f"{upstream.url.rstrip('/')}/{path}"
+    method = "GET" if body is None else "POST"
     try:
-        async with _asked(upstream, body, deadline) as answer:
-            if answer.status_code != 200:
-                refused = answer.status_code in (400, 413)
-                if refused and TOO_LONG.search(await _beginning(answer, deadline)):
-                    raise PromptRefused(
-                        "messages within the upstream's context are needed, found longer ones; "
-                        "send fewer, or ask for fewer tokens"
-                    )
-                raise ModelError(
-                    f"the upstream at {upstream.url} must answer 200, found {answer.status_code}; "
-                    "look at its log"
-                )
-            async for line in _lines(answer, deadline):
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    yield last
-                    return
-                if piece := _read(data, last):
-                    yield piece
-                if last["usage"] is not None and last["finish_reason"] is None:
-                    yield dict(last)
+        async with httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client:
+            request = client.build_request(method, url, json=body, headers=_headers(upstream))
+            async with asyncio.timeout(deadline - time.monotonic()):
+                answer = await client.send(request, stream=True)
+            async with aclosing(answer):
+                yield answer
     except httpx.TimeoutException as error:
         raise TimeoutError from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -87,29 +175,10 @@ async def upstream_pieces(
             f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "
             "or correct serving.upstreams"
         ) from error
-    if last["finish_reason"] is None:
-        raise ModelError(f"the upstream at {upstream.url} must end with [DONE], found it cut off")
-    yield last
-
-
-@asynccontextmanager
-async def _asked(
-    upstream: UpstreamSettings, body: dict[str, Any], deadline: float
-) -> AsyncGenerator[httpx.Response, None]:
-    """Give the upstream's answer once its headers have come, and close it."""
-    # httpx bounds each wait anew, and not how long they take together: the deadline does.
-    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    async with httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client:
-        url = f"{upstream.url.rstrip('/')}/chat/completions"
-        request = client.build_request("POST", url, json=body, headers=_headers(upstream))
-        async with asyncio.timeout(deadline - time.monotonic()):
-            answer = await client.send(request, stream=True)
-        async with aclosing(answer):
-            yield answer
 
 
 async def _beginning(answer: httpx.Response, deadline: float) -> bytes:
-    """Return the first LONGEST_LINE bytes of a refusal, or less."""
+    """Return the first LONGEST_LINE bytes of an answer, or less."""
     found = b""
     async for some in _chunks(answer, deadline):
         found += some
