@@ -311,7 +311,8 @@ class Gateway:
                     sure = certain(draft.text)
                     if len(sure) <= draft.sound:
                         continue
-                    if blocked := output_block(sure, prompt, rules, whole=False):
+                    blocked = output_block(sure, prompt, rules, whole=False, looked_at=draft.sound)
+                    if blocked:
                         raise _Stopped(blocked)
                     draft.sound = len(sure)
                     if at_once and rules.release == "words":

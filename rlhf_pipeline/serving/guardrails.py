@@ -50,7 +50,7 @@ or a run of digits. A plain word goes out at once: an address cut off before its
 no blanks stand between words, the next letter ends one.
 """
 
-LONGEST_DETAIL = 400  # characters of a text's end that are looked at as it grows
+LONGEST_DETAIL = 400  # characters; what comes next belongs to none that begins before as many
 LONGEST_REPEATED = 200  # characters: a line
 COMPARED = 2000  # characters of a text's end in which something is looked for again
 LONGEST_WORD = 72  # letters; what stands for a key or a hash (ffff) has 64 at most
@@ -85,11 +85,12 @@ def input_block(prompt: Prompt, rules: GuardrailSettings) -> Blocked | None:
 
 
 def output_block(
-    text: str, prompt: Prompt, rules: GuardrailSettings, *, whole: bool
+    text: str, prompt: Prompt, rules: GuardrailSettings, *, whole: bool, looked_at: int = 0
 ) -> Blocked | None:
     """Return the rule that a completion breaks, None where it may be shown.
 
-    `whole` says that nothing follows: only then can it be empty.
+    `whole` says that nothing follows: only then can it be empty. `looked_at` characters at its
+    beginning broke none before.
     """
     if whole and not text.strip():
         return Blocked(Rail.completion_empty, "the model wrote nothing")
@@ -97,8 +98,7 @@ def output_block(
         return Blocked(
             Rail.completion_too_long, f"more than {rules.max_completion_characters} characters"
         )
-    # As it grows, what is before its end has been looked at.
-    if rules.pii and (found := leaked(text if whole else text[-LONGEST_DETAIL:], prompt)):
+    if rules.pii and (found := leaked(text[max(0, looked_at - LONGEST_DETAIL) :], prompt)):
         return Blocked(Rail.personal_details, f"{found} that the request does not hold")
     if rules.max_repeats and (said := _repeats(text, rules.max_repeats)):
         return Blocked(Rail.repetition, said)

@@ -130,19 +130,21 @@ def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None
 @given(
     st.sampled_from(DETAILS),
     st.sampled_from(["", "write ", "it is 7 or ", "价格是3元，写信到"]),
-    st.lists(st.integers(1, 4), min_size=30, max_size=30),
+    st.lists(st.one_of(st.integers(1, 4), st.integers(1, 1000)), min_size=30, max_size=30),
 )
 def test_no_detail_is_whole_in_what_a_stream_lets_out(
     detail: str, before: str, sizes: list[int]
 ) -> None:
     """However the text is cut into pieces, it is blocked before its detail has been shown."""
-    text, at, shown = f"{before}{detail} and so on", 0, ""
+    text, at, shown = f"{before}{detail} and so on" + ", as it were" * 40, 0, ""
     for size in sizes:
         at += size
         sure = certain(text[:at])
-        if output_block(sure, user_prompt("hi"), RULES, whole=False):
+        if len(sure) <= len(shown):
+            continue
+        if output_block(sure, user_prompt("hi"), RULES, whole=False, looked_at=len(shown)):
             break
-        shown = max(shown, sure, key=len)
+        shown = sure
     assert not any(pattern.search(shown) for _, pattern in PERSONAL.values())
 
 

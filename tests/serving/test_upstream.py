@@ -266,6 +266,18 @@ def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path:
     assert choice["finish_reason"] == "content_filter"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_detail_is_seen_wherever_it_stands_in_a_long_piece(tmp_path: Path, streams: bool) -> None:
+    """Some upstreams, and proxies before them, hand on much at once."""
+    long = f"{BLOCKED}, {', '.join(f'as it is told in part {n}' for n in range(60))} "
+    with answering(200, chunk("Hello, ") + chunk(long) + chunk("and so on", "stop")) as upstream:
+        world = served_by(upstream, tmp_path)
+        answer = world.ask("POST", "/v1/chat/completions", None, {**ASKED, "stream": streams})
+    assert "Hello, " in answer.text
+    assert "content_filter" in answer.text
+    assert "ann@" not in answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "usage"),
     [
