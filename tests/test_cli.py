@@ -163,6 +163,24 @@ def test_debug_shows_where_it_happened(rlhf: Run) -> None:
         assert isinstance(result.exception, RegistryError)
 
 
+def test_a_logged_exception_shows_no_variables(
+    rlhf: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(prompt: str) -> None:
+        raise ValueError(f"{len(prompt)} characters are too many")
+
+    written = " ".join(["what", "somebody", "wrote"])  # so that no line of code holds it
+    rlhf("config", "recipes")
+    try:
+        answer(written)
+    except ValueError:
+        structlog.get_logger().exception("decoding failed", rows=1)
+    told = capsys.readouterr().err
+    assert "in answer" in told
+    assert "19 characters are too many" in told
+    assert written not in told
+
+
 def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:
     assert "Missing option '--agent'" in rlhf("versions", code=2).stderr
     assert "on" in rlhf("automatic", "perhaps", "--agent", "tea", code=2).stderr

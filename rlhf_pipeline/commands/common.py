@@ -324,11 +324,20 @@ def _damage(error: Exception) -> Exception | None:
 
 
 def _quiet_logs(debug: bool) -> None:
-    """Send log lines to stderr: warnings, and with --debug everything."""
+    """Send log lines to stderr: warnings, and with --debug everything.
+
+    An exception comes with its traceback alone: structlog's own way to show one, where rich is
+    there, adds the variables of every frame, and those hold what people wrote.
+    """
     import structlog
 
     level = logging.DEBUG if debug else logging.WARNING
+    *first, _ = structlog.get_config()["processors"]
+    shown = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     structlog.configure(
+        processors=[*first, shown],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line comes
     )
