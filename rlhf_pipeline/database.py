@@ -298,6 +298,7 @@ class Database:
             except OSError as error:
                 raise self._away(error) from error
         options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}
+        options["hide_parameters"] = True  # what people wrote: errors go to logs
         try:
             self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
         except ModuleNotFoundError as error:

@@ -91,6 +91,15 @@ def test_a_block_that_raises_writes_nothing(any_database: Database) -> None:
     assert agent_ids(any_database) == []
 
 
+def test_an_error_quotes_no_value_that_was_to_be_written(any_database: Database) -> None:
+    row = {"agent_id": "tea", "created_at": now(), "paused_reason": "what somebody wrote"}
+    with any_database.write() as connection:
+        connection.execute(db.agents.insert(), row)
+    with pytest.raises(sa.exc.IntegrityError) as raised, any_database.write() as connection:
+        connection.execute(db.agents.insert(), row)
+    assert "what somebody wrote" not in str(raised.value)
+
+
 def test_writers_wait_for_each_other_instead_of_failing(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/feedback.db")
     with database.write() as connection:
