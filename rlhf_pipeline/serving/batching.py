@@ -51,6 +51,7 @@ log = structlog.get_logger(__name__)
 
 TOGETHER_SECONDS = 0.03  # tokens drawn within this time are handed on together
 ASIDE_SECONDS = 0.02  # the longest wait, a token, for those who read their first ones
+LINGER_SECONDS = 5.0  # of a retired decoder, after its last request
 ROW_SECONDS = 0.005  # more rows take longer between two times: they share the event loop
 
 
@@ -113,6 +114,7 @@ class Decoder:
         self._waiting: deque[_Row] = deque()
         self._changed = threading.Condition()
         self._retired = False
+        self._ended = False  # so is the thread
         self.decoding = 0  # rows in the batch now
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
         self._thread.start()
@@ -123,14 +125,17 @@ class Decoder:
         return len(self._waiting)
 
     def retire(self) -> None:
-        """Take no new request; the thread ends when those in flight have their completions."""
+        """Have the thread end once nobody has asked anything for LINGER_SECONDS.
+
+        Until then it takes requests: whoever was given it before may still be reading the prompt.
+        """
         with self._changed:
             self._retired = True
             self._changed.notify()
 
     @property
     def retired(self) -> bool:
-        """Say whether it takes no new requests."""
+        """Say whether another is to be asked, where there is time to look for one."""
         return self._retired
 
     def prompt_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
@@ -166,7 +171,7 @@ class Decoder:
         loop = asyncio.get_running_loop()
         row = _Row(ids, sampling, loop, asyncio.Queue(), _uniforms(sampling))
         with self._changed:
-            if self._retired:
+            if self._ended:
                 raise ModelError("a decoder in service is needed, found a retired one; ask again")
             self._waiting.append(row)
             self._enough[0] = 1
@@ -218,10 +223,11 @@ class Decoder:
         batch: _Batch | None = None
         while True:
             with self._changed:
-                while batch is None and not self._waiting and not self._retired:
-                    self._changed.wait()
-                if batch is None and not self._waiting:
-                    return  # retired, and nobody is left
+                while batch is None and not self._waiting:
+                    told = self._changed.wait(LINGER_SECONDS if self._retired else None)
+                    if self._retired and not told:
+                        self._ended = True
+                        return
                 room = self._most - (len(batch.rows) if batch else 0)
                 joining = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
                 self._enough[0] = 0

@@ -284,7 +284,10 @@ def test_who_ends_in_a_step_that_fails_is_told_too(
     decoder.retire()
 
 
-def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> None:
+def test_who_leaves_is_taken_out_and_who_is_late_is_told(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "LINGER_SECONDS", 0.5)
     policy = load_policy(world.ledger.version("shop", 0).path, device="cpu")
     decoder = Decoder(policy, rows=2)
     sampling = Sampling(100, 60, 1.0, seed=1)
@@ -303,9 +306,12 @@ def test_who_leaves_is_taken_out_and_who_is_late_is_told(world: Workspace) -> No
             await anext(decoder.pieces(ids, sampling, deadline=time.monotonic()))
         pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
         await anext(pieces)
-        decoder.retire()  # what is in flight is finished, what comes later is not begun
-        *_, last = [piece async for piece in pieces]
-        assert isinstance(last, Completion)
+        decoder.retire()  # what is in flight is finished, and so is what had been sent here
+        sent = decoder.pieces(ids, sampling, deadline=time.monotonic() + 30)
+        for each in (pieces, sent):
+            *_, last = [piece async for piece in each]
+            assert isinstance(last, Completion)
+        await asyncio.to_thread(decoder._thread.join, PATIENCE)
         with pytest.raises(ModelError, match="retired"):
             await anext(decoder.pieces(ids, sampling, deadline=time.monotonic() + 30))
 
@@ -669,6 +675,22 @@ def test_a_recipe_longer_than_the_model_is_served_within_its_context(world: Work
     assert kept is not None
     assert (kept.arm, kept.sampling["max_completion_tokens"]) == ("champion", 40)
     assert answer.json()["usage"]["prompt_tokens"] == 120
+
+
+def test_who_reads_a_prompt_while_the_champion_changes_is_answered_by_who_was_asked(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Decoder.prompt_ids
+
+    def changing(decoder: Decoder, prompt: Prompt, sampling: Sampling) -> list[int]:
+        decoder.retire()
+        return read(decoder, prompt, sampling)
+
+    monkeypatch.setattr(Decoder, "prompt_ids", changing)
+    with serving(world.settings, world) as running:
+        kept = world.store.interaction(running.post(max_tokens=8).json()["id"])
+    assert kept is not None
+    assert (kept.arm, kept.sampling.get("events")) == ("champion", None)
 
 
 def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Service) -> None:
