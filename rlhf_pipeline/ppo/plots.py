@@ -17,6 +17,15 @@ CURVES = (
     ("critic/explained_variance", "explained variance\nof the critic"),
     ("rollout/length_mean", "completion length\n(tokens)"),
 )
+DPO_CURVES = (
+    ("dpo/margin", "margin of the\nupdate's pairs"),
+    ("dpo/accuracy", "share of pairs, chosen\nabove rejected"),
+    ("train/loss", "loss (nats)"),
+    ("watch/score_mean", "score on the\nwatch prompts"),
+    ("watch/kl", "KL to reference\n(nats per completion)"),
+    ("watch/length_mean", "completion length\n(tokens)"),
+)
+MARKED = 60  # points of a curve, beyond which its line alone is drawn
 
 
 def draw_plots(result: TrainingResult, directory: Path) -> tuple[str, ...]:
@@ -39,19 +48,26 @@ def draw_plots(result: TrainingResult, directory: Path) -> tuple[str, ...]:
 
 
 def _draw_training(figure: Any, result: TrainingResult) -> None:
-    axes = figure.subplots(2, 3, sharex=True).flat
-    updates = range(1, result.updates + 1)
-    for axis, (name, label) in zip(axes, CURVES, strict=True):
-        numbers = [m.get(name, math.nan) for m in result.history]
-        axis.plot(updates, numbers, color="tab:blue")
-        if result.chosen_update:
-            axis.axvline(result.chosen_update, color="tab:green", linestyle=":", linewidth=1)
+    """Draw what the updates measured: without a critic nothing of one, for DPO what it has."""
+    from matplotlib.ticker import MaxNLocator
+
+    told = {name for facts in result.history for name in facts}
+    every = CURVES if "rollout/score_mean" in told else DPO_CURVES
+    curves = [curve for curve in every if curve[0] in told]
+    grid = figure.subplots(2, max(1, -(-len(curves) // 2)), sharex=True, squeeze=False)
+    for axis, (name, label) in zip(grid.flat, curves, strict=False):
+        points = [(n, m[name]) for n, m in enumerate(result.history, 1) if name in m]
+        marker = "." if len(points) <= MARKED else None  # a single point has no line
+        axis.plot(*zip(*points, strict=True), color="tab:blue", marker=marker)
+        axis.axvline(result.chosen_update, color="tab:green", linestyle=":", linewidth=1)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    for axis in figure.axes[3:]:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axis in grid[-1]:
         axis.set_xlabel("update")
+        axis.set_xlim(min(1, result.chosen_update) - 0.5, result.updates + 0.5)
     figure.suptitle(
-        f"PPO: {result.updates} updates, the policy after update {result.chosen_update}"
+        f"{result.updates} updates, the policy after update {result.chosen_update}"
         " was chosen (dotted)"
     )
 

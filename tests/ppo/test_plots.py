@@ -1,0 +1,57 @@
+"""The curves of a training run: whatever the method measured is drawn, and can be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from rlhf_pipeline.ppo.plots import CURVES, DPO_CURVES, _draw_training
+from tests.ppo.test_reports import RESULT
+
+PPO = {name for name, _ in CURVES}
+CRITICS = {name for name in PPO if name.startswith("critic/")}
+DPO = {name for name, _ in DPO_CURVES}
+LOOKS = {name for name in DPO if name.startswith("watch/")}
+
+
+def drawn(history: list[dict[str, float]], chosen: int = 1) -> dict[str, Any]:
+    """Return the pictures by their labels."""
+    result = replace(
+        RESULT,
+        history=tuple(history),
+        reward_history=tuple(0.0 for _ in history),
+        chosen_update=chosen,
+    )
+    figure = Figure()
+    _draw_training(figure, result)
+    figure.draw_without_rendering()
+    return {axis.get_ylabel(): axis for axis in figure.axes}
+
+
+@pytest.mark.parametrize("measured", [PPO, PPO - CRITICS, DPO], ids=["gae", "rloo", "dpo"])
+def test_every_method_has_a_curve_of_what_it_measures_and_no_empty_one(measured: set[str]) -> None:
+    known = {**dict(CURVES), **dict(DPO_CURVES)}
+    found = drawn([{name: float(n) for name in measured} for n in range(3)])
+    assert found.keys() == {known[name] for name in measured}
+    for axis in found.values():
+        assert axis.lines[0].get_xydata().tolist() == [[1, 0], [2, 1], [3, 2]]
+
+
+def test_looks_that_lie_apart_are_joined() -> None:
+    known = dict(DPO_CURVES)
+    often = dict.fromkeys(DPO - LOOKS, 0.5)
+    found = drawn([often, often | dict.fromkeys(LOOKS, 1.0), often, often | {"watch/kl": 2.0}])
+    assert found[known["watch/kl"]].lines[0].get_xydata().tolist() == [[2, 1.0], [4, 2.0]]
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_one_update_is_a_point_among_whole_numbers(chosen: int) -> None:
+    for axis in drawn([dict.fromkeys(PPO, 1.0)], chosen).values():
+        curve, line = axis.lines
+        assert curve.get_marker() == "."
+        assert list(line.get_xdata()) == [chosen, chosen]
+        low, high = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [*range(chosen, 2)]
