@@ -37,7 +37,7 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     distributions = directory / "score_distributions.png"
     figure.savefig(distributions, dpi=110)
 
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
     axes = figure.add_subplot()
     rows = [
         (f"{name} against {against}", rates[against])
@@ -55,6 +55,7 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.axvline(0.5, color="#999999", linestyle=":")
     axes.set(title=f"Candidate's win rate, {report.prompts} prompts, 95 % intervals", xlim=(0, 1))
+    axes.set_xlabel("share of prompts won, ties half")
     axes.set_ylim(-0.5, len(rows) - 0.5)
     win_rates = directory / "win_rates.png"
     figure.savefig(win_rates, dpi=110)

@@ -67,15 +67,16 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     ]  # no topics: they may be people's words, which no erasure takes out of a picture
     shown = [(name[:24], one) for name, one in rows if one is not None][:MOST_BARS]
     figure, axes = _figure("accuracy, 95 % intervals", "", "Held-out votes")
-    axes.set_position((0.27, 0.13, 0.3, 0.79))
+    axes.set_position((0.36, 0.13, 0.24, 0.79))
     for place, (_, one) in enumerate(shown):
         axes.plot([one.low, one.high], [place, place], color="C0")
         axes.plot([one.share], [place], "o", color="C0")
-    axes.axvline(report.floors["longer"], color="grey", linestyle=":")
+    axes.axvline(report.floors["longer"], color="grey", linestyle=":", label="always longer")
+    axes.legend(fontsize=7)
     axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
     axes.invert_yaxis()
-    curve = figure.add_axes((0.68, 0.13, 0.3, 0.79))
-    curve.set(xlabel="training pairs", title="Head on the base")
+    curve = figure.add_axes((0.74, 0.13, 0.24, 0.79))
+    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="Head on the base")
     learnt = findings.learning_curve
     for bound in ("low", "share", "high"):
         style = "o-" if bound == "share" else ":"

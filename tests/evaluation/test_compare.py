@@ -7,10 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem
@@ -298,8 +300,19 @@ def test_without_references_there_is_no_perplexity(folders: dict[str, Path]) -> 
     assert "candidate/perplexity" not in found.metrics()
 
 
-def test_plots_are_pictures(report: EvaluationReport, tmp_path: Path) -> None:
+def test_plots_are_pictures_with_a_name_at_every_axis(
+    report: EvaluationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def noted(figure: Figure, path: Path, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
     paths = write_plots(report, tmp_path / "plots")
+    assert all(axes.get_xlabel() for figure in drawn for axes in figure.axes)
     assert [p.name for p in paths] == ["score_distributions.png", "win_rates.png"]
     for path in paths:
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -21,6 +21,7 @@ from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.held_out import (
+    Measured,
     annotators_agree,
     is_good,
     learning_curve,
@@ -30,6 +31,7 @@ from rlhf_pipeline.reward.held_out import (
     word_margins,
 )
 from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.plots import _held_out
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
@@ -152,6 +154,20 @@ def test_mlflow_and_dagster_are_told_all_of_it(trained: tuple[RewardModelReport,
     assert beside(again) == {"accuracy/on_new_votes": 0.7}
     assert groups_of(dict.fromkeys(JOBS, again))[0]["group"] == "new votes"
     assert (folder / "held_out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_holds_long_names_and_says_what_its_lines_are(
+    trained: tuple[RewardModelReport, Path],
+) -> None:
+    report, _ = trained
+    assert report.findings is not None
+    long = {"votes-of-the-first-quarter.jsonl": Measured(0.8, 0.7, 0.9, 1234)}
+    figure = _held_out(report, replace(report.findings, by_cohort=long))
+    figure.draw_without_rendering()
+    groups, curve = figure.axes
+    assert min(label.get_window_extent().x0 for label in groups.get_yticklabels()) >= 0
+    assert [text.get_text() for text in groups.get_legend().get_texts()] == ["always longer"]
+    assert (curve.get_xlabel(), curve.get_ylabel()) == ("training pairs", "accuracy, 95 %")
 
 
 def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None:
