@@ -21,6 +21,7 @@ from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
+from rlhf_pipeline.serving.pages.experiment_page import draw_bounds, draw_ramp
 from rlhf_pipeline.serving.pages.parts import (
     Html,
     answer,
@@ -167,6 +168,7 @@ def votes_figure(o: Overview) -> Figure:
     """Return the votes of each day, stacked by kind."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.add_subplot()
@@ -177,6 +179,7 @@ def votes_figure(o: Overview) -> Figure:
     places = AutoDateLocator()
     axes.xaxis.set_major_locator(places)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(places))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(ylabel="votes")
     axes.legend(fontsize="small", ncols=4, loc="upper left")
     axes.set_ylim(0, max(1, *below) * 1.35)
@@ -203,12 +206,15 @@ def versions_figure(standings: Sequence[Standing]) -> Figure:
         axes.errorbar(
             known,
             [values[n] for n in known],
-            yerr=[margins[n] or 0.0 for n in known],
+            yerr=[margins[n] or 0.0 for n in known] if any(margins) else None,
             fmt="o-",
             capsize=4,
         )
         axes.set_title(name, fontsize="small")
         axes.grid(axis="y", alpha=0.3)
+        if not known:
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "not known yet", ha="center", transform=axes.transAxes)
         axes.set_xlim(-0.5, len(seen) - 0.5)
     ticks = range(0, len(seen), max(1, len(seen) // 12))
     for axes in places[2:]:
@@ -224,19 +230,11 @@ def experiment_figure(o: Overview) -> Figure:
 
     from rlhf_pipeline.experiment.decision import PRIMARY
 
-    looks = [look for look in o.looks if look.verdict["differences"].get(PRIMARY.name)]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    moments = [look.looked_at for look in looks]
-    found = [look.verdict["differences"][PRIMARY.name] for look in looks]
-    # A bound not yet known is the widest there is: shares differ by at most one.
-    low = [-1.0 if d["low"] is None else d["low"] for d in found]
-    high = [1.0 if d["high"] is None else d["high"] for d in found]
-    above.fill_between(moments, low, high, alpha=0.25, step="post")
-    above.step(moments, [d["value"] for d in found], where="post")
-    above.axhline(0, color="#666666", linewidth=1)
+    draw_bounds(above, o.looks, PRIMARY)
     above.set(ylabel=f"{PRIMARY.name},\nchallenger − champion", ylim=(-1, 1))
-    below.step(moments, [100 * look.share for look in looks], where="post")
+    draw_ramp(below, o.looks)
     below.set(ylabel="ramp, %", ylim=(0, 55))
     places = AutoDateLocator()
     below.xaxis.set_major_locator(places)

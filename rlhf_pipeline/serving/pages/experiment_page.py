@@ -8,13 +8,14 @@ page shows nothing that anybody wrote, and to whom which version answered stands
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
+from rlhf_pipeline.experiment.book import LOOK_APART, Experiment, ExperimentBook, Look
 from rlhf_pipeline.experiment.decision import PRIMARY, Metric
 from rlhf_pipeline.experiment.live import guardrails_under
 from rlhf_pipeline.serving.pages.parts import (
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 PATH = "/experiments"
 SHOWN = 10  # looks in the table
+DRAWN = (
+    "Above 0 the challenger is better. The difference is surely within the band; dotted: how much "
+    "worse it may be and still be promoted. Beyond ±0.1 the scale is logarithmic."
+)
 WORDS = {
     "running": "goes on",
     "promoted": "ended: the challenger was promoted",
@@ -96,6 +101,7 @@ def render(
             "<h2>Now</h2>",
             table(head, rows),
             "<h2>Over time</h2>",
+            f"<p>{DRAWN}</p>",
             picture(drawn, "each metric's difference over the looks, with its bounds"),
             f"<h2>The last {SHOWN} looks</h2>",
             table(
@@ -153,18 +159,11 @@ def sequences_figure(looks: Sequence[Look], metrics: Sequence[Metric]) -> Figure
 
     rows = -(-(len(metrics) + 1) // 3)
     figure = Figure(figsize=(10, 2.1 * rows))
-    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.1, top=0.94, hspace=0.35)
+    figure.supylabel("challenger − champion", fontsize="small")
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.1, top=0.94, hspace=0.35)
     places = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
     for axes, metric in zip(places, metrics, strict=False):
-        known = [look for look in looks if metric.name in look.verdict["differences"]]
-        moments = [look.looked_at for look in known]
-        found = [look.verdict["differences"][metric.name] for look in known]
-        # A bound not yet known is the widest there is: shares differ by at most one.
-        low = [-1.0 if d["low"] is None else d["low"] for d in found]
-        high = [1.0 if d["high"] is None else d["high"] for d in found]
-        axes.fill_between(moments, low, high, alpha=0.25, step="post")
-        axes.step(moments, [d["value"] for d in found], where="post")
-        axes.axhline(0, color="#666666", linewidth=1)
+        draw_bounds(axes, looks, metric)
         if metric.margin:
             axes.axhline(-metric.margin, color="#b2182b", linewidth=1, linestyle=":")
         axes.set_title(metric.name, fontsize="small")
@@ -173,9 +172,7 @@ def sequences_figure(looks: Sequence[Look], metrics: Sequence[Metric]) -> Figure
         axes.set_yticks([-1, -0.1, 0, 0.1, 1], ["−1", "−.1", "0", ".1", "1"], fontsize="x-small")
         axes.minorticks_off()
     ramp = places[len(metrics)]
-    ramp.step(
-        [look.looked_at for look in looks], [100 * look.share for look in looks], where="post"
-    )
+    draw_ramp(ramp, looks)
     ramp.set_title("share of users, %", fontsize="small")
     ramp.set_ylim(0, 100)
     for spare in places[len(metrics) + 1 :]:
@@ -184,6 +181,29 @@ def sequences_figure(looks: Sequence[Look], metrics: Sequence[Metric]) -> Figure
     ramp.xaxis.set_major_locator(ticks)
     ramp.xaxis.set_major_formatter(ConciseDateFormatter(ticks))
     return figure
+
+
+def draw_bounds(axes: Any, looks: Sequence[Look], metric: Metric) -> None:
+    """Draw a metric's difference and its bounds, each look's until the next one."""
+    known = [look for look in looks if metric.name in look.verdict["differences"]]
+    found = [look.verdict["differences"][metric.name] for look in [*known, *known[-1:]]]
+    # A bound not yet known is the widest there is: shares differ by at most one.
+    low = [-1.0 if d["low"] is None else d["low"] for d in found]
+    high = [1.0 if d["high"] is None else d["high"] for d in found]
+    axes.fill_between(_until(known), low, high, alpha=0.25, step="post")
+    axes.step(_until(known), [d["value"] for d in found], where="post")
+    axes.axhline(0, color="#666666", linewidth=1)
+
+
+def draw_ramp(axes: Any, looks: Sequence[Look]) -> None:
+    """Draw the share of users who met the challenger, in per cent."""
+    shares = [100 * look.share for look in [*looks, *looks[-1:]]]
+    axes.step(_until(looks), shares, where="post")
+
+
+def _until(looks: Sequence[Look]) -> list[datetime]:
+    """Return when the looks were, and when the one after the last may be."""
+    return [*(look.looked_at for look in looks), *(e.looked_at + LOOK_APART for e in looks[-1:])]
 
 
 def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.overview import Standing, Votes, Waits, overview
+from rlhf_pipeline.overview import DAYS, Standing, Votes, Waits, overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.serving.pages.dashboard import (
@@ -33,6 +33,7 @@ from rlhf_pipeline.serving.pages.dashboard import (
     _versions,
     add_dashboard,
     versions_figure,
+    votes_figure,
 )
 
 HOSTILE = '<script>alert("x")</script>'
@@ -182,6 +183,20 @@ def test_versions_over_time_have_score_spread_and_what_a_vote_taught(
     learned = drawn["score learned / 1,000 votes"]
     assert [x for x, _ in learned] == [1, 3]
     assert drawn["KL to the baseline, nats"] == [[0, 3.5]]
+    empty = next(axes for axes in figure.axes if axes.get_title() == "satisfaction, 95 %")
+    assert ([text.get_text() for text in empty.texts], [*empty.get_yticks()]) == (
+        ["not known yet"],
+        [],
+    )
+
+
+def test_few_votes_are_counted_in_whole_numbers(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    found = overview(store, ledger, "tea")
+    votes = replace(found.votes, by_kind={"thumbs": [0] * (DAYS - 1) + [1]})
+    figure = votes_figure(replace(found, votes=votes))
+    assert [*figure.axes[0].get_yticks()] == [0, 1, 2]
 
 
 def test_runs_and_versions_are_links_where_their_pages_are_known() -> None:

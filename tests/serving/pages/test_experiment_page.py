@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from matplotlib.figure import Figure
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.experiment.book import ExperimentBook, State
+from rlhf_pipeline.experiment.book import LOOK_APART, ExperimentBook, Look, State
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Metric
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.serving.pages.dashboard import experiment_figure
 from rlhf_pipeline.serving.pages.experiment_page import (
     WORDS,
     add_experiment_page,
@@ -54,6 +57,27 @@ def test_every_way_to_end_has_its_words() -> None:
     assert set(WORDS) == set(get_args(State))
 
 
+@pytest.mark.parametrize(
+    "figure_of",
+    [
+        lambda look: sequences_figure([look], METRICS),
+        lambda look: experiment_figure(cast("Any", SimpleNamespace(looks=[look]))),
+    ],
+    ids=["page", "dashboard"],
+)
+def test_one_look_is_drawn_until_the_next_may_come(figure_of: Callable[[Look], Figure]) -> None:
+    at = datetime(2026, 5, 1, tzinfo=UTC)
+    found = {m.name: difference(-0.2, 0.3) for m in METRICS}
+    look = Look(1, 0.1, "continue", {"reasons": [], "differences": found}, at)
+    figure = figure_of(look)
+    figure.draw_without_rendering()  # and no locator warns of a span that it cannot cut
+    line = figure.axes[0].lines[0]
+    assert np.asarray(line.get_xdata()).tolist() == [at, at + LOOK_APART]
+    assert np.asarray(line.get_ydata()).tolist() == [0.01, 0.01]
+    (band,) = figure.axes[0].collections
+    assert band.get_datalim(figure.axes[0].transData).width > 0
+
+
 def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +93,7 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     titled = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titled == [*(m.name for m in METRICS), "share of users, %"]
     line = figure.axes[1].lines[0]
-    assert np.asarray(line.get_ydata()).tolist() == [0.01] * 3
+    assert np.asarray(line.get_ydata()).tolist() == [0.01] * 4  # the last look's holds on
     app = FastAPI()
     gateway = SimpleNamespace(store=store, rules_of_trials=lambda _: Settings().experiments)
     add_experiment_page(app, cast("Any", gateway), store.agents)
