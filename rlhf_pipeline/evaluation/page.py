@@ -29,7 +29,8 @@ STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;margin:1rem 0} img{max-width:100%} small,.off{color:#777}
 td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}
+.n{text-align:right;font-variant-numeric:tabular-nums} td.n{white-space:nowrap}
+.scroll{overflow-x:auto}
 .pass{color:#1b7837} .fail{color:#b2182b;font-weight:bold} .pause,.warn{color:#b35806}
 .sample{border-left:3px solid #ccc;padding-left:1rem;margin:1.2rem 0} .said{white-space:pre-wrap}
 .sample table{width:100%;table-layout:fixed} .sample td{vertical-align:top;overflow-wrap:anywhere}
@@ -160,7 +161,8 @@ def _behaviour(report: EvaluationReport) -> str:
 
 def _picture(path: Path) -> str:
     encoded = base64.b64encode(path.read_bytes()).decode()
-    return f'<p><img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}"></p>'
+    drawn = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}">'
+    return f'<div class="scroll">{drawn}</div>'
 
 
 def _sample(sample: Sample) -> str:
@@ -172,8 +174,14 @@ def _sample(sample: Sample) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
     """Return a table; its cells are HTML already."""
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
-    for row in rows:
-        cells = (f"<td{' class=n' if i in numbers else ''}>{c}</td>" for i, c in enumerate(row))
-        lines.append("<tr>" + "".join(cells) + "</tr>")
-    return "<table>" + "\n".join(lines) + "</table>"
+    lines = [_row("th", [escape(cell) for cell in head], numbers)]
+    lines += [_row("td", row, numbers) for row in rows]
+    return '<div class="scroll"><table>' + "\n".join(lines) + "</table></div>"
+
+
+def _row(kind: str, cells: Sequence[str], numbers: Sequence[int]) -> str:
+    inside = (
+        f"<{kind}{' class=n' if i in numbers else ''}>{cell}</{kind}>"
+        for i, cell in enumerate(cells)
+    )
+    return f"<tr>{''.join(inside)}</tr>"

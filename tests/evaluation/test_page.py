@@ -60,6 +60,8 @@ def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -
     text = write_page(tmp_path / "r.html", "t", full(), decide(full()), []).read_text()
     cells = ["0.500", "1.000", "+0.500", "+100.0 %", "+0.200 to +0.600"]
     assert "</td>" + "</td>".join(f"<td class=n>{cell}" for cell in cells) in text
+    assert "<th class=n>change %</th>" in text  # above its numbers
+    assert text.count('<div class="scroll"><table>') == text.count("<table>")
     assert "8 of 8" in text
     assert "The gate refuses it" in text
 

@@ -55,9 +55,9 @@ def add_approval_page(
         if agent_id not in known:
             return no_such_agent()
         waiting = registry.ledger.standing(agent_id).waiting
-        told = [f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a></nav>', words]
-        told += [_list(agent_id, waiting)]
         title = f"Candidates of {agent_id}"
+        told = [f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a></nav>']
+        told += [f"<h1>{inert(title)}</h1>", words, _list(agent_id, waiting)]
         try:
             wanted = registry.ledger.find(agent_id, version or "challenger")
         except RegistryError as error:
@@ -94,7 +94,8 @@ def add_approval_page(
 
     def nobody() -> Response:
         nonce = new_nonce()
-        return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
+        body = "<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
+        return answer(_whole("No agent yet", body, nonce), nonce)
 
     async def page(agent_id: str, version: str | None = None) -> Response:
         """Show the newest version that waits for a person, or the one that is named."""
@@ -149,7 +150,10 @@ def _candidate(registry: ModelRegistry, version: ModelVersion, secret: bytes) ->
             f"request on, in place of version {champion.version}</button>",
         )
     else:
-        told += "<p>It does not wait for a decision; `rlhf promote --force` takes any version.</p>"
+        told += (
+            "<p>It does not wait for a decision; <code>rlhf promote --force</code> takes any "
+            "version.</p>"
+        )
     report = comparison_of(version)
     if report is None:
         return (
@@ -163,6 +167,5 @@ def _refused(words: str) -> str:
     return f'<p class="bad" id="refused">{inert(words)}</p>'
 
 
-def _whole(title: str, inside: str, nonce: str) -> str:
-    body = f"<h1>{inert(title)}</h1>{inside}"
+def _whole(title: str, body: str, nonce: str) -> str:
     return whole(title, body, nonce, style=REPORT + STYLE + FORMS)

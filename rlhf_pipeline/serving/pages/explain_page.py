@@ -79,9 +79,8 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
                 found = reasons(registry, settings, interaction_id, version=version)
         except PipelineError as error:
             status = 404 if isinstance(error, FeedbackError) else 409
-            return answer(
-                _whole("Not explained", f"<p>{inert(str(error))}</p>", nonce), nonce, status
-            )
+            body = f"<h1>Not explained</h1><p>{inert(str(error))}</p>"
+            return answer(_whole("Not explained", body, nonce), nonce, status)
         return answer(render(found, nonce), nonce)
 
     def listed(agent_id: str) -> Response:
@@ -92,7 +91,8 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
 
     def nobody() -> Response:
         nonce = new_nonce()
-        return answer(_whole("No agent yet", "<p>Nobody has sent feedback.</p>", nonce), nonce)
+        body = "<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
+        return answer(_whole("No agent yet", body, nonce), nonce)
 
     async def newest(agent_id: str) -> Response:
         """List an agent's newest interactions."""

@@ -32,6 +32,7 @@ img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; g
 .facts div { border: 1px solid #ddd; border-radius: .4rem; padding: .5rem .9rem }
 .facts b { display: block; font-size: 1.25rem } .bad { color: #b2182b } .good { color: #1b7837 }
 .scroll { overflow-x: auto; overflow-wrap: break-word }
+@media (max-width: 40rem) { .scroll img { max-width: none } }
 @media (prefers-color-scheme: dark) { td, th, .facts div { border-color: #444 }
        .bad, .fail { color: #ff9a9a } .good, .pass { color: #7fd495 }
        .pause, .warn { color: #f0b070 } }
@@ -115,7 +116,8 @@ def picture(figure: Figure, what: str) -> str:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=100)
     encoded = base64.b64encode(content.getvalue()).decode()
-    return f'<img alt="{inert(what)}" src="data:image/png;base64,{encoded}">'
+    drawn = f'<img alt="{inert(what)}" src="data:image/png;base64,{encoded}">'
+    return f'<div class="scroll">{drawn}</div>'  # on a phone it keeps its size, to be read
 
 
 def when(moment: datetime) -> str:

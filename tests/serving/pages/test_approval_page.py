@@ -137,6 +137,7 @@ def test_changed_files_and_refused_versions_are_not_promoted_here(shop: Shop) ->
     refused = shop.client.get("/candidates/tea?version=3").text
     assert "The gate refuses it" in refused
     assert "<form" not in refused
+    assert "<code>rlhf promote --force</code>" in refused
     assert "what the champion says" in refused
     assert shop.client.get("/candidates/tea?version=9").status_code == 404
     assert shop.client.get("/candidates/nobody").status_code == 404
