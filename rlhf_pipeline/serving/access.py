@@ -189,7 +189,8 @@ class Access:
             return _right_of(found)
         found = self._signed_in(scope)
         if found is None:
-            raise _Refused(401, "needed an API key (authorization: Bearer …), found none")
+            words = "needed an API key (authorization: Bearer …), found none"
+            raise _Refused(401, f"{words}; in a browser, load the page again to sign in")
         # The browser sends a cookie along wherever a click leads: another site's must not count.
         changes = scope.get("method", "GET") not in SAFE or scope["type"] == "websocket"
         origin = headers.get("origin")

@@ -101,6 +101,12 @@ def test_a_new_conversation_and_another_assistant_stop_what_is_answered(doors: A
     assert doors["chat"]["client"]["stopped_by"] == {"renew": asked, "agent": asked}
 
 
+def test_an_open_page_is_told_how_to_sign_in_again(world: World) -> None:
+    ended = world.ask("POST", "/ui/gradio_api/queue/join")
+    assert ended.status_code == 401
+    assert "load the page again to sign in" in ended.json()["error"]
+
+
 @pytest.mark.parametrize("path", ["/ui/review", "/ui/review/config", "/ui/review/gradio_api/info"])
 def test_no_clients_key_opens_the_review_page(world: World, path: str) -> None:
     for right in (world.client, world.tea):
