@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in"})
+OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in", "/favicon.ico"})
 """What needs no right. Everything else does."""
 PAGES = ("/ui", "/your-data")
 ASK_THEMSELVES = ("/", "/v1/feedback/tokens", "/v1/models", *PAGES)

@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.serving.keys import Keys
@@ -111,3 +111,5 @@ def mount_pages(
     app.add_middleware(PageHeaders)
     app.add_middleware(KnowAgain, visitors=visitors)
     app.add_api_route("/", lambda: RedirectResponse("/ui/"), include_in_schema=False)
+    # Browsers ask for it whatever a page says, and complain where it is not there.
+    app.add_api_route("/favicon.ico", lambda: Response(status_code=204), include_in_schema=False)

@@ -31,6 +31,7 @@ def test_the_pages_are_at_ui_and_bring_everything_with_them(ports: tuple[int, in
     with httpx.Client(base_url=base, trust_env=False) as visitor:
         assert visitor.get("/").headers["location"] == "/ui/"
         assert visitor.get("/health").json() == {"status": "ok"}
+        assert visitor.get("/favicon.ico").status_code == 204
         models = visitor.get("/v1/models").json()["data"]  # of the state that create_app() finds
         assert [one["id"] for one in models] == ["shop", "shop:champion", "shop:baseline"]
         for path in ("/ui/", "/ui/review/"):
