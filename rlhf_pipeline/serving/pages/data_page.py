@@ -243,8 +243,9 @@ def form(path: str, fields: Asked, inside: str) -> str:
 def _rater_form(agents: Sequence[str]) -> str:
     options = "".join(f"<option>{inert(agent)}</option>" for agent in agents)
     words = (
-        "<label>Rater, as the sender wrote it (of the review page: annotator:name), or the stored "
-        'hash <input name="rater" required maxlength="1000" size="40" id="rater"></label>'
+        "<label>Rater, as the sender wrote it (of the review page: annotator: and the name, in "
+        'small letters), or the stored hash <input name="rater" required maxlength="1000" '
+        'size="40" id="rater"></label>'
         '<label>Agent <select name="agent"><option value="">every one</option>'
         f'{options}</select></label><button id="look">Look</button>'
     )

@@ -27,6 +27,7 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.serving.access import COOKIE as SESSION
 from rlhf_pipeline.serving.access import add_access, sign
 from rlhf_pipeline.serving.keys import Keys
+from rlhf_pipeline.serving.pages import review_page
 from rlhf_pipeline.serving.pages.data_page import ANYBODY, MINE, add_data_pages
 from rlhf_pipeline.serving.pages.visitors import COOKIE, PURPOSE, KnowAgain, Visitors
 
@@ -142,7 +143,10 @@ def test_an_admin_sees_what_learned_from_a_rater_and_erases_them(shop: Shop) -> 
     shop.said("carol", "dan")
     trained_from(shop, "f" * 64)
     admin = shop.browser()
-    assert 'name="rater"' in admin.get(ANYBODY).text
+    page = admin.get(ANYBODY).text
+    assert 'name="rater"' in page
+    assert review_page._person("Eve") == "annotator:eve"
+    assert "annotator: and the name, in small letters" in page
     unknown = admin.post(ANYBODY, data={"rater": "<b>x</b>"})
     assert (unknown.status_code, "<b>x" in unknown.text) == (404, False)
     typed = {"rater": "carol", "agent": "shop"}
