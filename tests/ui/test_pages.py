@@ -279,6 +279,23 @@ def test_a_new_conversation_forgets_the_old_one(page: Any, service: tuple[str, P
     assert "hello there" not in page.inner_text("#talk")
 
 
+def test_every_control_has_a_name_and_code_keeps_its_shape(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    for path, named in (("/ui/", "Your message"), ("/ui/review/", "Agreement")):
+        page.goto(service[0] + path)
+        page.wait_for_selector("#notice textarea, #notice input")
+        session = page.context.new_cdp_session(page)
+        nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+        controls = {"button", "checkbox", "combobox", "link", "radio", "slider", "textbox"}
+        names = [n["name"]["value"] for n in nodes if n.get("role", {}).get("value") in controls]
+        assert named in names
+        assert not {"", "Textbox"} & set(names)
+    ask(page, service[0], "def f():\n    pass")
+    page.wait_for_selector("#up")
+    assert "    pass" in page.inner_text("#talk .md >> nth=0")
+
+
 def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     ask(page, service[0], "hello there")

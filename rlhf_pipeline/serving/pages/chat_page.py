@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from rlhf_pipeline.serving.pages.visitors import Visitors
 CRITERIA = ("relevance", "helpfulness", "safety")
 WANTS = ("shorter", "kinder", "safer", "more precise")
 STARS = [("★" * n, n) for n in range(1, 6)]
+INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 WHICH = "Which answer is better?"
 Choice = Literal["left", "right", "tie", "both_bad"]
@@ -53,19 +55,20 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             pair_mode = gr.Checkbox(False, label="Show two answers", elem_id="pair-mode")
             renew = gr.Button("New conversation", elem_id="renew")
         talk = gr.Chatbot(
-            label="Conversation",
+            show_label=False,  # it would lie over what was said
             render_markdown=False,
             sanitize_html=True,
             allow_tags=True,  # tags are text here, so they may be seen
             latex_delimiters=[],
             feedback_options=None,
-            buttons=["copy"],
+            buttons=[],  # its copies are of what it is given: with &lt; for <
             height="50vh",
             elem_id="talk",
         )
         notice = gr.Textbox(
             "",
             placeholder="Ask something, then say how good the answer was: the assistant learns it.",
+            label="What the page says",
             show_label=False,
             container=False,
             interactive=False,
@@ -74,6 +77,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
         )
         with gr.Row():
             question = gr.Textbox(
+                label="Your message",
                 show_label=False,
                 placeholder="Write a message",
                 scale=8,
@@ -81,8 +85,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
                 elem_id="question",
             )
             send = gr.Button("Send", variant="primary", min_width=80, elem_id="send")
-        with gr.Group(visible=False, elem_id="pair") as pair:
-            gr.Markdown(WHICH)
+        with gr.Column(visible=False, elem_id="pair") as pair:
             with gr.Row():
                 left = gr.Textbox(label="Left", interactive=False, lines=3, elem_id="left")
                 right = gr.Textbox(label="Right", interactive=False, lines=3, elem_id="right")
@@ -116,7 +119,12 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             "Why this answer scored so", open=False, visible=False, elem_id="why"
         ) as why:
             pieces = gr.Textbox(
-                show_label=False, interactive=False, lines=6, max_lines=40, elem_id="pieces"
+                label="Its score by pieces",
+                show_label=False,
+                interactive=False,
+                lines=6,
+                max_lines=40,
+                elem_id="pieces",
             )
         with gr.Accordion("What should it learn?", open=False):
             wishes = gr.CheckboxGroup(
@@ -406,8 +414,10 @@ def _messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def _said(role: str, text: str) -> dict[str, str]:
-    # Escaped, tags are shown as they were written; else the component would take them out.
-    return {"role": role, "content": html.escape(text, quote=False)}
+    # Escaped, tags are shown as they were written, and lines stay indented; else the component
+    # would take both out.
+    escaped = html.escape(text, quote=False)
+    return {"role": role, "content": INDENT.sub(lambda one: f"&#{ord(one[0])};", escaped)}
 
 
 def _hidden(gr: Any) -> Any:

@@ -50,6 +50,8 @@ HEADERS = (
 STYLE = """
 footer { display: none !important }
 .gradio-container { width: 100%; max-width: 60rem !important; margin: 0 auto }
+#talk .md { white-space: pre-wrap }
+#talk .md, textarea { unicode-bidi: plaintext }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }
 textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
 """

@@ -53,6 +53,7 @@ def review_page(desk: Desk) -> Any:
         notice = gr.Textbox(
             "",
             placeholder="Say who you are, then fetch the answers that wait for a judgement.",
+            label="What the page says",
             show_label=False,
             container=False,
             interactive=False,
@@ -69,6 +70,7 @@ def review_page(desk: Desk) -> Any:
         send = gr.Button("Send the better answer", elem_id="send-better")
         agreement = gr.Textbox(
             placeholder="Agreement: told with the answers.",
+            label="Agreement",
             show_label=False,
             interactive=False,
             elem_id="agreement",
@@ -118,7 +120,7 @@ def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
         if problem := _unfit(who):
             return _shown([], problem, "")
         if not agent:
-            return _shown([], "An assistant is needed; choose one.", "")
+            return _shown([], "No assistant has a model yet; its first turn trains one.", "")
         rater = hash_rater(agent, _person(who))
         waiting = review.queue(desk.store.database, agent, rater)
         words = review.agreement(desk.store.database, agent).words()

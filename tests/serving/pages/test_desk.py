@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
-import random
+import inspect
 import shutil
 import statistics
 import threading
@@ -108,7 +108,7 @@ def test_what_is_said_after_a_choice_is_about_the_answer_that_was_chosen(
         words, pair, talk, turns, said, thumbs, *_ = choose(answer, [], first, [("how?", "?")])
         assert (words, pair, thumbs) == (chat_page.THANKS, {"visible": False}, {"visible": True})
         assert turns == [("how?", kept.completion)]
-        assert talk[-1]["content"] == html.escape(kept.completion, quote=False)
+        assert talk[-1] == chat_page._said("assistant", kept.completion)
         assert said.interaction == kept
         assert choose(said, [], first, turns)[0] == "There is nothing to compare."  # only once
     vote(said, [], FeedbackKind.thumbs, number=0.0)
@@ -156,6 +156,13 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     talk, question, words, *rest = last
     assert [said["content"] for said in talk] == ["how?", "so."]  # and no … that nothing follows
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
+
+
+def test_what_is_shown_is_what_was_written() -> None:
+    text = 'if a < b & c:\n    return "<b>&lt;</b>"\n\tx'
+    shown = inspect.cleandoc(chat_page._said("user", text)["content"])  # as Gradio cleans it
+    assert "<" not in shown
+    assert html.unescape(shown) == text
 
 
 def test_a_vote_that_the_store_cannot_take_is_told(
@@ -230,6 +237,7 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     _, answer = ask(desk)
     fetch, judge = review_page._fetch(desk), review_page._judge(desk)
     assert fetch("shop", name)[0] == []
+    assert fetch(None, "Eve")[3].startswith("No assistant has a model yet")
     [first, *_] = waiting = fetch("shop", "Eve")[0]
     assert first == answer.interaction
     for kind, value in (
