@@ -338,6 +338,26 @@ def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], vot
     assert "greement" in page.input_value("#agreement textarea, #agreement input")
 
 
+def test_a_key_that_is_held_down_votes_once(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    for question in ("one?", "two?", "three?"):
+        ask(page, service[0], question)
+        page.wait_for_selector("#up")
+    page.goto(f"{service[0]}/ui/review/")
+    page.fill("#who input, #who textarea", "Bea")
+    page.click("#start")
+    eventually(lambda: page.input_value("#completion textarea"))
+    page.locator("body").click(position={"x": 5, "y": 5})
+    for _ in range(20):
+        page.keyboard.down("g")
+        page.wait_for_timeout(50)
+    page.keyboard.up("g")
+    page.keyboard.press("b")
+    eventually(lambda: votes() and votes()[-1][:2] == ("thumbs", 0.0))
+    assert [vote[:2] for vote in votes()] == [("thumbs", 1.0), ("thumbs", 0.0)]
+
+
 def test_the_dashboard_shows_where_an_agent_stands(
     page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:

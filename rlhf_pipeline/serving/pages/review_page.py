@@ -26,7 +26,7 @@ BY_KEY = {"g": "good", "b": "bad", "s": "skip", **{str(n): f"star-{n}" for n in 
 SHORTCUTS = """<script>
 document.addEventListener('keydown', (event) => {
   const typing = event.target.closest('input, textarea, select');
-  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (typing || event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
   const button = document.getElementById(KEYS[event.key]);
   if (event.key === 'w') {
     event.preventDefault();
