@@ -162,7 +162,6 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             told = (await call(("send", "click"), *asked, session=session))[-1]
             return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
 
-        names = {n: f"{target} {event}" for (target, event), n in number.items()}
         opened = (await call((None, "load"), [], None))[-1]
         shared = f"shared {right[-9:]}"
         await call((None, "load"), [], None, session=shared, by=world.client)
@@ -174,7 +173,9 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             "says": [await said(agent, session) for agent, session in asked],
             "names_milk": "milk" in json.dumps(page),  # before it was opened
             "stopped_by": {
-                known.get(target): sorted(names[n] for n in one["cancels"])
+                known.get(target): sorted(
+                    f"{t} {e}" for (t, e), n in number.items() if n in one["cancels"]
+                )
                 for one in page["dependencies"]
                 for target, _ in one["targets"]
                 if one["cancels"]

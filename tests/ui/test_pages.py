@@ -31,7 +31,13 @@ Votes = Callable[[], list[tuple[Any, ...]]]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     state = tmp_path_factory.mktemp("ui") / "state"
-    made_desk(state, epochs=int(os.environ.get("PAGES_EPOCHS", "0"))).store.database.close()
+    desk = made_desk(state, epochs=int(os.environ.get("PAGES_EPOCHS", "0")))
+    shop = desk.registry.ledger.version("shop", 0)
+    desk.store.ensure_agent("tea")
+    desk.registry.ledger.add_baseline(
+        "tea", label="v0", path=shop.path, files=shop.files, lineage={}, actor="test"
+    )
+    desk.store.database.close()
     port = free_port()
     with served(["rlhf_pipeline.cli", "--state", str(state), "serve", "--port", str(port)], port):
         yield f"http://127.0.0.1:{port}", state
@@ -87,6 +93,13 @@ def ask(page: Any, base: str, text: str) -> None:
     page.goto(base)
     page.fill("#question textarea", text)
     page.click("#send")
+
+
+def ask_again(page: Any, text: str) -> None:
+    """Ask within the open page, and wait for the answer."""
+    page.fill("#question textarea", text)
+    page.click("#send")
+    eventually(lambda: text in page.inner_text("#talk") and page.is_visible("#up"))
 
 
 def eventually(found: Callable[[], Any]) -> None:
@@ -277,6 +290,41 @@ def test_a_new_conversation_forgets_the_old_one(page: Any, service: tuple[str, P
     page.click("#renew")
     page.wait_for_selector("#up", state="hidden")
     assert "hello there" not in page.inner_text("#talk")
+
+
+def test_a_conversation_stays_where_the_list_of_assistants_is_passed(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    page.focus("#agent input")
+    page.keyboard.press("Tab")
+    page.click("#agent input")
+    page.click("#question textarea")
+    assert page.locator("#agent [role=option]:visible").count() == 0
+    ask_again(page, "and then?")
+    assert "hello there" in page.inner_text("#talk")
+    page.click("#agent input")
+    page.click("#agent [role=option] >> text=tea")
+    page.wait_for_selector("#up", state="hidden")
+    eventually(lambda: page.inner_text("#talk").strip() == "")
+
+
+def test_the_bin_forgets_what_was_said(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    page.click("#talk [aria-label=Clear]")
+    page.wait_for_selector("#up", state="hidden")
+    ask_again(page, "and then?")
+    page.click("#up")
+    counted(page, votes, 1)
+    database = Database(f"sqlite:///{service[1]}/feedback.db")
+    with database.read() as connection:
+        last = "SELECT prompt FROM interactions ORDER BY created_at DESC LIMIT 1"
+        prompt = connection.exec_driver_sql(last).scalar_one()
+    database.close()
+    assert "and then?" in prompt
+    assert "hello there" not in prompt
 
 
 def test_every_control_has_a_name_and_code_keeps_its_shape(

@@ -27,6 +27,9 @@ from rlhf_pipeline.serving.pages.visitors import Visitors
 CRITERIA = ("relevance", "helpfulness", "safety")
 WANTS = ("shorter", "kinder", "safer", "more precise")
 STARS = [("★" * n, n) for n in range(1, 6)]
+MIDDLE = 0.5  # where a score begins
+UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
+"""The stars, the better answer, the comment and the scores before anything is said of an answer."""
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 WHICH = "Which answer is better?"
@@ -49,6 +52,8 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
         answer = gr.State(None)  # the Answer that votes are about
         first = gr.State("this")  # which of the pair stands on the left
         session = gr.State("")
+        before = gr.State(None)  # the assistant that the conversation is with
+        moves = gr.State(0)  # how often another one was chosen
         with gr.Row():
             # Which there are, it is told when it opens: the page is the same for every key.
             agent = gr.Dropdown([], value=None, label="Assistant", elem_id="agent")
@@ -111,7 +116,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             )
             send_comment = gr.Button("Send the comment", elem_id="send-comment")
             sliders = [
-                gr.Slider(0, 1, value=0.5, step=0.05, label=name.capitalize(), elem_id=name)
+                gr.Slider(0, 1, value=MIDDLE, step=0.05, label=name.capitalize(), elem_id=name)
                 for name in CRITERIA
             ]
             send_criteria = gr.Button("Send these scores", elem_id="send-criteria")
@@ -137,23 +142,33 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
 
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
         asked = [question, history, agent, session, pair_mode]
-        say = _say(gr, desk, visitors)
-        answering = [
-            trigger(say, asked, [*shown, stars, better, why], api_visibility="private")
-            for trigger in (send.click, question.submit)
-        ]
+        said = [stars, better, comment, *sliders]
+        answering = gr.on(  # one event, so that no second answer begins beside the first
+            [send.click, question.submit],
+            _say(gr, desk, visitors),
+            asked,
+            [*shown, *said, why],
+            api_visibility="private",
+        )
+        agent.input(  # which the list tells of whenever it is left, whoever is chosen
+            lambda now, before, moves: (now, moves + (now != before)),
+            [agent, before, moves],
+            [before, moves],
+            api_visibility="private",
+        )
         # Another assistant is somebody else, who does not read what was said to the one before.
-        for begin in (renew.click, agent.input):
-            begin(
-                lambda: (
-                    *([], [], None, uuid7()),
-                    *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
-                ),
-                None,
-                [talk, history, answer, session, thumbs, more, pair, notice, why],
-                cancels=answering,  # or the answer under way would bring the old one back
-                api_visibility="private",
-            )
+        begins = [renew.click, talk.clear, moves.change]
+        gr.on(begins, None, cancels=[answering])  # or what is under way would come back
+        gr.on(
+            begins,
+            lambda: (
+                *([], [], None, uuid7()),
+                *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
+            ),
+            None,
+            [talk, history, answer, session, thumbs, more, pair, notice, why],
+            api_visibility="private",
+        )
         why.expand(_why(gr, desk), answer, pieces, api_visibility="private")
         vote = _vote(desk)
         judged = [answer, wishes]  # not the kept ones: they follow a moment later
@@ -194,14 +209,14 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             button.click(
                 _choose(gr, vote, name),
                 [*judged, first, history],
-                [notice, pair, talk, history, answer, thumbs, more, stars, better],
+                [notice, pair, talk, history, answer, thumbs, more, *said],
                 api_visibility="private",
             )
         wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
         page.load(
             _opened(gr, desk),
             [wants, agent],
-            [wishes, session, agent, why],
+            [wishes, session, agent, why, before],
             api_visibility="private",
         )
     return page
@@ -217,7 +232,8 @@ def _opened(gr: Any, desk: Desk) -> Callable[..., tuple[Any, ...]]:
         """Return what the page begins with, and what an admin alone sees."""
         right = _right_of(request)
         asks = gr.update(visible=right.role == "admin")
-        return chosen, uuid7(), assistants(gr, _reached(desk, right), now), asks
+        shown = assistants(gr, _reached(desk, right), now)
+        return chosen, uuid7(), shown, asks, shown["value"]
 
     opened.__annotations__["request"] = gr.Request
     return opened
@@ -279,7 +295,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
-            rest = (history, None, same, *[hidden] * 3, *[same] * 4, _closed(gr))
+            rest = (history, None, same, *[hidden] * 3, *[same] * (2 + len(UNSAID)), _closed(gr))
             yield (waiting, "", "", *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
@@ -289,13 +305,13 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                 elif not pair_mode:
                     text += piece
                     waiting[-1] = _said("assistant", text)
-                    yield (waiting, *[same] * 13)
+                    yield (waiting, *[same] * (11 + len(UNSAID)))
         except (PipelineError, sa.exc.DatabaseError) as error:
             # What failed inside, addresses and paths in it, is for admins.
             tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"
             words = str(error)[:300] if tells and isinstance(error, PipelineError) else SORRY
             # What waits for an answer goes back into its box, out of the conversation.
-            yield (talk, question, words, *[same] * 11)
+            yield (talk, question, words, *[same] * (9 + len(UNSAID)))
 
     say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
@@ -318,7 +334,7 @@ def _finished(
         ask = "Was this a good answer? Your vote teaches the assistant."
     return (
         messages,
-        "",
+        gr.skip(),  # the next question may be half written
         ask,
         turns,
         answer,
@@ -328,8 +344,7 @@ def _finished(
         gr.update(visible=other is not None),
         left,
         right,
-        None,
-        "",
+        *UNSAID,
         gr.skip(),
     )
 
@@ -385,7 +400,7 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
         """
         same = gr.skip()
         if answer is None or answer.other is None:
-            return "There is nothing to compare.", _hidden(gr), *[same] * 7
+            return "There is nothing to compare.", _hidden(gr), *[same] * (5 + len(UNSAID))
         words = vote(
             answer,
             wants,
@@ -395,12 +410,12 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
             shown_first=first,
         )
         if words != THANKS:
-            return words, *[same] * 8
+            return words, *[same] * (6 + len(UNSAID))
         other_won = choice == ("right" if first == "this" else "left")
         kept = answer.other if other_won else answer.interaction
         turns = [*history[:-1], (history[-1][0], kept.completion)] if history else []
         said, shown = Answer(kept, answer.asks), gr.update(visible=True)
-        return words, _hidden(gr), _messages(turns), turns, said, shown, shown, None, ""
+        return words, _hidden(gr), _messages(turns), turns, said, shown, shown, *UNSAID
 
     return choose
 

@@ -50,6 +50,7 @@ HEADERS = (
 STYLE = """
 footer { display: none !important }
 .gradio-container { width: 100%; max-width: 60rem !important; margin: 0 auto }
+#agent:not(:focus-within) [role=listbox] { display: none }
 #talk .md { white-space: pre-wrap }
 #talk .md, textarea { unicode-bidi: plaintext }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }

@@ -47,7 +47,9 @@ def review_page(desk: Desk) -> Any:
         name = gr.BrowserState("", storage_key="rlhf-annotator")
         waiting = gr.State([])  # Interactions, the shown one first
         with gr.Row():
-            agent = gr.Dropdown(agents, value=agents[0] if agents else None, label="Assistant")
+            agent = gr.Dropdown(
+                agents, value=next(iter(agents), None), label="Assistant", elem_id="agent"
+            )
             who = gr.Textbox(label="Your name", max_length=LONGEST_NAME, elem_id="who")
             start = gr.Button("Fetch answers", variant="primary", elem_id="start")
         notice = gr.Textbox(

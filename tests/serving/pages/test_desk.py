@@ -158,6 +158,19 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
 
 
+def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_the_last(
+    desk: Desk,
+) -> None:
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    first, *_, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    assert len(first) == len(last)
+    assert (first[1], last[1]) == ("", "same")
+    assert last[-1 - len(chat_page.UNSAID) : -1] == (None, "", "", 0.5, 0.5, 0.5)
+
+
 def test_what_is_shown_is_what_was_written() -> None:
     text = 'if a < b & c:\n    return "<b>&lt;</b>"\n\tx'
     shown = inspect.cleandoc(chat_page._said("user", text)["content"])  # as Gradio cleans it
