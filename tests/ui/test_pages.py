@@ -344,6 +344,19 @@ def test_every_control_has_a_name_and_code_keeps_its_shape(
     assert "    pass" in page.inner_text("#talk .md >> nth=0")
 
 
+def test_who_uses_the_keyboard_sees_which_slider_it_moves(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    open_more(page)
+    page.focus("#relevance input[type=number]")
+    page.keyboard.press("Tab")  # to what resets it
+    page.keyboard.press("Tab")
+    around = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert (page.evaluate("document.activeElement.type"), around) == ("range", "auto")
+
+
 def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     ask(page, service[0], "hello there")

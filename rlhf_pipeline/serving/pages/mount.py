@@ -53,6 +53,7 @@ footer { display: none !important }
 #agent:not(:focus-within) [role=listbox] { display: none }
 #talk .md { white-space: pre-wrap }
 #talk .md, textarea { unicode-bidi: plaintext }
+input[type=range]:focus-visible { outline: auto !important }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }
 textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
 """
