@@ -454,7 +454,9 @@ def _right_of(key: ApiKey) -> Right:
 def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
     if refusal.status_code == 401 and wants_page and scope.get("method") == "GET":
-        return RedirectResponse(f"/sign-in?{urlencode({'to': scope['path']})}", 303)
+        asked = scope.get("query_string", b"").decode("latin-1")
+        to = scope["path"] + (f"?{asked}" if asked else "")
+        return RedirectResponse(f"/sign-in?{urlencode({'to': to})}", 303)
     return JSONResponse({"error": refusal.detail}, refusal.status_code, headers=refusal.headers)
 
 

@@ -305,6 +305,8 @@ def test_what_was_signed_holds_for_its_purpose_and_its_time() -> None:
 def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) -> None:
     sent = world.ask("GET", "/ui/", accept="text/html")
     assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in?to=%2Fui%2F")
+    one = world.ask("GET", "/candidates/tea?version=2", accept="text/html")
+    assert one.headers["location"] == "/sign-in?to=%2Fcandidates%2Ftea%3Fversion%3D2"
     form = {"content_type": "application/x-www-form-urlencoded"}
     refused = _sign_in(world, "<script>", form)
     assert refused.status_code == 401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import inspect
+import random
 import shutil
 import statistics
 import threading
