@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dagster as dg
+import structlog
 
 from assets import feedback, policies, release, training_data
 from automation import assessments, jobs, schedules, sensors
 from resources.compute import Compute
 from resources.pipeline import Pipeline
+from rlhf_pipeline.logs import plain_lines
 
 
 @dg.definitions
 def definitions() -> dg.Definitions:
     """Return everything Dagster runs. Loads no torch, transformers, mlflow or the like."""
+    structlog.configure(processors=plain_lines())
     return dg.Definitions(
         assets=dg.load_assets_from_modules([feedback, training_data, policies, release]),
         jobs=[jobs.retrain, jobs.bootstrap, jobs.ingest_file, jobs.prune_state],

@@ -12,6 +12,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import structlog
 
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
@@ -52,6 +53,22 @@ OTHER_CHECKS = {
 @pytest.fixture(scope="module")
 def defs() -> dg.Definitions:
     return definitions()
+
+
+def test_what_a_process_of_dagsters_logs_shows_no_variables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    structlog.reset_defaults()
+    definitions()
+    written = " ".join(["what", "somebody", "wrote"])  # so that no line of code holds it
+    try:
+        len(written) / 0
+    except ZeroDivisionError:
+        structlog.get_logger().exception("experiment not looked at")
+    structlog.reset_defaults()
+    told = capsys.readouterr().out
+    assert "ZeroDivisionError" in told
+    assert written not in told
 
 
 @pytest.fixture(scope="module")

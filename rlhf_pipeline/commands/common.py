@@ -324,20 +324,14 @@ def _damage(error: Exception) -> Exception | None:
 
 
 def _quiet_logs(debug: bool) -> None:
-    """Send log lines to stderr: warnings, and with --debug everything.
-
-    An exception comes with its traceback alone: structlog's own way to show one, where rich is
-    there, adds the variables of every frame, and those hold what people wrote.
-    """
+    """Send log lines to stderr: warnings, and with --debug everything."""
     import structlog
 
+    from rlhf_pipeline.logs import plain_lines
+
     level = logging.DEBUG if debug else logging.WARNING
-    *first, _ = structlog.get_config()["processors"]
-    shown = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
     structlog.configure(
-        processors=[*first, shown],
+        processors=plain_lines(),
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line comes
     )
