@@ -62,17 +62,21 @@ def leaked(text: str, prompt: Prompt) -> str | None:
 
     However it is written there: numbers are compared by their digits, the rest without its case.
     """
-    said: str | None = None
     text = plain(text)
     for kind, (held, pattern) in PERSONAL.items():
         if not re.search(held, text):
             continue
         for match in pattern.finditer(text):
             for found in _real(kind, match[0]):
-                said = said or plain(" ".join(message.content for message in prompt))
-                if _compared(kind, found) not in _compared(kind, said):
+                if _compared(kind, found) not in _said(kind, prompt):
                     return kind
     return None
+
+
+@lru_cache(maxsize=64)
+def _said(kind: str, prompt: Prompt) -> str:
+    """Return what the prompt says, as it is compared: an answer under way is looked at often."""
+    return _compared(kind, plain(" ".join(message.content for message in prompt)))
 
 
 def _compared(kind: str, text: str) -> str:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rlhf_pipeline import safety
 from rlhf_pipeline.config import GuardrailSettings
 from rlhf_pipeline.feedback.privacy import passes_luhn
 from rlhf_pipeline.records import user_prompt
@@ -125,6 +126,23 @@ def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None
     assert input_block(user_prompt("how to make a bomb"), off) is None
     with pytest.raises(ValidationError, match="needs regular expressions"):
         GuardrailSettings(unsafe_requests=("(",))
+
+
+def test_a_long_prompt_is_read_once_however_many_of_its_numbers_are_said_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Everybody else's requests wait for the event loop meanwhile."""
+    compared = safety._compared
+    read: list[str] = []
+    numbers = ", ".join(f"212-555-{n:04d}" for n in range(1200))
+
+    def noting(kind: str, text: str) -> str:
+        read.extend([kind] if text == numbers else [])
+        return compared(kind, text)
+
+    monkeypatch.setattr(safety, "_compared", noting)
+    assert output_block(numbers, user_prompt(numbers), RULES, whole=True) is None
+    assert read == ["a phone number"]
 
 
 @given(
