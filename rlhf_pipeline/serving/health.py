@@ -9,6 +9,7 @@ baseline, which the answer then says; names and paths go to the log, not to whoe
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,9 +54,11 @@ def add_health_routes(
     """Add `/healthz` and `/readyz`; `is_unfit` says what could not be loaded here."""
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
+    one_at_a_time = threading.Lock()  # hashing a large model outlasts several questions
 
     def is_sound(version: ModelVersion) -> bool:
-        return _sound(version, seen) and not is_unfit(version)
+        with one_at_a_time:
+            return _sound(version, seen) and not is_unfit(version)
 
     async def healthz() -> dict[str, str]:
         """Say that the process answers."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,29 @@ def test_ready_means_that_somebody_answers_for_every_agent(
     (tmp_path / "m0" / "model.safetensors").unlink()
     lost = ask(app, "/readyz")
     assert (lost.status_code, "neither" in lost.json()["checks"]["models"]) == (503, True)
+
+
+def test_who_asks_while_a_model_is_hashed_does_not_begin_anew(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m0").mkdir()
+    weights = tmp_path / "m0" / "model.safetensors"
+    weights.write_bytes(b"0" * 64)
+    files = {weights.name: file_sha256(weights)}
+    PromotionLedger(database, tmp_path).add_baseline(
+        "tea", label="v0", path=weights.parent, files=files, lineage={}, actor="test"
+    )
+    hashed: list[Path] = []
+
+    def slowly(path: Path) -> str:
+        hashed.append(path)
+        time.sleep(0.3)
+        return file_sha256(path)
+
+    monkeypatch.setattr(health, "file_sha256", slowly)
+    app = FastAPI()
+    health.add_health_routes(app, database, load_settings("tiny", {"state_dir": tmp_path}))
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, app, "/readyz") for _ in range(3)]
+    assert [answer.result().status_code for answer in answers] == [200] * 3
+    assert hashed == [weights]
