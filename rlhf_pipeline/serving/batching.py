@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,6 +207,8 @@ class Decoder:
             row.gone = True
             if not ended or text.stopped:
                 self._enough[0] = 1
+                with self._changed, suppress(ValueError):  # it waits no more, or never had to
+                    self._waiting.remove(row)
             row.back.set()
             late.cancel()
 

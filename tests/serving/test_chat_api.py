@@ -318,6 +318,42 @@ def test_who_leaves_is_taken_out_and_who_is_late_is_told(
     asyncio.run(look())
 
 
+def test_who_leaves_while_waiting_stands_before_nobody(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=1)
+    write, begun, left = decoder._write, threading.Event(), threading.Event()
+
+    def held(*given: Any) -> Any:
+        begun.set()
+        assert left.wait(PATIENCE)
+        return write(*given)
+
+    monkeypatch.setattr(decoder, "_write", held)
+    sampling = Sampling(8, 60, 1.0, seed=1)
+    ids = decoder.prompt_ids(user_prompt("hi"), sampling)
+
+    async def ask() -> list[str | Completion]:
+        pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE)
+        return [piece async for piece in pieces]
+
+    async def everybody() -> None:
+        first = asyncio.create_task(ask())
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        others = [asyncio.create_task(ask()) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert decoder.waiting == 3
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert decoder.waiting == 0
+        left.set()
+        assert isinstance((await first)[-1], Completion)
+
+    asyncio.run(everybody())
+    decoder.retire()
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_who_comes_or_goes_is_not_kept_waiting_by_tokens_written_in_one_go(
     world: Workspace, monkeypatch: pytest.MonkeyPatch, comes: bool
