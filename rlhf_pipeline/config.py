@@ -140,6 +140,18 @@ class PolicySettings(Section):
         """Return the type of weights that nothing trains beside adapters."""
         return "bfloat16" if self.lora.enabled and self.dtype == "bfloat16" else "float32"
 
+    def within(self, context: int) -> PolicySettings:
+        """Return them with a prompt and a completion that fit the context together.
+
+        The recipe need not be the one that a model was trained with. Each keeps its share.
+        """
+        longest = self.max_prompt_tokens + self.max_completion_tokens
+        if longest <= context:
+            return self
+        completion = max(1, self.max_completion_tokens * context // longest)
+        lengths = {"max_prompt_tokens": context - completion, "max_completion_tokens": completion}
+        return self.model_copy(update=lengths)
+
     @model_validator(mode="after")
     def _tiny_context_holds_both(self) -> PolicySettings:
         longest = self.max_prompt_tokens + self.max_completion_tokens

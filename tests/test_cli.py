@@ -611,6 +611,17 @@ def test_one_completion_is_printed_and_nothing_else(shop: Path, rlhf: Run) -> No
     assert "found an empty one" in rlhf("chat", "--once", " ", code=1).stderr
 
 
+def test_a_recipe_longer_than_the_model_is_chatted_with_within_its_context(
+    shop: Path, rlhf: Run, tmp_path: Path
+) -> None:
+    longer = "{max_prompt_tokens: 400, max_completion_tokens: 200, tiny: {context: 1024}}"
+    words = ("--recipe", str(write(tmp_path / "longer.yaml", f"policy: {longer}")), "chat")
+    question = "how much is the lamp? " * 200
+    assert rlhf(*words, "--once", question, "--seed", "1").stdout.strip()
+    batch, out = write(tmp_path / "asked.txt", question), tmp_path / "out.jsonl"
+    assert "1 replies" in rlhf(*words, "--batch", str(batch), "--out", str(out)).stdout
+
+
 def test_a_conversation_knows_its_commands(shop: Path, rlhf: Run) -> None:
     typed = "help\nhow much is the lamp?\nhistory\nclear\nhistory\n\nbye\nnot heard\n"
     told = rlhf("chat", "--seed", "1", "--temperature", "0", typed=typed).stdout

@@ -78,7 +78,7 @@ def chat(
     if batch is not None and out is not None:
         _answer_file(batch, out, folder, limits, found, warmth, seed or 0)
         return
-    policy = _load(folder, limits)
+    policy, limits = _load(folder, limits)
     begin = secrets.randbelow(2**31) if seed is None else seed
     if once is not None:
         from rlhf_pipeline.commands.conversation import answer
@@ -98,10 +98,12 @@ def chat(
     Conversation(agent, found.version, policy, limits, warmth, begin, rate).hold()
 
 
-def _load(folder: Path, limits: PolicySettings) -> Policy:
+def _load(folder: Path, limits: PolicySettings) -> tuple[Policy, PolicySettings]:
+    """Return the policy, and the limits within its context."""
     from rlhf_pipeline.policy.loading import load_policy  # seconds: after what can go wrong at once
 
-    return load_policy(folder, device=limits.device, dtype=limits.dtype)
+    policy = load_policy(folder, device=limits.device, dtype=limits.dtype)
+    return policy, limits.within(policy.context_length)
 
 
 def _answer_file(
@@ -118,7 +120,7 @@ def _answer_file(
     from rlhf_pipeline.commands.batch import answer_all, read_prompts
 
     prompts = read_prompts(batch)
-    policy = _load(folder, limits)
+    policy, limits = _load(folder, limits)
     columns = (TextColumn("replies"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress(*columns) as bar:
         task = bar.add_task("replies", total=len(prompts))

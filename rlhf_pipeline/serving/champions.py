@@ -291,7 +291,7 @@ class Champions:
             )
             return _Unfit(version.version, unfit, time.monotonic())
         files = [part for name in sorted(version.files) for part in (name, version.files[name])]
-        fitted = within(limits, policy.context_length)
+        fitted = limits.within(policy.context_length)
         if fitted is not limits:
             log.warning(
                 "lengths cut down to the model's context",
@@ -321,19 +321,6 @@ class Champions:
 
 def _version_of(seat: Seat | _Unfit) -> int:
     return seat.version if isinstance(seat, _Unfit) else seat.version.version
-
-
-def within(limits: PolicySettings, context: int) -> PolicySettings:
-    """Return the limits with a prompt and a completion that fit the context together.
-
-    The recipe need not be the one that a model was trained with. Each keeps its share.
-    """
-    longest = limits.max_prompt_tokens + limits.max_completion_tokens
-    if longest <= context:
-        return limits
-    completion = max(1, limits.max_completion_tokens * context // longest)
-    lengths = {"max_prompt_tokens": context - completion, "max_completion_tokens": completion}
-    return limits.model_copy(update=lengths)
 
 
 def settle() -> None:
