@@ -108,10 +108,10 @@ def main() -> None:
     be_quiet()
     console = Console()
     pipeline = Pipeline()
-    settings = pipeline.settings()
-    processes.prepare_home(settings.state_dir)
     watch = Watch()
     try:
+        settings = pipeline.settings()
+        processes.prepare_home(settings.state_dir)
         rows = run(pipeline, settings, console, arguments, watch)
     except PipelineError as error:
         console.print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)

@@ -70,8 +70,8 @@ def main() -> None:
     arguments = parser.parse_args()
     be_quiet()
     console, pipeline = Console(), Pipeline()
-    processes.prepare_home(pipeline.settings().state_dir)
     try:
+        processes.prepare_home(pipeline.settings().state_dir)
         if arguments.agent not in pipeline.store.agents():
             raise PipelineError(
                 f"needed an agent with feedback, found none called {arguments.agent!r}; "
@@ -97,6 +97,9 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     verdicts = pipeline.claims.verdicts_before(claim)
     folder = pipeline.settings(agent_id).turn_folder(agent_id, claim.fingerprint, verdicts)
     console.print(f"verdict: {claim.reason}", highlight=False, soft_wrap=True)
+    version = pipeline.ledger.versions(agent_id)[-1].version
+    explained = f"why: .venv/bin/rlhf explain {version} --agent {agent_id}"
+    console.print(explained, highlight=False, soft_wrap=True)
     for rule, count in pipeline.store.quarantined(agent_id).items():
         console.print(f"quarantine: {rule} {count}", highlight=False, soft_wrap=True)
     reward = Path(folder / "reward.json")

@@ -76,7 +76,8 @@ def to_text(explanation: dict[str, Any]) -> str:
     if e["gate"] is None:
         lines.append("  not judged")
     else:
-        lines.append(f"  {'passed' if e['gate']['passed'] else 'refused'}")
+        failed = [r["rule"] for r in e["gate"]["results"] if r["verdict"] == "fail"]
+        lines.append("  passed" if e["gate"]["passed"] else f"  refused by {', '.join(failed)}")
         lines += [f"  {r['verdict']:<5} {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]]
     lines += ["", "Lineage", *_tree(_in_short(e["lineage"]))]
     attempts = {

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from automation import processes
+from automation import launch, processes
+from resources.pipeline import Pipeline
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
@@ -39,6 +42,37 @@ def test_a_turn_that_cannot_be_says_so_in_a_line(tmp_path: Path) -> None:
     )
     assert "agent 'tea' is being trained by run another" in train("tea", state)
     database.close()
+
+
+def test_a_recipe_that_is_not_there_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea"])
+    monkeypatch.setattr(launch, "be_quiet", lambda: None)
+    monkeypatch.setenv("RLHF_RECIPE", "tinny")
+    with pytest.raises(SystemExit, match="1"):
+        launch.main()
+    assert capsys.readouterr().err.startswith("error: needed a recipe, found no ")
+
+
+def test_a_verdict_is_told_with_where_its_reasons_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    pipeline = Pipeline()
+    pipeline.store.ensure_agent("tea")
+    ledger = pipeline.ledger
+    common: dict[str, Any] = {"path": tmp_path, "files": {"w": "0"}, "lineage": {}}
+    ledger.add_baseline("tea", label="v0", actor="test", **common)
+    ledger.add_version("tea", label="v1", gate=None, fingerprint="f" * 64, **common)
+    claim = pipeline.claims.claim("tea", "f" * 64, 1, holder="run", asked_by="person")
+    pipeline.claims.finish(claim.token, "done", "version 1 was refused; version 0 stays")
+    launch._report(pipeline, "tea", Console())
+    assert capsys.readouterr().out == (
+        "verdict: version 1 was refused; version 0 stays\n"
+        "why: .venv/bin/rlhf explain 1 --agent tea\n"
+    )
+    pipeline.database.close()
 
 
 def train(agent: str, state: Path) -> str:

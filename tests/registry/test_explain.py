@@ -131,7 +131,9 @@ def test_the_page_of_the_comparison_is_named_where_it_is(
 
 def test_standing_names_refused_rolled_back_and_baseline(ledger: PromotionLedger) -> None:
     assert explain(ledger, AGENT, 2)["standing"] == ["refused by the gate"]
-    assert "never was champion" in to_text(explain(ledger, AGENT, 2))
+    refused = to_text(explain(ledger, AGENT, 2))
+    assert "never was champion" in refused
+    assert "refused by kl_stop\n" in refused
     assert explain(ledger, AGENT, 0)["standing"] == ["previous champion", "baseline"]
     ledger.rollback(AGENT, actor="watch", reason="errors")
     assert explain(ledger, AGENT, 1)["standing"] == ["rolled back from"]
