@@ -78,7 +78,7 @@ def read_json(path: str | Path) -> Any:
     except (OSError, ValueError) as error:
         raise PipelineError(
             f"a JSON file is needed at {path}, found none that can be read ({error}); "
-            "write it again with the step that makes it"
+            "correct the path, or make the file again"
         ) from error
 
 

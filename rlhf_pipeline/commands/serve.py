@@ -36,10 +36,11 @@ def serve(
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def tell() -> None:
-        typer.echo(f"API     {address}/openapi.json")
+        typer.echo(f"API       {address}/openapi.json")
         if pages:
-            typer.echo(f"chat    {address}/ui/")
-            typer.echo(f"review  {address}/ui/review/")
+            typer.echo(f"chat      {address}/ui/")
+            typer.echo(f"review    {address}/ui/review/")
+            typer.echo(f"dashboard {address}/dashboard")
 
     names = answers_to or ()
     run(settings, port, pages=pages, host=host, names=names, about_to=tell)
