@@ -85,14 +85,17 @@ def test_every_rlhf_line_is_one_that_the_command_takes() -> None:
 def test_a_row_of_every_kind_is_shown_and_can_be_taken(tmp_path: Path) -> None:
     guide = GUIDES[ROOT / "docs" / "feedback.md"]
     (rows,) = re.findall(r"```jsonl\n(.*?)```", guide, flags=re.DOTALL)
+    (first,) = blocks("jsonl")
+    rows = first + rows
     path = tmp_path / "rows.jsonl"
     path.write_text(rows, encoding="utf-8")
     taken = list(read(path, "support"))
     assert [each for each in taken if isinstance(each, QuarantinedRow)] == []
     assert [each.kind for each in taken if isinstance(each, Feedback)] == [
-        *("thumbs", "rating", "score", "preference", "correction", "criteria", "comment")
+        *("thumbs", "preference"),  # README's
+        *("thumbs", "rating", "score", "preference", "correction", "criteria", "comment"),
     ]
-    assert len(taken) == len(FeedbackKind)
+    assert len(taken) == 2 + len(FeedbackKind)
 
 
 def test_every_link_and_picture_is_there() -> None:
