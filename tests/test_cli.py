@@ -184,6 +184,9 @@ def test_a_logged_exception_shows_no_variables(
 def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:
     assert "Missing option '--agent'" in rlhf("versions", code=2).stderr
     assert "on" in rlhf("automatic", "perhaps", "--agent", "tea", code=2).stderr
+    assert "needed --agent too" in rlhf("explain", "1", code=2).stderr
+    named = ("explain", "1", "--agent", "tea", "--version", "2")
+    assert "found version 1" in rlhf(*named, code=2).stderr
     rlhf("nonsense", code=2)
     rlhf("simulate", "--agent", "tea", "--events", "0", code=2)
 

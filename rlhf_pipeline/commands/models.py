@@ -174,8 +174,10 @@ def explain(
     here = workspace()
     if interaction is not None:
         told, text = _reasons(here, interaction, agent, by)
-    elif agent is None or by is not None:
-        raise typer.BadParameter("a version needs --agent, and takes no --version")
+    elif agent is None:
+        raise typer.BadParameter("a version is one of an agent's: needed --agent too")
+    elif by is not None:
+        raise typer.BadParameter(f"needed an interaction for --version, found version {version}")
     else:
         from rlhf_pipeline.registry.explain import explain as explained
         from rlhf_pipeline.registry.explain import to_text

@@ -113,7 +113,7 @@ class ClaimBook:
         if any(claim.state == "done" for claim in earlier) and not again:
             raise ClaimRefused(
                 f"fingerprint {fingerprint[:16]} of agent {agent_id!r} was trained on already; "
-                "collect new feedback, or ask for it `again`"
+                "collect new feedback, or ask for it `again` (AGAIN=1 for `make train`)"
             )
         key = connection.execute(
             db.claims.insert().values(
