@@ -94,7 +94,7 @@ def test_a_recipe_is_told_by_what_it_has_otherwise(ledger: PromotionLedger, tmp_
         AGENT,
         label="v300",
         path=tmp_path / "3",
-        files={},
+        files={"w": "00"},
         lineage={"recipe": recipe, "reward_models": {"proxy": {"head.safetensors": "0" * 64}}},
         gate=None,
         fingerprint="print1",
