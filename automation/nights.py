@@ -155,7 +155,9 @@ class _Loop:
         self.children: list[subprocess.Popen[bytes]] = []
         for child in (
             processes.start_service(settings.state_dir, port, pages=False),
-            processes.start_daemon(settings.state_dir, "`rlhf simulate --nights`"),
+            processes.start_daemon(
+                settings.state_dir, "`rlhf simulate --nights`", patience_seconds=60
+            ),
         ):
             stack.callback(_stop_with_its_children, child)
             self.children.append(child)

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from rlhf_pipeline.errors import PipelineError
 
@@ -97,30 +98,42 @@ def shorten_logs(state_dir: Path) -> None:
             os.truncate(log, 0)  # its writer appends: the next line is the first
 
 
-def start_daemon(state_dir: Path, within: str = "a program") -> "subprocess.Popen[bytes]":
+def start_daemon(
+    state_dir: Path, within: str = "a program", *, patience_seconds: float = 0
+) -> "subprocess.Popen[bytes]":
     """Start Dagster's daemon: sensors, schedules, the run queue, run monitoring.
 
     Two would ask for everything twice, so it holds a lock on the state folder for as long as it
     lives, however it ends. Raises PipelineError where another has it, with what that one was
-    started `within`.
+    started `within`; one whose parent was killed takes seconds to end, which `patience_seconds`
+    waits for.
     """
     command = [sys.executable, "-m", "dagster._daemon", "run", "-w", "workspace.yaml"]
     path = state_dir / "dagster" / "daemon.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            raise PipelineError(
-                f"needed a state folder that no Dagster daemon works on, found {lock.read()} "
-                f"already at work on {state_dir}; use that one, end it, or name another folder in "
-                "RLHF_STATE_DIR"
-            ) from error
+        deadline = time.monotonic() + patience_seconds
+        while not _locked(lock):
+            if time.monotonic() >= deadline:
+                lock.seek(0)
+                raise PipelineError(
+                    f"needed a state folder that no Dagster daemon works on, found {lock.read()} "
+                    f"already at work on {state_dir}; use that one, end it, or name another folder "
+                    "in RLHF_STATE_DIR"
+                )
+            time.sleep(0.2)
         lock.truncate(0)
         lock.write(within)
         lock.flush()
         return start("dagster-daemon", command, state_dir, keeps_open=[lock.fileno()])
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def start_webserver(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":

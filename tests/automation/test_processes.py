@@ -145,7 +145,10 @@ def test_a_state_folder_has_one_daemon_until_that_has_ended(
     finally:
         daemon.kill()
         daemon.wait()
-    processes.stop(processes.start_daemon(tmp_path))  # nobody had to take the lock away
+    third = processes.start_daemon(tmp_path)  # nobody had to take the lock away
+    threading.Timer(0.5, third.kill).start()
+    processes.stop(processes.start_daemon(tmp_path, patience_seconds=20))
+    assert third.wait(20) == -signal.SIGKILL
 
 
 def test_a_port_that_is_taken_gives_another() -> None:
