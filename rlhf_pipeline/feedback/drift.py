@@ -35,6 +35,7 @@ import numpy as np
 from rlhf_pipeline.errors import ValidationFailed
 from rlhf_pipeline.files import write_json, write_text
 from rlhf_pipeline.records import prompt_from_json
+from rlhf_pipeline.topics import inert_topics
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,6 +105,8 @@ def feedback_drift(
     sampled down to MOST_ROWS rows. The page needs no network. Raises ValidationFailed where a side
     has no rows.
     """
+    import pandas as pd
+
     html_path = Path(html_path)
     if not len(current) or not len(reference):
         raise ValidationFailed(
@@ -137,7 +140,9 @@ def feedback_drift(
     json_path = html_path.with_suffix(".evidently.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_text(html_path, snapshot.get_html_str(as_iframe=False))
+        page = snapshot.get_html_str(as_iframe=False)
+    topics = pd.concat([now["topic"], before["topic"]]).dropna().unique()
+    write_text(html_path, inert_topics(page, topics))
     write_json(json_path, document)
     return DriftReport(
         features={

@@ -14,6 +14,7 @@ from rlhf_pipeline.errors import ValidationFailed
 from rlhf_pipeline.feedback import drift
 from rlhf_pipeline.feedback.drift import FEATURES, feedback_drift, newest_of
 from rlhf_pipeline.records import prompt_to_json, user_prompt
+from rlhf_pipeline.topics import names_any
 
 WORDS = ["tea", "water", "kettle", "morning", "leaves", "sugar", "porcelain", "steam"]
 
@@ -112,6 +113,17 @@ def test_the_page_needs_no_network_and_the_numbers_are_beside_it(tmp_path: Path)
         assert loading not in page
     document = json.loads(Path(report.json_path).read_text())
     assert len(document["tests"]) == len(report.features)
+
+
+def test_a_topic_runs_nothing_on_the_page_and_is_found_there(tmp_path: Path) -> None:
+    topic = 'é\\u003c"</script><script>alert(1)</script>'
+    now, before = (snapshot(60, seed, topic=[topic, "<"] * 30) for seed in (1, 2))
+    report = feedback_drift(now, before, html_path=tmp_path / "d.html")
+    page = Path(report.html_path).read_text()
+    assert "</script><script>alert" not in page
+    assert page.count("<script") > 4  # its own
+    assert names_any(page, [topic])
+    assert not names_any(page, ["another"])
 
 
 @pytest.mark.parametrize(("new", "old"), [(60, 60), (8, 3000), (60, 3000)])
