@@ -110,7 +110,8 @@ def events(
             told["other_interaction_id"] = row.other_interaction_id
         elif row.kind == "preference":
             told["other_completion"] = row.other_completion
-            if row.other_prompt is not None and row.other_prompt != row.prompt:
+            was_sent = row.other_interaction_id is None  # and is part of what its key stands for
+            if was_sent or row.other_prompt != row.prompt:
                 told["other_prompt"] = _messages(row.other_prompt)
         yield {name: value for name, value in told.items() if value is not None}
 

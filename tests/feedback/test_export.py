@@ -65,6 +65,13 @@ def everything() -> list[Feedback]:
             other_prompt=user_prompt("another"),
         ),
         event(kinds.preference, "11", choice="left", other_completion=""),  # it said nothing
+        event(
+            kinds.preference,
+            "12",
+            choice="tie",
+            other_completion="x",
+            other_prompt=INLINE["prompt"],
+        ),
     ]
 
 
@@ -79,13 +86,13 @@ def store(tmp_path: Path) -> Iterator[FeedbackStore]:
 def test_events_come_back_as_they_were(store: FeedbackStore, tmp_path: Path, name: str) -> None:
     store.append(everything())
     out = tmp_path / name.removeprefix("hf://")
-    assert export(store.database, AGENT, out) == 11
+    assert export(store.database, AGENT, out) == 12
     source = f"hf://{out}" if name.startswith("hf://") else out
     found = list(read(out / "data" / "train.parquet" if name == "votes" else source, AGENT))
     expected = [_of_origin(e, found[0]) for e in everything()]
     assert found == expected
     again = ingest(store, str(source), AGENT)  # and the same store knows every one
-    assert (again.known, again.stored, dict(again.quarantined)) == (11, 0, {})
+    assert (again.known, again.stored, dict(again.quarantined)) == (12, 0, {})
 
 
 def _of_origin(event: Feedback, like: Any) -> Feedback:
