@@ -53,7 +53,7 @@ class Stored:
 class NewFeedback:
     """What came in after a watermark."""
 
-    votes: int  # distinct (rater, target, kind)
+    votes: int  # distinct (rater, target, kind); comments train nothing and are none
     newest_seq: int
     newest_received_at: datetime | None
 
@@ -311,7 +311,7 @@ class FeedbackStore:
             # Materialised, or SQLite reads the agent's whole voting index to save itself a sort.
             fresh = (
                 sa.select(f.voter, f.target, f.kind)
-                .where(*new, f.erased_at.is_(None))
+                .where(*new, f.erased_at.is_(None), _trains())
                 .cte("fresh")
                 .prefix_with("MATERIALIZED")
             )
@@ -324,9 +324,10 @@ class FeedbackStore:
         return NewFeedback(votes, last.seq if last else watermark, last and last.received_at)
 
     def arrived(self, agent_id: str, watermark: int, count: int) -> datetime | None:
-        """Return when so many events had arrived since the watermark; None where fewer have."""
+        """Return when so many votes had arrived since the watermark; None where fewer have."""
         f = db.feedback.c
-        query = sa.select(f.received_at).where(f.agent_id == agent_id, f.seq > watermark)
+        new = (f.agent_id == agent_id, f.seq > watermark, _trains())
+        query = sa.select(f.received_at).where(*new)
         with self.database.read() as connection:
             found = connection.execute(query.order_by(f.seq).offset(count - 1).limit(1))
             return found.scalar()
@@ -614,6 +615,10 @@ def _alone(connection: sa.Connection) -> None:
     """Wait until no other transaction writes here, as SQLite's do by themselves."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+
+
+def _trains() -> sa.ColumnElement[bool]:
+    return db.feedback.c.kind != FeedbackKind.comment.value
 
 
 def _open(agent_id: str, rule: str | None = None) -> list[sa.ColumnElement[bool]]:

@@ -602,8 +602,12 @@ def test_what_is_new_is_counted_by_vote_not_by_event(store: FeedbackStore) -> No
     assert (nothing.votes, nothing.newest_seq, nothing.newest_received_at) == (0, watermark, None)
     store.append([vote("two", number=0.0), vote("three"), vote("four", rater_id="bob")])
     store.append([vote("other", agent_id="coffee")])
+    store.append([vote("five", kind=FeedbackKind.comment, number=None, text="Thanks.")])
     new = store.new_since("tea", watermark)
-    assert (new.votes, new.newest_seq) == (2, watermark + 3)
+    assert new.votes == 2  # a comment trains nothing
+    assert new.newest_seq == snapshot.newest_seq(store.database, "tea")
+    assert store.arrived("tea", watermark, 3) is not None
+    assert store.arrived("tea", watermark, 4) is None
     assert new.newest_received_at is not None
     assert abs((now() - new.newest_received_at).total_seconds()) < 60
 
