@@ -115,7 +115,9 @@ SSN = re.compile(  # but for what was never given out
 )
 NUMBERED = r"(?<![Vv]ersion )(?<![Rr]elease )(?<![Ff]irmware )(?<![Ss]ection )"  # in four parts
 IP4 = re.compile(rf"{BEFORE}(?<!\.){NUMBERED}(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
-IP6 = re.compile(rf"{BEFORE}(?<![:.])[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)")
+IP6 = re.compile(
+    rf"{BEFORE}(?<![:.])(?=[0-9A-Fa-f]{{0,4}}:[0-9A-Fa-f]{{0,4}}:)[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)"
+)
 PHONE = re.compile(
     BEFORE
     + r"""(?<![.,+/-])(?:
@@ -150,15 +152,20 @@ def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
 
 
 def _redact_once(text: str, counts: Counts, regions: Sequence[str]) -> str:
-    dialled: Rule = ("phone", DIALLED, _whole(lambda run: _is_phone(run, regions)))
-    for kind, pattern, spans_in in (*RULES, dialled):
+    dialled: Rule = ("phone", r"\d", DIALLED, _whole(lambda run: _is_phone(run, regions)))
+    seen = plain(text)
+    for kind, held, pattern, spans_in in (*RULES, dialled):
+        if not re.search(held, seen):  # as in most texts, sooner than the pattern says so
+            continue
         said, end = "", 0
-        for found in pattern.finditer(plain(text)):
+        for found in pattern.finditer(seen):
             for start, stop in spans_in(found.group()):
                 counts[kind] = counts.get(kind, 0) + 1
                 said += f"{text[end : found.start() + start]}[{kind}]"
                 end = found.start() + stop
-        text = said + text[end:]
+        if end:
+            text = said + text[end:]
+            seen = plain(text)
     return text
 
 
@@ -307,17 +314,17 @@ def _may_begin(region: str, first: str) -> bool:
 Span = tuple[int, int]
 """Where something begins in a text, and where it has ended."""
 
-Rule = tuple[str, re.Pattern[str], Callable[[str], Sequence[Span]]]
-"""A kind, what may hold some, and where in that they are."""
+Rule = tuple[str, str, re.Pattern[str], Callable[[str], Sequence[Span]]]
+"""A kind, what stands in every text with some, what may hold some, and where in that they are."""
 
 RULES: tuple[Rule, ...] = (
-    ("key", PRIVATE_KEY, _whole(_always)),
-    ("key", KEY, _whole(_always)),
-    ("email", EMAIL, _whole(_always)),
-    ("iban", IBAN, ibans_in),
-    ("card", CARD, cards_in),
-    ("ip", IP4, _whole(is_somebodys_address)),
-    ("ip", IP6, _whole(is_somebodys_address)),
-    ("ssn", SSN, _whole(_always)),
-    ("phone", PHONE, _whole(_always)),
+    ("key", "-----BEGIN", PRIVATE_KEY, _whole(_always)),
+    ("key", "", KEY, _whole(_always)),
+    ("email", "@", EMAIL, _whole(_always)),
+    ("iban", r"\d", IBAN, ibans_in),
+    ("card", r"\d", CARD, cards_in),
+    ("ip", r"\d", IP4, _whole(is_somebodys_address)),
+    ("ip", ":", IP6, _whole(is_somebodys_address)),
+    ("ssn", r"\d", SSN, _whole(_always)),
+    ("phone", r"\d", PHONE, _whole(_always)),
 )
