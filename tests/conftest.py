@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import sqlalchemy as sa
 
@@ -25,6 +26,9 @@ from tests.assets.world import FirstTurn, Loop, keep_dagsters_engines, play_firs
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "rlhf_template"
+# A made-up text takes as long as whoever else is at work on the machine lets it.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

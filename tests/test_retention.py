@@ -234,7 +234,7 @@ NOTHING_ELSE = {"rolls_back": False, "experiments": False, "trains": False, "new
     newest=st.integers(0, 2),
     days=st.sampled_from([0, 10]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_nothing_reachable_from_the_ledger_is_ever_removed(
     state: State,
     turns: list[dict[str, Any]],

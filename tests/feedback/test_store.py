@@ -744,5 +744,5 @@ class Votes(RuleBasedStateMachine):
         self.store.database.close()
 
 
-Votes.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+Votes.TestCase.settings = settings(max_examples=15, stateful_step_count=25)
 TestVotes = Votes.TestCase

@@ -252,7 +252,6 @@ def played(folder: Path, runs: int, steps: int) -> None:
     chosen = settings(
         max_examples=runs,
         stateful_step_count=steps,
-        deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

@@ -105,7 +105,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_keeps_the_system_message
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, plain_tokenizer()])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     question=st.text("ab \u00e9\U0001f642", min_size=30, max_size=90),
     told=st.sampled_from([None, "be kind", "be " * 30]),
@@ -141,7 +141,7 @@ def test_a_completion_ends_with_eos_only_where_it_fits() -> None:
     assert encode_completion(TOKENIZER, "", max_tokens=5) == [TOKENIZER.eos_token_id]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=30))
 def test_any_text_round_trips(text: str) -> None:
     ids = encode_completion(TOKENIZER, text, max_tokens=1000)

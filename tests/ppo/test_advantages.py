@@ -104,7 +104,7 @@ def test_gamma_discounts_and_lambda_decays_and_they_are_not_the_same() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_advantages_agree_with_the_definition(seed: int, gamma: float, gae_lambda: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(4, 9, generator=generator, dtype=torch.float64)

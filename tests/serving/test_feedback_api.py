@@ -233,7 +233,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*VOTE, "events", "tags", "criteria"]), JSON_VALUES))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_no_body_is_an_error_of_ours(store: FeedbackStore, changes: dict[str, Any]) -> None:
     body = json.dumps({**VOTE, **changes}).encode()
     code, told = asyncio.run(take(Inbox(store), body, None))
