@@ -136,11 +136,20 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     from optuna.storages.journal import JournalFileBackend
 
     from rlhf_pipeline.ppo.state import decisive
+    from rlhf_pipeline.reward.model import reward_version
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # Another snapshot, champion or length is another search: scores would not compare. With other
-    # settings of the machine, for which memory may be the reason, it goes on.
-    name = hashed(turn.fingerprint, str(turn.champion), str(decisive(settings)))[:16]
+    # Another snapshot, champion, reward or length is another search: scores would not compare. With
+    # other settings of the machine, for which memory may be the reason, it goes on.
+    reward, training = turn.settings.reward, turn.settings.training
+    name = hashed(
+        turn.fingerprint,
+        str(turn.champion),
+        str(decisive(settings)),
+        *(reward_version(turn.work / "reward" / job) for job in ("proxy", "stopping")),
+        str((reward.functions, reward.wish_bound)),
+        str((training.watch_prompts, training.simulated_user)),
+    )[:16]
     storage = JournalStorage(JournalFileBackend(str(folder / "journal.log")))
     study = optuna.create_study(
         storage=storage, study_name=name, direction="maximize", load_if_exists=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import yaml
 
 from rlhf_pipeline import tuning
 from rlhf_pipeline.errors import RegistryError, TrainingError
+from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.registry.reproduce import newest_turn
+from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
 from rlhf_pipeline.tuning import SEARCHED, search
 from tests.assets.world import FirstTurn, Loop
@@ -75,7 +78,7 @@ def test_it_finds_better_settings_and_says_them_as_a_recipe(
     assert table[0] == asdict(found.trials[0])
 
 
-def test_searches_of_two_turns_share_no_folder(
+def test_searches_that_do_not_compare_share_no_folder(
     turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: list[Path] = []
@@ -89,6 +92,19 @@ def test_searches_of_two_turns_share_no_folder(
         search(replace(turn, fingerprint=fingerprint), tmp_path, trials=2)
     assert len(folders) == 4  # the first turn's were there already
     assert len(set(folders)) == 2
+    # The same votes, trained on again: under other functions, or with other reward models.
+    functions = {"length": FunctionSettings()}
+    reward = turn.settings.reward.model_copy(update={"functions": functions})
+    other = replace(turn, settings=turn.settings.model_copy(update={"reward": reward}))
+    search(replace(other, fingerprint="0" * 64), tmp_path, trials=2)
+    retrained = replace(turn, work=tmp_path / "again")
+    shutil.copytree(turn.work / "reward", retrained.work / "reward")
+    for job in ("stopping", "gate"):  # which searches never ask
+        settings = retrained.work / "reward" / job / "reward_model.json"
+        write_json(settings, {**read_json(settings), "max_completion_tokens": 1})
+        search(replace(retrained, fingerprint="0" * 64), tmp_path, trials=2)
+    assert len(folders) == 8
+    assert len(set(folders)) == 4
 
 
 def test_a_recipe_at_the_edge_is_searched_around(
