@@ -338,14 +338,15 @@ class RewardSettings(Section):
     warm_start: bool = Field(
         False,
         description="Begin with the turn before's reward models rather than with their base, where "
-        "they are made alike; heads on a frozen trunk are fitted anew. Leave it off for a turn "
-        "after changing reward.base.",
+        "they are made alike and no prompt or rater has changed sides (feedback.evaluation_share, "
+        "reward.shares); heads on a frozen trunk are fitted anew. Leave it off for a turn after "
+        "changing reward.base.",
     )
     retrain_drop: Share | None = Field(
         None,
         description="Use the turn before's reward models again until their accuracy on the votes "
-        "since they were trained is so much below what it was found to be, and surely below; None "
-        "trains every turn.",
+        "since they were trained is so much below what it was found to be, and surely below, or "
+        "the settings they were made by change; None trains every turn.",
     )
     given: str | None = Field(
         None,

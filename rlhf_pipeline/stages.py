@@ -16,7 +16,7 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
-from rlhf_pipeline.files import read_json
+from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Message,
@@ -50,6 +50,10 @@ EXAMPLES = "reward_examples.jsonl"
 SFT_EXAMPLES = "sft_examples.jsonl"
 PROMPTS = "evaluation_prompts.jsonl"
 GOLD = "gold_answers.jsonl"
+
+MADE_BY = "settings.json"  # beside the three reward models
+MAKES_NONE = ("functions", "wish_bound", "given", "retrain_drop", "warm_start", "min_pairs")
+SPLIT_BY = ("shares", "evaluation_share")  # what says who learns from what, and what from none
 
 MOST_REFERENCES = 4  # completions of one prompt that others are compared with
 CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average
@@ -228,6 +232,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     said = _examples_by_job(examples, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     warm = turn.previous if settings.reward.warm_start else None
+    if warm is not None and _made_otherwise(warm, settings, SPLIT_BY):
+        warm = None  # they may have learnt from what they would be held against, or each other's
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
     for job in JOBS:
@@ -265,7 +271,28 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
         )
         reports[job] = read_json(outcome.path / "report.json")
+    write_json(turn.work / "reward" / MADE_BY, _made_by(settings))
     return reports
+
+
+def _made_by(settings: Settings) -> dict[str, Any]:
+    """Return the settings that decide which reward models the same votes come to."""
+    return {
+        **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
+        "evaluation_share": settings.feedback.evaluation_share,
+        "max_prompt_tokens": settings.policy.max_prompt_tokens,
+        "max_completion_tokens": settings.policy.max_completion_tokens,
+    }
+
+
+def _made_otherwise(work: Path, settings: Settings, names: Sequence[str] = ()) -> bool:
+    """Say whether other settings made a turn's reward models, or others of these names.
+
+    Of turns that did not write them down nobody knows.
+    """
+    file, now = work / "reward" / MADE_BY, _made_by(settings)
+    then = read_json(file) if file.exists() else now
+    return any(then.get(name) != now[name] for name in names or now)
 
 
 def rewards_before(turn: Turn) -> Path | None:
@@ -277,6 +304,8 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
     """Use given reward models, or the turn before's, as they are; None: they are to be trained.
 
     All three or none: a proxy judged by models of another time would be judged by other raters.
+    Nor the turn before's where they were made by other settings. Raises TrainingError where given
+    ones read less than the policy may say.
     """
     from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.reward.reuse import accuracy_on, has_fallen, is_whole, trained_in, use_again
@@ -288,6 +317,8 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
     elif reward.retrain_drop is not None and previous is not None:
         source = previous / "reward"
         if not all(is_whole(source / job) for job in JOBS):
+            return None
+        if _made_otherwise(previous, turn.settings):
             return None
         # Votes since it was trained, not since the turn before: few a turn become enough to tell.
         then = trained_in(source / JOBS[0]).parent.parent
@@ -303,15 +334,28 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
     for job in JOBS:
         if is_whole(source / job):
             model = load_reward_model(source / job, device=policy.device, dtype=policy.frozen_dtype)
+            reads = model.limits.max_prompt_tokens, model.limits.max_completion_tokens
+            needed = policy.max_prompt_tokens, policy.max_completion_tokens
+            if reads[0] < needed[0] or reads[1] < needed[1]:
+                if reward.given is None:
+                    return None
+                raise TrainingError(
+                    f"reward.given must read whole prompts and completions: needed {needed[0]} and "
+                    f"{needed[1]} tokens, found {reads[0]} and {reads[1]} of {source / job}; lower "
+                    "policy.max_prompt_tokens and max_completion_tokens, or leave out reward.given"
+                )
             measured[job] = accuracy_on(model, new)
             fell = reward.retrain_drop is not None and has_fallen(
                 source / job, measured[job], reward.retrain_drop
             )
             if fell and reward.given is None:
                 return None
-    return {
+    reports: dict[str, Any] = {
         job: use_again(source / job, turn.work / "reward" / job, measured.get(job)) for job in JOBS
     }
+    if (source / MADE_BY).exists():
+        write_json(turn.work / "reward" / MADE_BY, read_json(source / MADE_BY))
+    return reports
 
 
 def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:

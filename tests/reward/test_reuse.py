@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline import stages
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.errors import ModelError, TrainingError
+from rlhf_pipeline.feedback.datasets import JOBS, write_jsonl
 from rlhf_pipeline.files import read_json, write_json
-from rlhf_pipeline.records import FeedbackKind, RewardExample, RewardInput
+from rlhf_pipeline.records import FeedbackKind, RewardExample, RewardInput, ignore_progress
 from rlhf_pipeline.reward.model import (
     Calibration,
     LearnedReward,
@@ -157,3 +161,74 @@ def test_a_model_is_used_again_until_people_vote_otherwise(
     assert scores(load_reward_model(again, device="cpu"), planted) == scores(reward, planted)
     with pytest.raises(ModelError, match=r"reward\.given"):
         use_again(tmp_path, tmp_path / "none", None)
+
+
+def test_of_other_settings_no_earlier_models_are_taken(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as they are where they would come out otherwise, nor to begin with where they leak."""
+    train(planted, tmp_path / "made", freeze_trunk=True)
+    began: list[Path | None] = []
+
+    def made(*given: Any, earlier: Path | None, **_: Any) -> Any:
+        began.append(earlier)
+        shutil.copytree(tmp_path / "made", given[3])
+        return SimpleNamespace(path=given[3])
+
+    monkeypatch.setattr("rlhf_pipeline.reward.training.train_reward_model", made)
+    monkeypatch.setattr(stages, "_baseline_completions", lambda *_: [])
+    data = tmp_path / "data" / "first"
+    pairs = [replace(p, voter=f"v{i}") for i, p in enumerate(planted.train[:40])]
+    pairs += [replace(p, split="evaluation") for p in planted.test[:2]]
+    write_jsonl(data / stages.PAIRS, pairs)
+    for name in (stages.EXAMPLES, stages.PROMPTS):
+        (data / name).touch()
+    tree: dict[str, dict[str, Any]] = {
+        "policy": {"base": str(planted.base), "max_prompt_tokens": 32, "max_completion_tokens": 40},
+        "reward": {"min_pairs": 2},
+    }
+
+    def turn(name: str, previous: Path | None, **changes: dict[str, Any]) -> list[Path | None]:
+        """Train a turn's reward models; return with which earlier ones each began."""
+        asked = {part: {**tree.get(part, {}), **some} for part, some in changes.items()}
+        settings = load_settings("tiny", {**tree, **asked})
+        one = stages.Turn(
+            agent_id="shop",
+            fingerprint=name,
+            watermark=1,
+            token=1,
+            data=data,
+            work=tmp_path / "work" / name,
+            baseline=planted.base,
+            champion=None,
+            settings=settings,
+            previous=previous,
+        )
+        began.clear()
+        stages.train_reward_models(one, ignore_progress, lambda: None)
+        return list(began)
+
+    assert turn("first", None) == [None] * 3
+    first = tmp_path / "work" / "first"
+    kept = {"min_pairs": 2, "retrain_drop": 0.5}
+    assert turn("again", first, reward=kept) == []
+    assert turn("still", tmp_path / "work" / "again", reward=kept) == []
+    others: list[dict[str, dict[str, Any]]] = [
+        {"reward": {**kept, "weigh_raters": False}},
+        {"reward": kept, "policy": {"max_completion_tokens": 41}},
+        {"reward": kept, "feedback": {"evaluation_share": 0.3}},
+    ]
+    for i, changes in enumerate(others):
+        assert len(turn(f"otherwise {i}", tmp_path / "work" / "still", **changes)) == 3
+    warm = {"min_pairs": 2, "warm_start": True}
+    assert turn("warm", first, reward={**warm, "epochs": 1}) == [
+        first / "reward" / job for job in JOBS
+    ]
+    shares = {"proxy": 0.5, "stopping": 0.25, "gate": 0.25}
+    assert turn("raters", first, reward={**warm, "shares": shares}) == [None] * 3
+    held_out = {"evaluation_share": 0.3}
+    assert turn("held out", first, reward=warm, feedback=held_out) == [None] * 3
+    given = {"min_pairs": 2, "given": str(first / "reward")}
+    assert turn("given", None, reward=given) == []
+    with pytest.raises(TrainingError, match=r"needed 32 and 41 tokens, found 32 and 40 of .*proxy"):
+        turn("longer", None, reward=given, policy={"max_completion_tokens": 41})
