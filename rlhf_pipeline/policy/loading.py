@@ -8,6 +8,7 @@ files may change between the check and the load if someone else can write to the
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,9 +99,7 @@ def load_policy(
     _give_pad_token(policy)
     _tell_whoever_generates(policy)
     if base is not None:
-        from peft import PeftModel
-
-        policy.model = PeftModel.from_pretrained(policy.model, str(source)).merge_and_unload()
+        policy.model = _with_adapter(policy.model, source)
     switch_off_dropout(policy.model)
     policy.model = policy.model.to(target).eval()
     return policy
@@ -292,6 +291,22 @@ def _base_of_adapter(source: str | Path) -> str | Path | None:
             f"base_model_name_or_path in {ADAPTER}"
         )
     return _local_folder(base)
+
+
+def _with_adapter(model: PreTrainedModel, folder: str | Path) -> Any:
+    """Return the model with the folder's adapter merged in; ModelError where it does not fit."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            # Of weights that are missing PEFT only warns, and the model stays as it was.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except (UserWarning, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"an adapter with every weight, of the base it names, is needed in {folder}; found: "
+            f"{error}; copy or save it again"
+        ) from error
 
 
 def _give_pad_token(policy: Policy) -> None:

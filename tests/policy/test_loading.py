@@ -194,6 +194,27 @@ def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
             load_policy(tmp_path, device="cpu")
 
 
+def test_an_adapter_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    """PEFT would only warn, and the base come back as it was."""
+    save_policy(build_tiny(TEXTS, **SIZES), tmp_path / "base")
+    base = load_policy(tmp_path / "base", device="cpu").model
+    base.name_or_path = str(tmp_path / "base")
+    adapted: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    load_policy(tmp_path / "adapter", device="cpu")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    whole, weights = file.read_bytes(), load_file(file)
+    save_file({n: w for n, w in weights.items() if "lora_B" not in n}, file)
+    with pytest.raises(ModelError, match=r"every weight.*found: Found missing adapter keys"):
+        load_policy(tmp_path / "adapter", device="cpu")
+    save_file({n: torch.zeros(3, 3) for n in weights}, file)
+    with pytest.raises(ModelError, match=r"(?s)of the base it names.*size mismatch"):
+        load_policy(tmp_path / "adapter", device="cpu")
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="copy or save it again"):
+        load_policy(tmp_path / "adapter", device="cpu")
+
+
 def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
     policy = build_tiny(TEXTS, **SIZES)
     save_policy(policy, tmp_path / "p")
