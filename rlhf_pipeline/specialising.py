@@ -88,11 +88,11 @@ def specialise(
         )
     from rlhf_pipeline.ppo.specialists import Specialist, train_specialists
 
-    start = baseline or baseline_of(settings, folder, report)
     asked = {name: prompts_of(name, one, settings) for name, one in settings.specialists.items()}
     rewards = {
         name: reward_of(one, asked[name], settings) for name, one in settings.specialists.items()
     }
+    start = baseline or baseline_of(settings, folder, report)
     specialists: dict[str, Specialist] = {
         name: Specialist(
             start,

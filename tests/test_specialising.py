@@ -134,7 +134,10 @@ def test_a_specialist_that_cannot_be_is_refused(specialist: dict[str, Any], mess
         load_settings("tiny", {"specialists": {"a": specialist}})
 
 
-def test_prompts_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_are_not_there_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before a baseline is trained."""
     settings = load_settings("tiny")
     for prompts, message in (("simulated:prise", "found prise"), ("no.jsonl", "found none")):
         one = SpecialistSettings(prompts=prompts, functions={"length": 1})
@@ -142,6 +145,10 @@ def test_prompts_that_are_not_there_are_refused(tmp_path: Path) -> None:
             prompts_of("a", one, settings)
     with pytest.raises(ConfigError, match="needed some in recipe tiny, found none"):
         specialise(settings, tmp_path)
+    monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", lambda *_: pytest.fail("trained"))
+    named = {"a": {"prompts": "no.jsonl", "functions": {"length": 1}}}
+    with pytest.raises(ConfigError, match="found none"):
+        specialise(load_settings("tiny", {"specialists": named}), tmp_path)
 
 
 @pytest.mark.slow
