@@ -20,6 +20,7 @@ READ = {
     aten.nonzero.default,
     aten.masked_select.default,
     aten.equal.default,
+    aten.lift_fresh.default,  # torch.tensor: from the host
 }
 COPIES = {aten._to_copy.default, aten.copy_.default}
 
