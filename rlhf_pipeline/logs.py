@@ -15,9 +15,11 @@ def plain_lines() -> list[Any]:
     """Return structlog's processors, of an exception the traceback alone.
 
     structlog's own way to show one, where rich is there, adds the variables of every frame, and
-    those hold what people wrote.
+    those hold what people wrote. Lines that somebody else shows otherwise stay theirs.
     """
-    *first, _ = structlog.get_config()["processors"]
+    processors: list[Any] = structlog.get_config()["processors"]
+    if not isinstance(processors[-1], structlog.dev.ConsoleRenderer):
+        return processors
     plain = structlog.dev.plain_traceback
     shown = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
-    return [*first, shown]
+    return [*processors[:-1], shown]
