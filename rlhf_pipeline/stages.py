@@ -7,10 +7,10 @@ memory is given back. They are plain functions: nothing here knows who calls.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.reward.composite import CompositeReward
     from rlhf_pipeline.reward.model import LearnedReward
 
+Row = TypeVar("Row", PreferencePair, RewardExample)
 KeepGoing = Callable[[], None]
 """Raises ClaimLost when this run must stop; called before anything is written."""
 
@@ -767,23 +768,25 @@ def _pairs_by_job(
     pairs: Sequence[PreferencePair], settings: Settings
 ) -> dict[Job, list[PreferencePair]]:
     """Return each reward model's training pairs: those of its voters."""
-    shares = _shares(settings)
-    by_job: dict[Job, list[PreferencePair]] = {job: [] for job in JOBS}
-    for pair in pairs:
-        if pair.split == "train" and (settings.reward.reads_every_kind or not pair.both_bad):
-            by_job[job_of(pair.voter, shares)].append(pair)
-    return by_job
+    every = settings.reward.reads_every_kind
+    return _by_job((pair for pair in pairs if every or not pair.both_bad), settings)
 
 
 def _examples_by_job(
     examples: Sequence[RewardExample], settings: Settings
 ) -> dict[Job, list[RewardExample]]:
     """Return each reward model's training examples of the kinds it learns from, by its voters."""
+    kinds = settings.reward.kinds
+    return _by_job((example for example in examples if example.kind.value in kinds), settings)
+
+
+def _by_job(rows: Iterable[Row], settings: Settings) -> dict[Job, list[Row]]:
+    """Return which of the training rows each reward model learns from, by its voters."""
     shares = _shares(settings)
-    by_job: dict[Job, list[RewardExample]] = {job: [] for job in JOBS}
-    for example in examples:
-        if example.split == "train" and example.kind.value in settings.reward.kinds:
-            by_job[job_of(example.voter, shares)].append(example)
+    by_job: dict[Job, list[Row]] = {job: [] for job in JOBS}
+    for row in rows:
+        if row.split == "train":
+            by_job[job_of(row.voter, shares)].append(row)
     return by_job
 
 
