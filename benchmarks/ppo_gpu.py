@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.ppo_cases import Case, as_argument, case_from, write_model
-from benchmarks.ppo_throughput import MOST_UPDATES, Engine, phase_seconds, work
+from benchmarks.ppo_throughput import MOST_UPDATES, Engine, phase_seconds, take_turns, work
 
 GB = 10**9
 LORA = {"lora_rank": 16, "critic": "shared"}
@@ -89,11 +89,7 @@ def compare(name: str, peer: Path, rounds: int, device: str) -> None:
                 graphs = "0" if label.endswith(NO_GRAPHS) else "1"
                 environment = {**os.environ, "RLHF_CUDA_GRAPHS": graphs}
                 running[label] = Engine(command, Path(scratch) / f"{label}.log", environment)
-            for _ in range(rounds + 1):
-                for engine in running.values():
-                    engine.update()
-            for engine in running.values():
-                engine.close()
+            take_turns(running.values(), rounds + 1)
             engines |= running
     print(
         "| engine | s an update | sample / measure / train | generation | episodes/s | tokens/s | "

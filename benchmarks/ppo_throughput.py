@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -179,6 +179,15 @@ class Engine:
         return median(read(answer) for answer in self.answers[1:])
 
 
+def take_turns(engines: Collection[Engine], updates: int) -> None:
+    """Run the engines' updates in turn, so that what else the machine does meets all; end them."""
+    for _ in range(updates):
+        for engine in engines:
+            engine.update()
+    for engine in engines:
+        engine.close()
+
+
 # --- what the machine and the case allow ---------------------------------------------------------
 
 
@@ -260,11 +269,7 @@ def compare(case: Case, peer: Path, rounds: int, machine: Machine, *, defaults: 
             changes = {"critic": "shared"} | ({"precision": "bfloat16"} if bfloat16 else {})
             fast = ["--changes", json.dumps(changes)]
             engines["ours, fastest"] = Engine([*here, *options, *fast], Path(scratch) / "fast.log")
-        for _ in range(rounds + 1):
-            for engine in engines.values():
-                engine.update()
-        for engine in engines.values():
-            engine.close()
+        take_turns(engines.values(), rounds + 1)
     print(
         f"| engine | s an update | processor s | sample / measure / train | episodes/s | "
         f"tokens/s | mean length | peak MiB | x TRL | x floor |\n|{'---|' * 10}"

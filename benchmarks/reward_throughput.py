@@ -26,7 +26,7 @@ from statistics import mean
 import torch
 
 from benchmarks.ppo_cases import Case, Worker, touch, write_model
-from benchmarks.ppo_throughput import Engine
+from benchmarks.ppo_throughput import Engine, take_turns
 from benchmarks.promises import tell
 
 NEEDED = 1.5
@@ -118,11 +118,7 @@ def compare(case: RewardCase, peer: str, runs: int, folder: Path) -> dict[str, E
         "ours": [sys.executable, "-m", "benchmarks.reward_throughput", "--work", told, str(folder)],
     }
     engines = {name: Engine(line, folder / f"{name}.log") for name, line in commands.items()}
-    for _ in range(runs):
-        for engine in engines.values():
-            engine.update()
-    for engine in engines.values():
-        engine.close()
+    take_turns(engines.values(), runs)
     return engines
 
 
