@@ -380,14 +380,19 @@ def test_a_long_name_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
         page.click(then)
 
 
-def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+def review(page: Any, service: tuple[str, Path], who: str) -> None:
+    """Ask three questions, and have an annotator look at the answers."""
     for question in ("one?", "two?", "three?"):
         ask(page, service[0], question)
         page.wait_for_selector("#up")
     page.goto(f"{service[0]}/ui/review/")
-    page.fill("#who input, #who textarea", "Ann")
+    page.fill("#who input, #who textarea", who)
     page.click("#start")
     eventually(lambda: page.input_value("#completion textarea"))
+
+
+def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], votes: Votes) -> None:
+    review(page, service, "Ann")
     picture(page, "review")
     page.locator("body").click(position={"x": 5, "y": 5})
     for key, expected in (("g", ("thumbs", 1.0)), ("4", ("rating", 4.0)), ("b", ("thumbs", 0.0))):
@@ -402,13 +407,7 @@ def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], vot
 def test_a_key_that_is_held_down_votes_once(
     page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:
-    for question in ("one?", "two?", "three?"):
-        ask(page, service[0], question)
-        page.wait_for_selector("#up")
-    page.goto(f"{service[0]}/ui/review/")
-    page.fill("#who input, #who textarea", "Bea")
-    page.click("#start")
-    eventually(lambda: page.input_value("#completion textarea"))
+    review(page, service, "Bea")
     page.locator("body").click(position={"x": 5, "y": 5})
     for _ in range(20):
         page.keyboard.down("g")
