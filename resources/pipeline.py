@@ -62,8 +62,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         settings = load_settings(self.recipe)
         if agent_id is None:
             return settings
-        row = FeedbackStore(open_database(settings.resolved_database_url)).agent(agent_id)
-        return own_settings(settings, None if row is None else row.recipe)
+        store = FeedbackStore(open_database(settings.resolved_database_url))
+        return own_settings(settings, store.recipe_of(agent_id))
 
     @property
     def database(self) -> Database:

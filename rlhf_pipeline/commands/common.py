@@ -167,8 +167,7 @@ class Workspace:
         """Return the settings; an agent that was given a recipe of its own has that one's."""
         from rlhf_pipeline.config import own_settings
 
-        row = self.store.agent(agent_id)
-        return own_settings(self.settings, None if row is None else row.recipe)
+        return own_settings(self.settings, self.store.recipe_of(agent_id))
 
     @cached_property
     def database(self) -> Database:

@@ -69,11 +69,11 @@ def use(
         here.load(name)  # raises where it is none
         is_file = Path(name).suffix in (".yaml", ".yml")
         here.store.set_agent(agent, recipe=str(Path(name).absolute()) if is_file else name)
-    row = here.store.agent(agent)
-    if row is None or row.recipe is None:
+    own = here.store.recipe_of(agent)
+    if own is None:
         typer.echo(f"{agent} has no recipe of its own; {here.settings.recipe} holds for it")
     else:
-        typer.echo(f"{agent} has a recipe of its own: {row.recipe}")
+        typer.echo(f"{agent} has a recipe of its own: {own}")
 
 
 def recipes() -> None:

@@ -112,6 +112,11 @@ class FeedbackStore:
                 db.agents.select().where(db.agents.c.agent_id == agent_id)
             ).first()
 
+    def recipe_of(self, agent_id: str) -> str | None:
+        """Return the agent's own recipe; None where it has none, or nobody has named it."""
+        row = self.agent(agent_id)
+        return None if row is None else row.recipe
+
     def set_agent(self, agent_id: str, **values: bool | str | None) -> None:
         """Change the agent's `recipe`, `automatic_promotion` or `paused_reason`.
 

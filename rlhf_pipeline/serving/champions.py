@@ -310,8 +310,7 @@ class Champions:
 
     def settings_of(self, agent_id: str) -> Settings:
         """Return the settings of the agent's own recipe, where it has one."""
-        row = self.store.agent(agent_id)
-        return own_settings(self.settings, None if row is None else row.recipe)
+        return own_settings(self.settings, self.store.recipe_of(agent_id))
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY_SECONDS):

@@ -204,8 +204,7 @@ class Policies:
 
     def settings_of(self, agent_id: str) -> Settings:
         """Return the agent's settings: its own recipe's, where it has one."""
-        row = self.store.agent(agent_id)
-        return own_settings(self.settings, None if row is None else row.recipe)
+        return own_settings(self.settings, self.store.recipe_of(agent_id))
 
 
 def add_policy_routes(app: FastAPI, policies: Policies) -> None:
