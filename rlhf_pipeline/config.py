@@ -569,7 +569,7 @@ class ExperimentSettings(Section):
         0.05, description="Largest chance to promote a challenger that is no better."
     )
     roll_back: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.01, description="Largest chance to roll back one that is no worse."
+        0.01, description="Largest chance to roll back one that is within every margin."
     )
     give_up: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.005,
@@ -579,8 +579,8 @@ class ExperimentSettings(Section):
     margins: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
         description="How much worse a challenger may be and still be promoted, by guardrail, as a "
-        "share; those not named: thumbs_down 0.05, feedback_rate 0.1, fallbacks 0.02, truncated "
-        "0.05, refusals 0.05, slow 0.05, length 0.1.",
+        "share; one that is surely beyond is rolled back. Those not named: thumbs_down 0.05, "
+        "feedback_rate 0.1, fallbacks 0.02, truncated 0.05, refusals 0.05, slow 0.05, length 0.1.",
     )
     slow_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="An answer that takes longer counts as slow."

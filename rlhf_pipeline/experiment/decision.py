@@ -54,7 +54,7 @@ class Bounds:
     promote: float = 0.05
     """Largest share of experiments that promote a challenger who is no better, looked at always."""
     roll_back: float = 0.01
-    """Largest share that roll one back who is no worse; split evenly over all metrics."""
+    """Largest share that roll back one within every margin; split evenly over all metrics."""
     imbalance: float = 0.002
     """Largest share declared invalid though assignment works."""
     give_up: float = 0.005
@@ -116,7 +116,8 @@ def decide(
     """Return what to do at this look; `arms` holds the primary metric and every guardrail's users.
 
     1. A hard trigger rolls back at once. 2. An arm that gets more or fewer users than planned makes
-    the numbers meaningless: invalid, the champion stays. 3. Surely worse on any metric: roll back.
+    the numbers meaningless: invalid, the champion stays. 3. Surely worse on any metric, and by more
+    than its margin: roll back. What a promotion would forgive is no reason for one.
     4. Surely better on the primary and surely not worse than its margin on every guardrail:
     promote. 5. Out of time: the champion stays. 6. So it does where the users still to come will
     hardly make 4 true: when time is up there are `growth` times as many as now; None where nobody
@@ -148,9 +149,9 @@ def decide(
             [f"the challenger met {counted} users where {planned} was planned: look at assignment"],
         )
     worse = [
-        f"{m.name} ({m.meaning}) is worse: at best {found[m.name].high:+.3f}"
+        f"{m.name} ({m.meaning}) is worse: at best {found[m.name].high:+.3f}, allowed {-m.margin}"
         for m in metrics
-        if found[m.name].high < 0
+        if found[m.name].high < -m.margin
     ]
     if worse:
         return verdict("roll_back", worse)

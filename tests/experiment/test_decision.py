@@ -45,7 +45,7 @@ def test_better_on_the_primary_but_perhaps_worse_elsewhere_goes_on() -> None:
 
 
 @pytest.mark.parametrize("metric", [PRIMARY, *GUARDRAILS], ids=lambda m: m.name)
-def test_surely_worse_on_any_metric_rolls_back(metric: object) -> None:
+def test_surely_much_worse_on_any_metric_rolls_back(metric: object) -> None:
     assert isinstance(metric, type(PRIMARY))
     worse, better = (0.3, 0.7) if metric.better == "higher" else (0.7, 0.3)
     found = arms((0.85, 0.70)) | {metric.name: Arms(arm(worse), arm(better))}
@@ -114,7 +114,19 @@ def test_a_sure_margin_is_no_obstacle() -> None:
     assert decide(many, EVEN, guardrails=strict).action != "promote"
     verdict = decide(many, EVEN)
     assert verdict.differences["thumbs_down"].value == pytest.approx(-0.01)
-    assert verdict.action == "roll_back"  # surely worse at all is reason enough to leave
+    assert -0.05 < verdict.differences["thumbs_down"].high < 0  # surely worse, and no obstacle
+    assert verdict.action == "promote"
+    assert decide(arms(users=40_000, thumbs_down=(0.11, 0.10)), EVEN).action == "continue"
+
+
+def test_a_margin_surely_passed_rolls_back_however_content_people_are() -> None:
+    many = arms((0.80, 0.70), users=40_000, thumbs_down=(0.17, 0.10))
+    verdict = decide(many, EVEN)
+    assert verdict.action == "roll_back"
+    assert verdict.reasons[0].startswith("thumbs_down (interactions with a thumb down) is worse")
+    assert verdict.reasons[0].endswith("allowed -0.05")
+    roomier = [m if m.name != "thumbs_down" else replace(m, margin=0.1) for m in GUARDRAILS]
+    assert decide(many, EVEN, guardrails=roomier).action == "promote"
 
 
 def test_a_verdict_is_json_without_infinities() -> None:

@@ -140,7 +140,7 @@ def told(experiment: Experiment, looks: Sequence[Look], metrics: Sequence[Metric
 def verdict_on(metric: Metric, found: Mapping[str, Any]) -> str:
     """Return what a metric's bounds say, in plain words."""
     low, high = found["low"], found["high"]
-    if high is not None and high < 0:
+    if high is not None and high < -metric.margin:
         return "surely worse"
     if low is not None and low > 0:
         return "surely better"

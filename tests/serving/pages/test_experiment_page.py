@@ -44,7 +44,9 @@ def difference(low: float | None, high: float | None) -> dict[str, Any]:
         (PRIMARY, 0.01, 0.3, "surely better"),
         (PRIMARY, -0.3, -0.01, "surely worse"),
         (GUARDRAILS[0], -0.04, 0.1, "not worse than allowed"),  # 0.05 are allowed
+        (GUARDRAILS[0], -0.04, -0.01, "not worse than allowed"),
         (GUARDRAILS[0], -0.06, 0.1, "not yet sure"),
+        (GUARDRAILS[0], -0.2, -0.06, "surely worse"),
     ],
 )
 def test_the_bounds_say_it_in_words(
