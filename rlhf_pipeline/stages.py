@@ -6,6 +6,7 @@ memory is given back. They are plain functions: nothing here knows who calls.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -233,7 +234,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     said = _examples_by_job(examples, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     warm = turn.previous if settings.reward.warm_start else None
-    if warm is not None and _made_otherwise(warm, settings, SPLIT_BY):
+    if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):
         warm = None  # they may have learnt from what they would be held against, or each other's
     centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
     reports: dict[str, Any] = {}
@@ -272,13 +273,18 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             report=lambda facts, job=job: report({"model": job, **facts}),  # type: ignore[misc]
         )
         reports[job] = read_json(outcome.path / "report.json")
-    write_json(turn.work / "reward" / MADE_BY, _made_by(settings))
+    write_json(turn.work / "reward" / MADE_BY, _made_by(turn))
     return reports
 
 
-def _made_by(settings: Settings) -> dict[str, Any]:
-    """Return the settings that decide which reward models the same votes come to."""
+def _made_by(turn: Turn) -> dict[str, Any]:
+    """Return what decides which reward models the same votes come to.
+
+    The baseline too, which scores 0 on average and, without reward.base, is what they begin from.
+    """
+    settings, baseline = turn.settings, _need(turn.baseline, "a baseline", "sft_policy")
     return {
+        "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
         "evaluation_share": settings.feedback.evaluation_share,
         "max_prompt_tokens": settings.policy.max_prompt_tokens,
@@ -286,14 +292,14 @@ def _made_by(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _made_otherwise(work: Path, settings: Settings, names: Sequence[str] = ()) -> bool:
-    """Say whether other settings made a turn's reward models, or others of these names.
+def _made_otherwise(work: Path, turn: Turn, names: Sequence[str] = ()) -> bool:
+    """Say whether something else made the reward models of a turn before, or others of these names.
 
-    Of turns that did not write them down nobody knows.
+    Of what turns did not write down nobody knows.
     """
-    file, now = work / "reward" / MADE_BY, _made_by(settings)
-    then = read_json(file) if file.exists() else now
-    return any(then.get(name) != now[name] for name in names or now)
+    file, now = work / "reward" / MADE_BY, _made_by(turn)
+    then = {**now, **(read_json(file) if file.exists() else {})}
+    return any(then[name] != now[name] for name in names or now)
 
 
 def rewards_before(turn: Turn) -> Path | None:
@@ -319,7 +325,7 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
         source = previous / "reward"
         if not all(is_whole(source / job) for job in JOBS):
             return None
-        if _made_otherwise(previous, turn.settings):
+        if _made_otherwise(previous, turn):
             return None
         # Votes since it was trained, not since the turn before: few a turn become enough to tell.
         then = trained_in(source / JOBS[0]).parent.parent

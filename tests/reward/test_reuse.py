@@ -188,7 +188,12 @@ def test_of_other_settings_no_earlier_models_are_taken(
         "reward": {"min_pairs": 2},
     }
 
-    def turn(name: str, previous: Path | None, **changes: dict[str, Any]) -> list[Path | None]:
+    def turn(
+        name: str,
+        previous: Path | None,
+        baseline: Path = planted.base,
+        **changes: dict[str, Any],
+    ) -> list[Path | None]:
         """Train a turn's reward models; return with which earlier ones each began."""
         asked = {part: {**tree.get(part, {}), **some} for part, some in changes.items()}
         settings = load_settings("tiny", {**tree, **asked})
@@ -199,7 +204,7 @@ def test_of_other_settings_no_earlier_models_are_taken(
             token=1,
             data=data,
             work=tmp_path / "work" / name,
-            baseline=planted.base,
+            baseline=baseline,
             champion=None,
             settings=settings,
             previous=previous,
@@ -219,7 +224,12 @@ def test_of_other_settings_no_earlier_models_are_taken(
         {"reward": kept, "feedback": {"evaluation_share": 0.3}},
     ]
     for i, changes in enumerate(others):
-        assert len(turn(f"otherwise {i}", tmp_path / "work" / "still", **changes)) == 3
+        assert (
+            len(turn(f"otherwise {i}", tmp_path / "work" / "still", planted.base, **changes)) == 3
+        )
+    reset = tmp_path / "reset baseline"
+    shutil.copytree(planted.base, reset)
+    assert len(turn("reset", tmp_path / "work" / "still", reset, reward=kept)) == 3
     warm = {"min_pairs": 2, "warm_start": True}
     assert turn("warm", first, reward={**warm, "epochs": 1}) == [
         first / "reward" / job for job in JOBS
