@@ -220,6 +220,27 @@ def test_what_the_gate_knows_beside_the_report_is_judged_too(
         assert f"- {decision.pauses[0]}: a person decides" in decision.to_markdown()
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"length_tokens": 9.9}, "length_since_baseline_at_least"),
+        ({"length_tokens": 40.1}, "length_since_baseline_at_most"),
+        ({"distinct_2": 0.59}, "diversity_since_baseline"),
+        ({"repetition": 0.101}, "repetition_since_baseline"),
+    ],
+)
+def test_a_person_looks_where_small_changes_have_added_up(
+    changes: dict[str, float], rule: str
+) -> None:
+    """The candidate is as its champion is, which versions before brought so far."""
+    found = report(**changes)
+    numbers = {**found.numbers, "champion": system(0.6, **changes)}
+    decision = decide(replace(found, numbers=numbers), facts=FACTS)
+    assert decision.passed
+    assert [name for name, said in verdicts(decision).items() if said != "pass"] == [rule]
+    assert len(decision.pauses) == 1
+
+
 def test_what_cannot_be_told_is_said_and_not_judged() -> None:
     results = {r.rule: r for r in decide(report()).results}
     assert results["top_raters"].verdict == "off"
