@@ -43,7 +43,7 @@ ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
-BEGAN = "began.json"  # in a turn's folder: the champion that it began with
+BEGAN = "began.json"  # in a turn's folder: the champion and the baseline that it began with
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -250,7 +250,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if why := self.ledger.standing(turn.agent_id).withdrawn.get(version.version):
             # The same votes, trained on again, may come to the files of an earlier version.
             return f"version {version.version} passed, but {why}; version {champion.version} stays"
-        began = self._began_from(turn.agent_id, turn.work)
+        began, _ = self._began_with(turn.agent_id, turn.work)
         if began is not None and began.version != champion.version:
             return (
                 f"version {version.version} passed against version {began.version}, but version "
@@ -318,26 +318,35 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if turn.fingerprint == bootstrap_mark(turn.agent_id):
             self.claims.finish(turn.token, "done", "version 0 trained from seeds")
 
-    def _began_from(self, agent_id: str, work: Path) -> ModelVersion | None:
-        """Return the champion that the turn began with, whoever it is by now; None without one.
+    def _began_with(
+        self, agent_id: str, work: Path
+    ) -> tuple[ModelVersion | None, ModelVersion | None]:
+        """Return the champion and the baseline that the turn began with, whoever they are by now.
 
-        What the turn trains starts there and is held against it. Its own version may be champion
-        by now, where an attempt died after that: from that one it would train over its files.
+        What the turn trains starts at the one and is held against both: a step that looked again
+        would train over the files of the turn's own version, where an attempt died after that was
+        promoted, or away from another reference than the step before. None before version 0.
         """
-        file = work / BEGAN
+        file, ledger = work / BEGAN, self.ledger
         if not file.exists():
-            champion = self.ledger.champion(agent_id)
-            if champion is None:  # version 0 is trained first
-                return None
-            write_json(file, {"champion": champion.version})
-        return self.ledger.version(agent_id, int(read_json(file)["champion"]))
+            champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
+            if champion is None or baseline is None:  # version 0 is trained first
+                return None, None
+            write_json(file, {"champion": champion.version, "baseline": baseline.version})
+            return champion, baseline
+        began = read_json(file)
+        baseline = (
+            ledger.version(agent_id, int(began["baseline"]))
+            if "baseline" in began  # turns of older code did not write it down
+            else ledger.baseline(agent_id)
+        )
+        return ledger.version(agent_id, int(began["champion"])), baseline
 
     def _turn(self, claim: Claim, tags: Mapping[str, str] | None = None) -> Turn:
         settings = asked_for(self.settings(claim.agent_id), tags or {})
         folder = settings.agent_folder(claim.agent_id)
         work = self._folder_of(claim, settings)
-        champion = self._began_from(claim.agent_id, work)
-        baseline = self.ledger.baseline(claim.agent_id)
+        champion, baseline = self._began_with(claim.agent_id, work)
         before = self.claims.last_done(claim.agent_id)
         if before is not None and before.fingerprint == claim.fingerprint:
             before = None  # trained on again: the same votes

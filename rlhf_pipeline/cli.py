@@ -63,6 +63,11 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (models.versions, MODELS, "rlhf versions --agent demo"),
     (models.promote, MODELS, 'rlhf promote challenger --agent demo --reason "reads better"'),
     (models.rollback, MODELS, 'rlhf rollback --agent demo --reason "rude to customers"'),
+    (
+        models.reset_baseline,
+        MODELS,
+        'rlhf reset-baseline --agent demo --reason "shorter answers are what we want"',
+    ),
     (models.explain, MODELS, "rlhf explain champion --agent demo"),
     (models.reproduce, MODELS, "rlhf reproduce champion --agent demo"),
     (models.export, MODELS, "rlhf export champion ./demo-model --agent demo"),

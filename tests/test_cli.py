@@ -555,6 +555,21 @@ def test_the_ledger_moves_although_mlflow_is_away(
     assert standing(rlhf)["0"] == "champion, baseline"
 
 
+def test_the_baseline_is_version_0_until_a_person_resets_it(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_mlflow(monkeypatch)
+    why = ("--reason", "shorter is what we want")
+    assert rlhf("reset-baseline", *why).stdout == "version 0 already is the baseline\n"
+    rlhf("promote", "1")
+    assert rlhf("reset-baseline", *why).stdout == "version 1 is the baseline now\n"
+    assert standing(rlhf)["1"] == "champion, baseline"
+    assert "shorter is what we want" in rlhf("explain", "baseline").stdout
+    rlhf("rollback", "--reason", "not so")
+    rlhf("reset-baseline", *why)
+    assert standing(rlhf)["0"] == "champion, baseline"
+
+
 def test_what_the_gate_refused_needs_force(
     shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf versions · promote · rollback · explain · reproduce · export`: the ledger, by hand."""
+"""`rlhf versions · promote · rollback · reset-baseline · explain · reproduce · export`, by hand."""
 
 from __future__ import annotations
 
@@ -129,6 +129,26 @@ def rollback(
     )
     typer.echo(outcome.words)
     _reconcile(here, agent)
+
+
+def reset_baseline(
+    agent: Agent,
+    reason: Annotated[str, typer.Option("--reason", "-r", help="Why; the ledger keeps it.")],
+) -> None:
+    """Make the champion the baseline: the version that drift is measured from.
+
+    PPO's reference, the gate's rules about KL and about what adds up over versions, and the answers
+    where a champion fails are the baseline's. It stays what it was, version 0, until a person says
+    that where the champion has come to is where it should be. Turns that have begun end with the
+    one they began with. The way back: roll back, and reset again.
+    """
+    here = workspace()
+    champion = here.version(agent, "champion")
+    here.registry.folder_of(champion)
+    outcome = here.ledger.reset_baseline(
+        agent, actor=actor(), reason=reason, expected_champion=champion.version
+    )
+    typer.echo(outcome.words)
 
 
 def explain(

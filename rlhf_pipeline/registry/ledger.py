@@ -221,7 +221,7 @@ class PromotionLedger:
                     return known[0]
                 raise RegistryError(
                     f"agent {agent_id} needs one baseline, found version 0 already registered "
-                    "with other files; use reset_baseline to move it"
+                    "with other files; `rlhf reset-baseline` moves it to the champion"
                 )
             added = self._insert_version(
                 connection,
@@ -339,12 +339,21 @@ class PromotionLedger:
         """
         return self._move(agent_id, version, "adopt", actor, reason, expected_champion, None)
 
-    def reset_baseline(self, agent_id: str, *, actor: str, reason: str) -> Outcome:
-        """Make the current champion the baseline that later versions are measured against."""
+    def reset_baseline(
+        self, agent_id: str, *, actor: str, reason: str, expected_champion: int | None = None
+    ) -> Outcome:
+        """Make the current champion the baseline that later versions are measured against.
+
+        Where it is that already nothing changes. Raises StalePromotion where the champion is not
+        `expected_champion`, RegistryError where there is none.
+        """
         _need_words(actor, reason)
         with self.database.write() as connection:
-            newest = _need_champion(_newest(connection, agent_id), agent_id)
-            if newest.action == "baseline":
+            history = _history(connection, agent_id)
+            newest = _need_champion(history[-1] if history else None, agent_id)
+            _check_view(agent_id, newest, expected_champion)
+            baseline = [entry for entry in history if entry.action == "baseline"][-1]
+            if baseline.version == newest.version:
                 return Outcome(newest, False, f"version {newest.version} already is the baseline")
             entry = _append(
                 connection, agent_id, newest, "baseline", newest.version, None, actor, reason

@@ -322,6 +322,10 @@ def test_a_reset_baseline_is_the_champion_of_that_day(ledger: PromotionLedger) -
     assert baseline is not None
     assert baseline.version == 1
     assert ledger.rollback(AGENT, actor="ann", reason="no").promotion.version == 0
+    with pytest.raises(StalePromotion, match="had to be version 1, found version 0"):
+        ledger.reset_baseline(AGENT, actor="bob", reason="saw 1", expected_champion=1)
+    ledger.promote(AGENT, 1, actor="ann", reason="after all", expected_champion=0, force=True)
+    assert not ledger.reset_baseline(AGENT, actor="ann", reason="it never ceased to be").changed
 
 
 def test_a_held_token_may_write(ledger: PromotionLedger, database: Database) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -246,6 +247,21 @@ def test_a_turn_goes_on_from_the_champion_that_it_began_with(
     assert same_work("ppo", specification(again)) == same_work("ppo", specification(first))
     pipeline.store.set_agent("a", automatic_promotion=True)
     assert pipeline.promote_if_due(again) == "version 1 is the champion"
+
+
+def test_a_turn_ends_with_the_baseline_that_it_began_with(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    first = judged(pipeline, tmp_path, PASSED)
+    pipeline.ledger.promote("a", 1, actor="ann", reason="reads well", expected_champion=0)
+    pipeline.ledger.reset_baseline("a", actor="ann", reason="where we want to be")
+    claim = pipeline.claims.held("a")
+    assert claim is not None
+    assert pipeline._turn(claim).baseline == first.baseline == tmp_path / "0"
+    (began,) = first.work.glob("*.json")
+    assert json.loads(began.read_text()) == {"champion": 0, "baseline": 0}
+    began.write_text('{"champion": 0}')  # as older code wrote it
+    assert pipeline._turn(claim).baseline == tmp_path / "1"
 
 
 @pytest.mark.parametrize(
