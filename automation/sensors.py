@@ -39,6 +39,7 @@ from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
+from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
@@ -255,6 +256,25 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
     return dg.SkipReason("; ".join(said) or "no experiment is running")
 
 
+@dg.sensor(target=None, minimum_interval_seconds=30, default_status=RUNNING)
+def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
+    """Roll back a champion that fails in its first days."""
+    said, failed = [], []
+    for agent_id in pipeline.store.agents():
+        try:
+            settings = pipeline.settings(agent_id)
+            done = go_back_if_failing(pipeline.registry, agent_id, settings, at=now())
+        except PipelineError as error:  # the others are looked at all the same
+            failed.append(f"{agent_id}: {error}")
+            continue
+        if done is not None:
+            log.warning("champion rolled back", agent=agent_id, done=done)
+            said.append(f"{agent_id}: {done}")
+    if failed:
+        raise RuntimeError("; ".join(["champions that could not be looked at", *failed, *said]))
+    return dg.SkipReason("; ".join(said) or "no young champion fails")
+
+
 @dg.sensor(target=None, minimum_interval_seconds=300, default_status=RUNNING)
 def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Tell people of what is worth a look, once when it begins; the cursor holds what was told.
@@ -265,7 +285,8 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
 
     def looked(agent_id: str, settings: Settings) -> Overview:
         enough = settings.continuous_learning.min_new_feedback
-        return overview(pipeline.store, pipeline.ledger, agent_id, enough=enough)
+        latest = settings.experiments.trouble_answers
+        return overview(pipeline.store, pipeline.ledger, agent_id, enough=enough, latest=latest)
 
     told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
     standing, failed = set(), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import takewhile
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.experiment.watch import WATCH, is_trouble
 from rlhf_pipeline.overview import HUNDREDTH
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             f"the newest snapshot's new votes differ from the votes before, most in {most} "
             f"(PSI {psi[most]:.2f}); its report is beside it",
         )
+    for name, words in _about_the_champion(overview, settings):
+        alert(name, words)
     judged = [standing.passed for standing in overview.standings if standing.passed is not None]
     refused = len(list(takewhile(lambda passed: not passed, judged)))
     if refused >= rules.refused_in_a_row:
@@ -129,6 +132,40 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     if experiment is not None and experiment.state == "invalid":
         alert("experiment_imbalance", experiment.reason)
     return found
+
+
+def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield what speaks against who answers now, by name: what was done and what a person may."""
+    agent_id, found, rules = overview.agent_id, overview.failures, settings.experiments
+    if overview.moved is not None and overview.moved.actor == WATCH:
+        yield (
+            "rolled_back",
+            f"{overview.moved.reason}; version {overview.moved.version} answers again",
+        )
+    if found is not None and is_trouble(
+        found.failed,
+        found.people_failed,
+        found.people,
+        most=rules.trouble_answers,
+        share=rules.trouble_share,
+    ):
+        yield (
+            "champion_fails",
+            f"the champion {found.words}; `rlhf rollback --agent {agent_id}`, or look at the "
+            "service's log",
+        )
+    roles = {role: standing for standing in overview.standings for role in standing.roles}
+    now, before = roles.get("champion"), roles.get("previous")
+    if now is None or before is None or now.satisfaction is None or before.satisfaction is None:
+        return
+    if now.satisfaction + (now.margin or 0.0) < before.satisfaction - (before.margin or 0.0):
+        yield (
+            "liked_less",
+            f"people like version {now.version} ({now.satisfaction:.2f} ± {now.margin:.2f}, "
+            f"{now.votes} of them) less than version {before.version} before it "
+            f"({before.satisfaction:.2f} ± {before.margin:.2f}); other people on other days, so "
+            f"nothing was done: `rlhf rollback --agent {agent_id}`, or an experiment to be sure",
+        )
 
 
 def disk_alerts(settings: Settings) -> list[Alert]:

@@ -505,6 +505,11 @@ class PromotionSettings(Section):
     automatic: bool = Field(
         False, description="False asks a person; a refusal is always automatic."
     )
+    watch_days: Annotated[Days, Field(ge=0)] = Field(
+        7.0,
+        description="After a promotion, in which a champion that fails as often as ends an "
+        "experiment (experiments.trouble_share) is rolled back, once; 0: never.",
+    )
     gate: Mapping[str, Annotated[float, Field(allow_inf_nan=True)] | None] = Field(
         default_factory=dict,
         description="Limits that differ from the gate's defaults, by rule; null switches one off.",

@@ -25,6 +25,7 @@ def definitions() -> dg.Definitions:
             sensors.dead_runs,
             sensors.aliases_moved_by_hand,
             sensors.live_experiments,
+            sensors.young_champions,
             sensors.alerts,
             assessments.assessments_in_mlflow,
             sensors.run_failed,

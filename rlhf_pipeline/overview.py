@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
+from rlhf_pipeline.experiment.watch import Failures, failures, made_champion
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE
 from rlhf_pipeline.files import read_json
@@ -28,11 +29,12 @@ from rlhf_pipeline.registry.comparison import learned_per_thousand
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.store import FeedbackStore
-    from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+    from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger
 
 DAYS = 30
 NEWEST_VOTES = 50_000  # among which votes are counted
 NEWEST_ANSWERS = 1_000  # among which seconds to an answer are looked at
+LATEST_ANSWERS = 50  # among which it is looked whether the champion failed
 NEWEST_TROUBLES = 1_000
 NEWEST_ATTEMPTS = 8
 FEWEST = 20  # votes, or answers, before an average is worth a look
@@ -67,7 +69,7 @@ class Standing:
     version: int
     label: str
     created_at: datetime
-    roles: tuple[str, ...]  # champion, baseline, challenger
+    roles: tuple[str, ...]  # champion, previous, baseline, challenger
     passed: bool | None  # None: not judged
     votes: int
     satisfaction: float | None  # mean of thumbs, ratings and scores, 0 to 1; None with few
@@ -98,17 +100,29 @@ class Overview:
     drift: Mapping[str, Any] | None  # as the newest snapshot's drift.json says
     support: Mapping[str, Any] | None = None  # on whom it rests, as its support.json says
     enough_since: datetime | None = None  # when as many votes waited as the next turn needs
+    failures: Failures | None = None  # of the champion, at its latest answers
+    moved: Promotion | None = None  # the ledger's newest entry
 
 
 def overview(
-    store: FeedbackStore, ledger: PromotionLedger, agent_id: str, *, enough: int | None = None
+    store: FeedbackStore,
+    ledger: PromotionLedger,
+    agent_id: str,
+    *,
+    enough: int | None = None,
+    latest: int = LATEST_ANSWERS,
 ) -> Overview:
-    """Return where the agent stands now; `enough` votes start a turn, where that is known."""
+    """Return where the agent stands now; `enough` votes start a turn, where that is known.
+
+    At the `latest` answers it is looked whether the champion failed.
+    """
     database, row = store.database, store.agent(agent_id)
     book, claims = ExperimentBook(database), ClaimBook(database)
     last_turn = claims.last_done(agent_id)
     watermark = last_turn.watermark if last_turn else 0
     experiment = next(iter(book.history(agent_id)), None)
+    history = ledger.history(agent_id)
+    made = made_champion(history)
     return Overview(
         agent_id=agent_id,
         paused=row.paused_reason if row else None,
@@ -124,6 +138,10 @@ def overview(
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
         enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
+        failures=failures(
+            database, agent_id, most=latest, since=None if made is None else made.created_at
+        ),
+        moved=history[-1] if history else None,
     )
 
 
@@ -162,10 +180,12 @@ def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> 
     """Return every version, newest first: what people, its comparison and the gate say of it."""
     opinions = _opinions(database, agent_id)
     roles: dict[int, list[str]] = defaultdict(list)
+    standing = ledger.standing(agent_id)
     for role, found in (
-        ("champion", ledger.champion(agent_id)),
+        ("champion", standing.champion),
+        ("previous", standing.previous),
         ("baseline", ledger.baseline(agent_id)),
-        ("challenger", ledger.challenger(agent_id)),
+        ("challenger", standing.challenger),
     ):
         if found is not None:
             roles[found.version].append(role)

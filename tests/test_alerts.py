@@ -12,6 +12,7 @@ import pytest
 from rlhf_pipeline.alerts import alerts_about, alerts_of, disk_alerts
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.experiment.book import Experiment
+from rlhf_pipeline.experiment.watch import Failures
 from rlhf_pipeline.feedback.claims import Claim
 from rlhf_pipeline.overview import Overview, Standing, Votes
 
@@ -166,3 +167,24 @@ def test_a_full_disk_is_everybodys(tmp_path: Path) -> None:
     greedy = settings.model_copy(update={"alerts": AlertSettings(disk_gib=10**6)})
     [alert] = disk_alerts(greedy)
     assert alert.name == "disk_nearly_full"
+
+
+def test_a_champion_that_fails_is_told_of_however_old_it_is() -> None:
+    well = Failures(50, 9, 40, 20, {"time_out": 9})
+    assert names(replace(CALM, failures=well)) == []
+    assert names(replace(CALM, failures=replace(well, failed=30, people_failed=7))) == []
+    badly = replace(CALM, failures=replace(well, failed=30))
+    [alert] = alerts_of(badly, Settings(), at=AT)
+    assert alert.name == "champion_fails"
+    assert "failed at 30 of its latest 50 answers" in alert.words
+    assert "`rlhf rollback --agent tea`" in alert.words
+
+
+def test_a_champion_whom_people_like_less_than_the_one_before_is_told_of() -> None:
+    now = replace(standing(2, True), roles=("champion",), votes=60, satisfaction=0.6, margin=0.05)
+    before = replace(standing(1, True), roles=("previous",), satisfaction=0.7, margin=0.04)
+    [alert] = alerts_of(replace(CALM, standings=[now, before]), Settings(), at=AT)
+    assert alert.name == "liked_less"
+    assert "version 2 (0.60 ± 0.05, 60 of them) less than version 1 before it (0.70" in alert.words
+    for other in (replace(before, satisfaction=0.68), replace(before, satisfaction=None)):
+        assert names(replace(CALM, standings=[now, other])) == []

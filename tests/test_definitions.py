@@ -139,6 +139,7 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
             "dead_runs",
             "aliases_moved_by_hand",
             "live_experiments",
+            "young_champions",
             "alerts",
             "assessments_in_mlflow",
             "run_failed",
@@ -202,7 +203,7 @@ def test_dg_list_defs_lists_everything(tmp_path: Path) -> None:
         "jobs": 4,
         "resources": 2,
         "schedules": 2,
-        "sensors": 8,
+        "sensors": 9,
     }
 
 

@@ -19,6 +19,7 @@ import structlog
 
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
+from rlhf_pipeline.experiment.watch import is_trouble
 
 if TYPE_CHECKING:
     from rlhf_pipeline import database as db
@@ -66,8 +67,7 @@ class Trials:
     def tell(self, experiment: Experiment, user_id: str, *, fell_back: bool) -> None:
         """Hear of an answer asked of the challenger; too many that it failed at end the experiment.
 
-        It failed where the answer broke off, or the baseline had to give it. So many people as
-        answers must have met that: one person's questions can be such that any answer is blocked.
+        It failed where the answer broke off, or the baseline had to give it.
         """
         settings = self._rules.get(experiment.experiment_id)
         if settings is None:
@@ -82,7 +82,7 @@ class Trials:
             if len(people) > most:
                 del people[next(iter(people))]
             failed, met = sum(heard.answers), sum(people.values())
-            trouble = failed >= max(share * most, 1.0) and met >= share * len(people)
+            trouble = is_trouble(failed, met, len(people), most=most, share=share)
             if not trouble or experiment.experiment_id in self._ended:
                 return
             reason = (

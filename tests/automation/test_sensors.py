@@ -35,6 +35,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.registry.models import ModelRegistry
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
 from tests.experiment.world import ledger_of_two, meet
 from tests.loopback import answering
@@ -926,6 +927,44 @@ def test_an_experiment_promotes_nobody_once_promotion_is_automatic_no_more(ticks
     meet(store, book.all_running()[0], range(1200), likes=(0.50, 0.85))
     assert ticks.tick("live_experiments").skip_message == "shop: champion moved from 0 to 1"
     assert ledger.history("shop")[-1].version == 1
+
+
+def test_a_young_champion_that_fails_is_rolled_back_and_told_of(
+    ticks: Ticks, hook: tuple[str, type[Hook]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, kept = hook
+    store = ticks.pipeline.store
+    store.ensure_agent("astray", recipe=str(ticks.state / "gone.yaml"))
+    ledger = ledger_of_two(store, ticks.state)
+    ledger.promote("shop", 1, actor="ann", reason="passed", expected_champion=0)
+    monkeypatch.setattr(ModelRegistry, "folder_of", lambda _, version: version.path)
+    at = now()
+    store.add_interactions(
+        [
+            Interaction(
+                interaction_id=uuid7(),
+                agent_id="shop",
+                prompt=user_prompt("what now?"),
+                completion="this",
+                model_version=0,
+                created_at=at + timedelta(milliseconds=n),
+                user_id=f"user-{n}",
+                arm="baseline",
+                sampling={"events": [{"arm": "champion", "rule": "time_out"}]},
+            )
+            for n in range(10)
+        ]
+    )
+    with pytest.raises(RuntimeError, match="shop: rolled back from 1 to 0") as failed:
+        ticks.tick("young_champions")
+    assert "astray: " in str(failed.value)  # which keeps no other from being looked at
+    store.set_agent("astray", recipe=None)
+    assert ticks.tick("young_champions").skip_message == "no young champion fails"
+    ticks.set(notifications={"webhook": url})
+    assert json.loads(ticks.tick("alerts").cursor) == ["shop/rolled_back"]
+    [told] = [body["message"] for body in kept.received]
+    assert told.startswith("version 1 failed at 10 of its latest 10 answers")
+    assert told.endswith("version 0 answers again")
 
 
 def test_an_experiment_with_more_answers_than_a_tick_counts_is_looked_at_in_a_later_one(

@@ -1,0 +1,145 @@
+"""The champion after its promotion: whether it fails, and the way back where it does.
+
+A version may be promoted without ever having met people, and one that met a few may fail many. In
+its first days a champion that fails as often as ends an experiment at once is rolled back, unless
+the champion before it failed as well: then the trouble is not the version's. One step is gone back
+and no second; from there a person looks. What this does not see: answers that reach people and are
+bad, which satisfaction by version shows (overview.py) and only an experiment proves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from rlhf_pipeline import database as db
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.registry.ledger import Promotion
+    from rlhf_pipeline.registry.models import ModelRegistry
+
+WATCH = "watch"  # who rolls back, in the ledger
+READ_AT_MOST = 10  # times the answers looked at: others were asked of the baseline
+REQUESTS_FAULT = frozenset({"unsafe_request"})
+"""Rules that the request broke, so that the champion was not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """How often a champion failed at its latest answers, and at how many people's latest."""
+
+    answers: int
+    failed: int  # broken off, cut off by a rule, or given by the baseline in its place
+    people: int
+    people_failed: int
+    rules: Mapping[str, int]  # what they failed by, most first
+
+    @property
+    def share(self) -> float:
+        """Return the part of the answers it failed at; 0 of none."""
+        return self.failed / self.answers if self.answers else 0.0
+
+    @property
+    def words(self) -> str:
+        """Return them as a sentence's end."""
+        by = ", ".join(f"{rule} {n}" for rule, n in self.rules.items())
+        return (
+            f"failed at {self.failed} of its latest {self.answers} answers, and at "
+            f"{self.people_failed} of {self.people} people's latest ({by})"
+        )
+
+
+def is_trouble(failed: int, people_failed: int, people: int, *, most: int, share: float) -> bool:
+    """Say whether so many failed of the latest `most` answers, and of the people who had them.
+
+    Of both: one person's questions can be such that any answer is blocked.
+    """
+    return failed >= max(share * most, 1.0) and people_failed >= share * people
+
+
+def failures(
+    database: db.Database,
+    agent_id: str,
+    *,
+    most: int,
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> Failures:
+    """Return how the latest `most` answers went that were asked of the champion of that time.
+
+    Whoever gave no name counts as one person together.
+    """
+    i = db.interactions.c
+    query = sa.select(i.user_id, i.session_id, i.arm, i.sampling).where(
+        i.agent_id == agent_id, i.arm.is_distinct_from("challenger")
+    )
+    if since is not None:
+        query = query.where(i.created_at > since)
+    if until is not None:
+        query = query.where(i.created_at <= until)
+    query = query.order_by(i.created_at.desc()).limit(READ_AT_MOST * most)
+    answers, rules = [], Counter[str]()
+    people: dict[str | None, bool] = {}  # whether it failed at their latest
+    with database.read() as connection, closing(connection.execute(query)) as rows:
+        for row in rows:
+            broken = [
+                event["rule"]
+                for event in row.sampling.get("events", ())
+                if event["arm"] == "champion" and event["rule"] not in REQUESTS_FAULT
+            ]
+            if not broken and row.arm != "champion":
+                continue
+            answers.append(bool(broken))
+            rules.update(broken[:1])
+            people.setdefault(row.user_id or row.session_id, bool(broken))
+            if len(answers) == most:
+                break
+    return Failures(
+        len(answers), sum(answers), len(people), sum(people.values()), dict(rules.most_common())
+    )
+
+
+def go_back_if_failing(
+    registry: ModelRegistry, agent_id: str, settings: Settings, *, at: datetime
+) -> str | None:
+    """Roll back a champion in its first days that fails; return what was done, None for nothing.
+
+    Raises RegistryError where the champion before it is not sound, or another moved the champion
+    meanwhile.
+    """
+    ledger = registry.ledger
+    promoted = made_champion(ledger.history(agent_id))
+    if promoted is None or promoted.action == "rollback" or agent_id in settings.serving.upstreams:
+        return None  # an upstream that is away says nothing about a version
+    if at - promoted.created_at > timedelta(days=settings.promotion.watch_days):
+        return None
+    rules = settings.experiments
+    most, share = rules.trouble_answers, rules.trouble_share
+    found = failures(registry.ledger.database, agent_id, most=most, since=promoted.created_at)
+    if not is_trouble(found.failed, found.people_failed, found.people, most=most, share=share):
+        return None
+    before = failures(registry.ledger.database, agent_id, most=most, until=promoted.created_at)
+    previous = ledger.standing(agent_id).previous
+    if previous is None or before.share > found.share / 2:
+        return None
+    registry.folder_of(previous)
+    return ledger.rollback(
+        agent_id,
+        actor=WATCH,
+        reason=f"version {promoted.version} {found.words}; the champion before it at "
+        f"{before.failed} of {before.answers}",
+        expected_champion=promoted.version,
+    ).words
+
+
+def made_champion(history: Sequence[Promotion]) -> Promotion | None:
+    """Return the entry since which the champion is champion; None where there is none yet."""
+    moves = [e for e in history if e.action != "baseline" or e.previous_version is None]
+    return moves[-1] if moves else None

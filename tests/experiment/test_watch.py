@@ -1,0 +1,168 @@
+"""A champion in its first days: gone back from where it fails, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlhf_pipeline.config import Settings
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import HashMismatch
+from rlhf_pipeline.experiment.watch import REQUESTS_FAULT, failures, go_back_if_failing
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.serving.guardrails import Rail
+from tests.experiment.world import AGENT, ledger_of_two
+
+SETTINGS = Settings()
+LONG_AGO = now() - timedelta(hours=3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    yield FeedbackStore(database)
+    database.close()
+
+
+@pytest.fixture
+def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
+    """Version 1 was promoted a moment ago."""
+    ledger = ledger_of_two(store, tmp_path)
+    ledger.promote(AGENT, 1, actor="ann", reason="passed", expected_champion=0)
+    return ledger
+
+
+def looked(
+    ledger: PromotionLedger, settings: Settings = SETTINGS, days: float = 0.0, sound: bool = True
+) -> str | None:
+    def folder_of(version: ModelVersion) -> Path:
+        if not sound:
+            raise HashMismatch("changed files")
+        return version.path
+
+    registry = cast("ModelRegistry", SimpleNamespace(ledger=ledger, folder_of=folder_of))
+    return go_back_if_failing(registry, AGENT, settings, at=now() + timedelta(days=days))
+
+
+def answers(
+    store: FeedbackStore,
+    count: int,
+    *,
+    failed: int = 0,
+    rule: str = "HashMismatch",
+    user: str | None = "user-{}",
+    before: bool = False,
+    arm: str = "champion",
+) -> None:
+    """Store so many answers of as many people, the last failed, now or before the promotion."""
+    rows = []
+    for n in range(count):
+        fails = n >= count - failed
+        events: dict[str, Any] = {"events": [{"arm": arm, "rule": rule}]} if fails else {}
+        rows.append(
+            Interaction(
+                interaction_id=uuid7(),
+                agent_id=AGENT,
+                prompt=user_prompt("what now?"),
+                completion="this",
+                model_version=0 if fails or before else 1,
+                created_at=(LONG_AGO if before else now()) + timedelta(milliseconds=n),
+                user_id=None if user is None else user.format(n),
+                arm="baseline" if fails and arm == "champion" else arm,
+                sampling=events,
+            )
+        )
+    store.add_interactions(rows)
+
+
+def test_a_champion_that_fails_after_its_promotion_is_gone_back_from(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    answers(store, 60, failed=2, before=True)
+    answers(store, 30, failed=9)
+    assert looked(ledger) is None
+    answers(store, 1, failed=1, user="another")
+    assert looked(ledger) == "rolled back from 1 to 0"
+    entry = ledger.history(AGENT)[-1]
+    assert (entry.action, entry.version, entry.actor) == ("rollback", 0, "watch")
+    assert entry.reason == (
+        "version 1 failed at 10 of its latest 31 answers, and at 10 of 31 people's latest "
+        "(HashMismatch 10); the champion before it at 2 of 50"
+    )
+    assert looked(ledger) is None  # and no second step
+    standing = ledger.standing(AGENT)
+    assert standing.challenger is None
+    assert 1 in standing.withdrawn
+
+
+@pytest.mark.parametrize(
+    "some",
+    [
+        {"count": 60},
+        {"count": 60, "failed": 9},
+        {"count": 60, "failed": 60, "rule": "unsafe_request"},
+        {"count": 60, "failed": 60, "arm": "challenger"},
+        {"count": 60, "failed": 60, "arm": "baseline"},
+        {"count": 60, "failed": 60, "before": True},
+    ],
+    ids=lambda some: str(some),
+)
+def test_what_is_no_failure_of_the_champion_moves_nothing(
+    store: FeedbackStore, ledger: PromotionLedger, some: dict[str, Any]
+) -> None:
+    answers(store, **some)
+    assert looked(ledger) is None
+    assert len(ledger.history(AGENT)) == 2
+
+
+def test_one_persons_questions_do_not_bring_it_down(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    answers(store, 20)
+    answers(store, 30, failed=30, user="one")
+    assert failures(store.database, AGENT, most=50).people_failed == 1
+    assert looked(ledger) is None
+    answers(store, 50, failed=50, user=None)  # who gave no name is one person, here the only one
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_trouble_that_the_champion_before_had_too_is_not_the_versions(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    answers(store, 50, failed=8, before=True, rule="time_out")
+    answers(store, 50, failed=15, rule="time_out")
+    assert looked(ledger) is None
+    answers(store, 50, failed=17, rule="time_out")
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_only_in_its_first_days_and_only_to_a_sound_version(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    answers(store, 50, failed=50)
+    assert looked(ledger, days=7.1) is None
+    assert looked(ledger, Settings.model_validate({"promotion": {"watch_days": 0}})) is None
+    far = {"serving": {"upstreams": {AGENT: {"url": "http://x/v1", "model": "m", "version": 1}}}}
+    assert looked(ledger, Settings.model_validate(far)) is None
+    with pytest.raises(HashMismatch):
+        looked(ledger, sound=False)
+    ledger.reset_baseline(AGENT, actor="ann", reason="it was promoted all the same")
+    assert looked(ledger, days=6.9) == "rolled back from 1 to 0"
+
+
+def test_version_0_has_nothing_to_go_back_to(store: FeedbackStore, tmp_path: Path) -> None:
+    ledger = ledger_of_two(store, tmp_path)
+    answers(store, 50, failed=50)
+    assert looked(ledger) is None
+
+
+def test_the_rule_that_says_nothing_of_a_champion_is_one_of_the_services() -> None:
+    assert {Rail.unsafe_request} == REQUESTS_FAULT
