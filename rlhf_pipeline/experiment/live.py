@@ -62,6 +62,8 @@ ENDS: Mapping[Action, State] = {
 BELIEVED = 0.25
 """Part of its days after which the rate at which users come is believed: three days and a half by
 default, as a night or a weekend alone does not tell how many come on the other days."""
+SILENT = 0.5
+"""Part of its days after which it is believed that nobody comes."""
 ROWS_AT_ONCE = 1000
 ANSWERS_AT_ONCE = 100_000  # counted in one tick of a sensor, which Dagster ends after a minute
 SETTLED = timedelta(minutes=15)
@@ -215,16 +217,18 @@ def bounds_under(settings: ExperimentSettings) -> Bounds:
 
 
 def growth_until_the_end(
-    experiment: Experiment, settings: ExperimentSettings, at: datetime
+    experiment: Experiment, settings: ExperimentSettings, at: datetime, *, came: bool
 ) -> float | None:
     """Return how many times the users so far there are when time is up, if they come as so far.
 
     None where nobody can say: the ramp goes on, or its last step is younger than BELIEVED of the
-    days.
+    days. Where nobody `came` in a step, as to an assistant whose people are elsewhere, the ramp
+    never goes on: that is believed after SILENT of the days.
     """
-    so_far = at - experiment.share_since
-    left = experiment.started_at + timedelta(days=settings.days) - at
-    if experiment.share < settings.ramp[-1] or so_far < BELIEVED * timedelta(days=settings.days):
+    so_far, days = at - experiment.share_since, timedelta(days=settings.days)
+    left = experiment.started_at + days - at
+    goes_on = came and experiment.share < settings.ramp[-1]
+    if goes_on or so_far < (BELIEVED if came else SILENT) * days:
         return None
     return 1 + left / so_far
 
@@ -317,7 +321,7 @@ def look(
         bounds=bounds_under(settings),
         guardrails=guardrails_under(settings),
         timed_out=at - experiment.started_at > timedelta(days=settings.days),
-        growth=growth_until_the_end(experiment, settings, at),
+        growth=growth_until_the_end(experiment, settings, at, came=_anybody(arms)),
     )
     book.record(experiment, verdict.action, verdict.to_json())
     why = "; ".join(verdict.reasons)
@@ -382,13 +386,17 @@ def _go_on(
     so_far = now() - experiment.share_since
     waited = so_far >= timedelta(minutes=settings.minutes_per_step)
     longest = timedelta(days=settings.days) / (2 * len(settings.ramp))
-    met = arms["feedback_rate"]
-    came = met.challenger.users + met.champion.users > 0
-    enough = met.challenger.users >= settings.users_per_step or (came and so_far >= longest)
+    met = arms["feedback_rate"].challenger.users
+    enough = met >= settings.users_per_step or (_anybody(arms) and so_far >= longest)
     if wider and waited and enough:
         book.ramp(experiment, wider[0])
         return f"ramped from {experiment.share:.0%} to {wider[0]:.0%}"
     return f"goes on at {experiment.share:.0%}: {why}"
+
+
+def _anybody(arms: Mapping[str, Arms]) -> bool:
+    met = arms["feedback_rate"]
+    return met.challenger.users + met.champion.users > 0
 
 
 def _interactions(

@@ -182,11 +182,35 @@ def test_growth_is_counted_from_the_last_step_to_the_last_day() -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     begun = Experiment("e", AGENT, 0, 1, "running", "", 0.5, start, "test", start, None)
     later = replace(begun, share_since=start + timedelta(days=4))
-    assert growth_until_the_end(begun, settings, start + timedelta(days=4)) == pytest.approx(3)
-    assert growth_until_the_end(later, settings, start + timedelta(days=8)) == pytest.approx(2)
-    assert growth_until_the_end(later, settings, start + timedelta(days=6.9)) is None
+
+    def growth(experiment: Experiment, days: float, *, came: bool = True) -> float | None:
+        return growth_until_the_end(experiment, settings, start + timedelta(days=days), came=came)
+
+    assert growth(begun, 4) == pytest.approx(3)
+    assert growth(later, 8) == pytest.approx(2)
+    assert growth(later, 6.9) is None
     ramping = replace(begun, share=0.1)
-    assert growth_until_the_end(ramping, settings, start + timedelta(days=8)) is None
+    assert growth(ramping, 8) is None
+    assert growth(ramping, 8, came=False) == pytest.approx(1.5)
+    assert growth(ramping, 5.9, came=False) is None
+
+
+def test_an_experiment_that_nobody_meets_ends_after_half_its_days(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """No turn of the agent starts while it runs, and its votes may come from elsewhere."""
+    book, begun = begin(store, 0.1)
+
+    def looked(days: float) -> str:
+        earlier = begun.started_at - timedelta(days=days)
+        experiment = replace(begun, started_at=earlier, share_since=earlier)
+        return look(book, ledger, experiment, SETTINGS)[1]
+
+    half = SETTINGS.days / 2
+    assert "goes on at 10%" in looked(half - 0.1)
+    assert "by 0 and 0 users; as people come, it will be 0 and 0" in looked(half)
+    assert [e.state for e in book.history(AGENT)] == ["gave_up"]
+    assert ledger.challenger(AGENT) is not None  # a person may still promote it
 
 
 def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
