@@ -385,8 +385,9 @@ def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer
     if asked.dryRun:
         return 200, _estimate(policies, settings, agent_id, asked, count)
     row = policies.store.agent(agent_id)
-    if not settings.training.enabled or (row is not None and row.paused_reason is not None):
-        why = "training.enabled is off" if row is None else f"paused: {row.paused_reason}"
+    paused = None if row is None else row.paused_reason
+    if not settings.training.enabled or paused is not None:
+        why = "training.enabled is off" if paused is None else f"paused: {paused}"
         return AWAY, {"error": f"agent {agent_id} does not train now: {why}"}
     claims = policies.claims
     held = claims.held(agent_id)

@@ -484,3 +484,17 @@ def test_a_paused_agent_does_not_train(service: Service) -> None:
     service.store.set_agent(service.filled("paused"), paused_reason="audit")
     away = service.train("paused")
     assert (away.status_code, "audit" in away.text) == (503, True)
+
+
+def test_an_agent_that_is_known_hears_that_training_is_off(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    off = load_settings("tiny", {"state_dir": tmp_path, "training": {"enabled": False}})
+    service.policies = replace(service.policies, settings=off)
+    service.app = FastAPI()
+    add_policy_routes(service.app, service.policies)
+    away = service.train(service.filled("known"))
+    assert (away.status_code, away.json()["error"]) == (
+        503,
+        "agent known does not train now: training.enabled is off",
+    )
+    service.database.close()
