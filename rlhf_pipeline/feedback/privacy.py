@@ -136,6 +136,8 @@ NOT_DIALLED = re.compile(  # 31.12.2024 23 and 0.1666666667
     r"(?:0?[1-9]|[12][0-9]|3[01])\.(?:0?[1-9]|1[0-2])\.(?:19|20)[0-9]{2}(?![0-9])|0\.[0-9]+$"
 )
 MOST_GROUPS = 7  # of digits in a phone number: a row of many short ones is none
+MOST_JUDGED = 200  # runs of digits of a text that libphonenumber is asked about, 3 ms each at most
+MOST_LOOKS = 8  # at a text; what people write is clean at the second, or third
 DIGITS = range(7, 16)  # in a phone number; ITU-T E.164 has 15 at most, with the country's code
 
 
@@ -143,16 +145,29 @@ def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
     """Return the text with a mark like [email] for each find, and how many of each kind.
 
     `regions` (two letters, ISO 3166) are where a phone number may stand without its country's code.
+    Nobody can write a text that takes long: one that shows more at each of MOST_LOOKS goes as a
+    whole ([details]), and after MOST_JUDGED runs of digits that may be phone numbers others are.
     """
     counts: Counts = {}
-    before = None
-    while text != before:  # what is taken out may have hidden something beside it
-        before, text = text, _redact_once(text, counts, regions)
-    return text, counts
+    judged: dict[str, bool] = {}
+
+    def is_phone(run: str) -> bool:
+        if not _may_be_phone(run):
+            return False
+        if run not in judged and len(judged) < MOST_JUDGED:
+            judged[run] = _is_phone(run, regions)
+        return judged.get(run, True)
+
+    dialled: Rule = ("phone", r"\d", DIALLED, _whole(is_phone))
+    for _ in range(MOST_LOOKS):  # what is taken out may have hidden something beside it
+        before, text = text, _redact_once(text, counts, dialled)
+        if text == before:
+            return text, counts
+    counts["details"] = 1
+    return "[details]", counts
 
 
-def _redact_once(text: str, counts: Counts, regions: Sequence[str]) -> str:
-    dialled: Rule = ("phone", r"\d", DIALLED, _whole(lambda run: _is_phone(run, regions)))
+def _redact_once(text: str, counts: Counts, dialled: Rule) -> str:
     seen = plain(text)
     for kind, held, pattern, spans_in in (*RULES, dialled):
         if not re.search(held, seen):  # as in most texts, sooner than the pattern says so
@@ -276,18 +291,19 @@ def unknown_regions(regions: Sequence[str]) -> list[str]:
     return [region for region in regions if region not in phonenumbers.SUPPORTED_REGIONS]
 
 
+def _may_be_phone(text: str) -> bool:
+    """Say whether a run of digits has as many, in as many groups, as a phone number may have."""
+    groups = re.findall(r"[0-9]+", text)
+    if len(groups) > MOST_GROUPS or (len(groups) == 1 and text[0] != "+"):
+        return False
+    return sum(map(len, groups)) in DIGITS and not NOT_DIALLED.match(text)
+
+
 def _is_phone(text: str, regions: Sequence[str]) -> bool:
     """Say whether a run of digits is somebody's number, grouped as it is there.
 
     By https://github.com/google/libphonenumber, in Python.
     """
-    groups = re.findall(r"[0-9]+", text)
-    if len(groups) > MOST_GROUPS or (len(groups) == 1 and text[0] != "+"):
-        return False
-    if sum(map(len, groups)) not in DIGITS:  # before the search, which takes a millisecond
-        return False
-    if NOT_DIALLED.match(text):
-        return False
     import phonenumbers
 
     first = text.lstrip("(")[0]

@@ -212,12 +212,38 @@ def test_cleaning_twice_is_cleaning_once(text: str) -> None:
         "_DE89-",
         "219-09-",
         "666-12-3456-",
+        "+491701234567",
+        "+123-45-6789",
+        "(212) 555-0123",
+        "AIza" + 34 * "-" + "_",
     ],
 )
 def test_long_texts_of_one_piece_take_no_time(piece: str) -> None:
     import time
 
+    redact("call 020 7946 0958")  # what is imported for it takes longer
     started = time.process_time()
     redact(piece * (20_000 // len(piece)))
     redact(piece * (20_000 // len(piece)) + "x")
     assert time.process_time() - started < 1
+
+
+def test_a_text_of_many_other_numbers_takes_no_time() -> None:
+    """Each looks like one that is dialled, and asking whether it is takes milliseconds."""
+    import time
+
+    redact("call 020 7946 0958")
+    started = time.process_time()
+    redact("; ".join(f"(0{n})379-67. 09" for n in range(200, 2000)))
+    assert time.process_time() - started < 2
+
+
+def test_what_shows_more_however_often_it_is_looked_at_goes_as_a_whole() -> None:
+    text = 30 * "+491701234567"
+    assert redact(text)[0] == "[details]"
+    assert redact(f"{2 * '+491701234567'}!") == ("[phone][phone]!", {"phone": 2})
+
+
+def test_many_numbers_that_are_none_stay_beside_something_that_goes() -> None:
+    table = "; ".join(f"12.5{n:03} 33.17" for n in range(150))
+    assert redact(f"{table} a@b.co")[0] == f"{table} [email]"
