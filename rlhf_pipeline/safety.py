@@ -36,7 +36,7 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
     "a key": (
         "[_-]|AKIA",
         re.compile(
-            rf"{BEFORE}(?:{SECRET}|gh[pousr]_[A-Za-z0-9]{{30,}}"
+            rf"{BEFORE}(?<!-)(?:{SECRET}|gh[pousr]_[A-Za-z0-9]{{30,}}"
             rf"|AKIA[A-Z0-9]{{16}}{AFTER}|xox[abprs]-[A-Za-z0-9-]{{10,}})"
             r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
         ),

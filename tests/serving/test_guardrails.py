@@ -107,6 +107,16 @@ def test_completions(text: str, rail: Rail | None) -> None:
     assert (found and found.rail) == rail
 
 
+@pytest.mark.parametrize("piece", ["sk-", "sk-a-", "pk-1-", "+1 2", "4111 ", "1.2.", "a@a."])
+def test_a_long_completion_of_one_piece_is_looked_at_in_no_time(piece: str) -> None:
+    """Everybody else's answers wait meanwhile."""
+    import time
+
+    started = time.process_time()
+    output_block(piece * (20_000 // len(piece)), (), RULES, whole=True)
+    assert time.process_time() - started < 0.5
+
+
 def test_what_the_request_holds_may_be_said_again_and_rules_can_be_off() -> None:
     asked = user_prompt("is ann@example.org right?")
     assert output_block("ann@example.org it is", asked, RULES, whole=True) is None
