@@ -35,7 +35,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.lines import RawRow, parse
-from rlhf_pipeline.records import hash_rater
+from rlhf_pipeline.feedback.rules import LONGEST_KEY
+from rlhf_pipeline.records import hash_rater, hashed
 from rlhf_pipeline.serving.contract import Closed, Told, refusals
 from rlhf_pipeline.serving.feedback_api import (
     NOT_JSON,
@@ -167,7 +168,8 @@ class Access:
             return None, receive
         token = headers.get("x-feedback-token")
         if token is not None and (method, path) == ("POST", "/v1/feedback"):
-            return await self._admit_token(token, receive)  # where all is open too
+            key = headers.get("idempotency-key")
+            return await self._admit_token(token, key, receive)  # where all is open too
         if self.open_without_keys and not self.keys.all():
             return EVERYTHING, receive
         right = self._right(scope, headers)
@@ -203,7 +205,9 @@ class Access:
         told = unsign(self.secret, "session", HTTPConnection(scope).cookies.get(COOKIE, ""))
         return self.keys.holding(str(told["key"])) if told else None
 
-    async def _admit_token(self, token: str, receive: Receive) -> tuple[Right, Receive]:
+    async def _admit_token(
+        self, token: str, key: str | None, receive: Receive
+    ) -> tuple[Right, Receive]:
         told = unsign(self.secret, "feedback", token)
         if told is None or "rater" not in told:
             raise _Refused(401, "needed a feedback token that holds, found another")
@@ -211,7 +215,7 @@ class Access:
             raise _Refused(401, "needed a feedback token whose key holds, found a revoked one's")
         self._spend(f"token {told['interaction']}", rate=1.0, burst=20.0)
         body = await _read_whole(receive, LONGEST_VOTE)
-        signed = await _look(body, partial(_signed_vote, told))
+        signed = await _look(body, partial(_signed_vote, told, key))
         return Right(str(told["key"]), "client", str(told["agent"])), _giving(signed, receive)
 
     def _spend(self, who: str, rate: float = RATE_PER_SECOND, burst: float = BURST) -> None:
@@ -265,8 +269,12 @@ def _is_within(right: Right, path: str, values: Mapping[str, Any]) -> bool:
     return bool(rows) and all(row.get("agent_id") == right.agent_id for row in rows)
 
 
-def _signed_vote(told: Mapping[str, Any], values: dict[str, Any]) -> bytes:
-    """Return the vote as who a feedback token is for. Raises _Refused where it reaches further."""
+def _signed_vote(told: Mapping[str, Any], key: str | None, values: dict[str, Any]) -> bytes:
+    """Return the vote as who a feedback token is for. Raises _Refused where it reaches further.
+
+    `key` is the Idempotency-Key that came along. A browser's keys are its interaction's alone: who
+    guesses the key of somebody's next vote must not have that refused as known.
+    """
     if values.get("interaction_id") != told["interaction"]:
         raise _Refused(403, "interaction_id: needed the one the feedback token is for")
     if values.get("agent_id") != told["agent"]:
@@ -276,6 +284,9 @@ def _signed_vote(told: Mapping[str, Any], values: dict[str, Any]) -> bytes:
     named, rater = values.pop("rater", None), told["rater"]
     if named not in (None, "") and hash_rater(told["agent"], str(named)) != rater:
         raise _Refused(403, "rater: needed the one the feedback token is for, or none")
+    sent = key if values.get("idempotency_key") is None else values["idempotency_key"]
+    if isinstance(sent, str) and 1 <= len(sent) <= LONGEST_KEY:  # others the route refuses
+        values["idempotency_key"] = f"token:{hashed(told['interaction'], sent)}"
     return json.dumps({**values, "rater_id": rater}).encode()
 
 

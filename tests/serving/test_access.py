@@ -281,6 +281,30 @@ def test_a_feedback_token_votes_as_who_was_answered_and_nobody_else(world: World
     assert answer.status_code == 401
 
 
+def test_a_browser_that_guesses_the_key_of_anothers_vote_takes_nothing_from_it(
+    world: World,
+) -> None:
+    """Its own keys still do what they are for, sent as a header or in the row."""
+    asked = {"interaction_id": "i-1"}
+    token = world.ask("POST", "/v1/feedback/tokens", world.tea, asked).json()["token"]
+    guessed = {"idempotency_key": "ticket-1"}
+
+    def browser(value: str, row: Any = None, **headers: str) -> httpx.Response:
+        body = {**ABOUT, **(row or {}), "value": value}
+        return world.ask("POST", "/v1/feedback", None, body, x_feedback_token=token, **headers)
+
+    first = browser("down", **guessed)
+    assert first.status_code == 200
+    assert browser("down", **guessed).json() == first.json()
+    assert browser("down", guessed).json() == first.json()
+    assert browser("up", **guessed).status_code == 409
+    for unfit in ({"idempotency_key": ""}, {"idempotency_key": "k" * 201}, {"idempotency_key": 7}):
+        assert browser("up", unfit).status_code == 422, unfit
+    assert browser("up", idempotency_key="k" * 201).status_code == 422
+    server = world.ask("POST", "/v1/feedback", world.tea, {**VOTE, **guessed})
+    assert server.status_code == 200
+
+
 @given(st.data())
 def test_a_forged_token_says_nothing_else(data: st.DataObject) -> None:
     facts = {"interaction": "i-1", "agent": "tea", "rater": hash_rater("tea", "ann")}
