@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,8 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     if before is None:
         context.log.info(f"{path} was taken in by an earlier run")
         return
+    if problem := unfit_to_take(path):  # since it was asked for
+        raise dg.Failure(f"{path} is {problem}", allow_retries=False)
     summary = ingest(pipeline.store, [path], config.agent_id)
     if _stamp(path) != before:
         context.log.info(f"{path} has changed since; what is new in it is taken in next")
@@ -113,9 +116,23 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     )
 
 
-def stamp_of(stat: os.stat_result) -> str:
+def stamp_of(found: os.stat_result) -> str:
     """Return what another file of the name, or another state of the file, differs in."""
-    return f"{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+
+def unfit_to_take(path: Path) -> str:
+    """Return why what was dropped is not read and moved; nothing where it may be.
+
+    Who may drop files may not thereby read or move others of the machine's, nor put theirs among
+    them: links are followed where whoever runs this made them, or the system's administrator.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        return "no file"  # reading a pipe would never end
+    for each in (path.parent, path, path.parent / INBOX_DONE):
+        if each.is_symlink() and each.lstat().st_uid not in (0, os.getuid()):
+            return f"reached by a link that somebody else made ({each.name})"
+    return ""
 
 
 def _stamp(path: Path) -> str | None:

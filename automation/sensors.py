@@ -23,6 +23,7 @@ from automation.jobs import (
     request,
     retrain,
     stamp_of,
+    unfit_to_take,
 )
 from resources.pipeline import (
     AGENT,
@@ -121,9 +122,12 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     if settings.feedback.enabled:
         for path in sorted(inbox.glob("*/*.json*")):
             try:
-                stat = path.stat()
+                stat, problem = path.stat(), unfit_to_take(path)
             except FileNotFoundError:
                 continue  # taken in since the folder was listed
+            if problem:
+                reasons.append(f"{path.name} is {problem}")
+                continue
             sizes[str(path)] = stat.st_size
             if before.get(str(path)) != stat.st_size:
                 continue  # seen for the first time, or still being written

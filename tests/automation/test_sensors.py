@@ -444,6 +444,41 @@ def test_a_file_whose_run_died_is_taken_in_by_another_after_a_while(ticks: Ticks
     assert asked()[0][path.name].run_key == asked()[0][path.name].tags[DROPPED]
 
 
+def test_what_was_dropped_by_a_link_or_a_pipe_is_left_where_it_is(
+    ticks: Ticks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who drops files must not have the service move its keys, or put theirs among them."""
+    inbox, keys = ticks.state / "inbox", tmp_path / "access"
+    folders = [inbox / name for name in ("by-folder", "by-file", "by-done", "by-pipe")]
+    for folder in (keys, *folders[1:]):
+        folder.mkdir(parents=True)
+    (keys / "keys.json").write_text("[]")
+    settle(keys / "keys.json")
+    (inbox / "by-folder").symlink_to(keys)
+    (inbox / "by-file" / "votes.jsonl").symlink_to(keys / "keys.json")
+    (inbox / "by-done" / "done").symlink_to(keys)
+    (inbox / "by-done" / "more.json").write_text(line(1))
+    settle(inbox / "by-done" / "more.json")
+    os.mkfifo(inbox / "by-pipe" / "votes.jsonl")
+    mine = ticks.tick("dropped_files", ticks.tick("dropped_files").cursor).run_requests
+    assert len(mine) == 3  # one's own links are followed
+    seen, theirs = Path.lstat, 7  # a user's number
+
+    def somebody_elses(path: Path) -> os.stat_result:
+        found = seen(path)
+        return os.stat_result((*found[:4], theirs, *found[5:10]))
+
+    monkeypatch.setattr(os, "getuid", lambda: theirs + 1)
+    monkeypatch.setattr(Path, "lstat", somebody_elses)
+    tick = ticks.tick("dropped_files", ticks.tick("dropped_files").cursor)
+    assert (tick.run_requests, json.loads(tick.cursor)) == ([], {})
+    assert str(tick.skip_message).count("a link that somebody else made") == 3
+    assert "votes.jsonl is no file" in str(tick.skip_message)
+    for request in mine:  # asked for before the link was put there
+        assert not take_in(ticks, request).success
+    assert [path.name for path in keys.iterdir()] == ["keys.json"]
+
+
 def test_an_inbox_with_nothing_ready_asks_for_no_runs_of_the_past(ticks: Ticks) -> None:
     with patch.object(dg.DagsterInstance, "get_run_records", side_effect=AssertionError):
         assert ticks.tick("dropped_files").run_requests == []
