@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.files import make_private
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
@@ -46,7 +47,8 @@ if os.getppid() == int(sys.argv[1]):
 def prepare_home(state_dir: Path) -> Path:
     """Return <state>/dagster with dagster.yaml in it, and point this process at it."""
     home = state_dir.absolute() / "dagster"
-    home.mkdir(parents=True, exist_ok=True)
+    make_private(home.parent)
+    home.mkdir(exist_ok=True)
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")
     os.environ.update(QUIET)
     # Threads that spin while they wait starve the other processes of a small machine.

@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.files import make_private
 
 metadata = sa.MetaData(
     naming_convention={
@@ -294,7 +295,7 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite and self.url.database:
             try:
-                Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+                make_private(Path(self.url.database).parent)  # the state: what people wrote
             except OSError as error:
                 raise self._away(error) from error
         options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}

@@ -44,6 +44,12 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
         raise
 
 
+def make_private(directory: Path) -> None:
+    """Make a folder that its owner alone may enter; one that is there keeps the mode it has."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write one file so that a reader sees the old content or the new, never a part."""
     target = Path(path)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from automation import processes
+from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.files import (
     folder_sha256,
@@ -19,6 +23,7 @@ from rlhf_pipeline.files import (
     write_json,
     write_text,
 )
+from rlhf_pipeline.serving.keys import Keys
 
 
 def test_a_folder_takes_its_place_only_when_the_block_ends_well(tmp_path: Path) -> None:
@@ -82,6 +87,30 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
     write_text(tmp_path / "v.json", "{")
     with pytest.raises(PipelineError, match="a JSON file is needed"):
         read_json(tmp_path / "v.json")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda state: open_database(f"sqlite:///{state}/feedback.db").close(),
+        lambda state: Keys(state).create("admin"),
+        processes.prepare_home,
+    ],
+    ids=["store", "keys", "dagster"],
+)
+def test_a_state_folder_is_made_for_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Path], object]
+) -> None:
+    """Whatever makes it first; one that is there is as its owner wants it."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    state, shared = tmp_path / "above" / "state", tmp_path / "shared"
+    shared.mkdir(mode=0o750)
+    for folder, mode in ((state, 0o700), (shared, 0o750)):
+        begin(folder)
+        assert folder.stat().st_mode & 0o777 == mode
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    assert state.parent.stat().st_mode == beside.stat().st_mode  # it need not be ours
 
 
 def test_what_a_kill_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:

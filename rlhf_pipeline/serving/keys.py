@@ -152,7 +152,8 @@ class Keys:
             os.close(descriptor)
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_private(self.folder.parent)
+        files.make_private(self.folder)
         self.folder.chmod(0o700)
 
 
