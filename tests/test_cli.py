@@ -21,8 +21,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rlhf_pipeline.cli import app
+from rlhf_pipeline.commands import conversation, models
 from rlhf_pipeline.commands.batch import _answered, read_prompts
-from rlhf_pipeline.commands.common import Workspace
+from rlhf_pipeline.commands.common import OBEYED, Workspace
+from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
@@ -275,6 +277,36 @@ def cells(output: str) -> dict[str, str]:
     """Return the first column of a table and the second."""
     rows = (re.findall(r"│([^│]*)", line) for line in output.splitlines())
     return {row[0].strip(): row[1].strip() for row in rows if len(row) > 1}
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2Jgone\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_terminal_obeys_nothing_that_somebody_wrote(
+    rlhf: Run, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr(models, "_reasons", lambda *_: ({"said": HOSTILE}, f"said\n\t{HOSTILE}ok"))
+    words = ["--json"] if as_json else []
+    shown = rlhf("explain", "interaction", "i-1", *words).stdout
+    assert "gone" in shown
+    assert not OBEYED.search(shown)
+    assert as_json or (shown.startswith("said\n\t") and shown.endswith("ok\n"))
+
+
+def test_what_a_model_writes_at_the_terminal_is_not_obeyed_and_is_kept_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlhf_pipeline.policy.sampling import Completion
+
+    said = Completion(text=f"hi {HOSTILE}", tokens=3, finished=True)
+    monkeypatch.setattr(conversation, "answer", lambda *_: iter([said.text, said]))
+    nobody: Any = None
+    talk = Conversation("tea", 1, nobody, nobody, 1.0, 0, nobody)
+    talk.say("hello")
+    assert not OBEYED.search(capsys.readouterr().out)
+    assert talk.last is not None
+    assert talk.last.completion == said.text
 
 
 def test_clean_feedback_goes_in_once(rlhf: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Agent, Workspace, actor, progress, workspace
+from rlhf_pipeline.commands.common import Agent, Workspace, actor, inert, progress, workspace
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import user_prompt
 
@@ -85,7 +85,7 @@ def chat(
 
         for piece in answer(policy, user_prompt(once), limits, warmth, begin + 1):
             if isinstance(piece, str):
-                typer.echo(piece, nl=False)
+                typer.echo(inert(piece), nl=False)
         typer.echo("")
         return
     from rlhf_pipeline.commands.conversation import Conversation

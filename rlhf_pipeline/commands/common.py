@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import re
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -275,6 +276,16 @@ def progress(*columns: ProgressColumn) -> Bars:
 
     watched = console(stderr=True)
     return Progress(*columns, console=watched, transient=True, disable=not watched.is_terminal)
+
+
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys in place of showing it: control signs but tabs and line ends, turns of
+the direction of writing."""
+
+
+def inert(text: str) -> str:
+    """Return what somebody or a model wrote without what a terminal would obey."""
+    return OBEYED.sub(" ", text)
 
 
 def actor() -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rlhf_pipeline.commands.common import inert
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import Interaction, Message, Prompt, as_messages, now, uuid7
 
@@ -68,7 +69,7 @@ class Conversation:
             try:
                 command = self._command(said)
                 if command is not None:
-                    typer.echo(command())
+                    typer.echo(inert(command()))
                 elif said:
                     self.say(said)
             except EOFError:  # where a rating was asked for
@@ -113,7 +114,7 @@ class Conversation:
         )  # another for each turn, as repeatable as the first
         for piece in answer(self.policy, prompt, self.limits, self.temperature, seed):
             if isinstance(piece, str):
-                typer.echo(piece, nl=False)
+                typer.echo(inert(piece), nl=False)
                 sys.stdout.flush()
             else:
                 text = piece.text

@@ -15,6 +15,7 @@ from rlhf_pipeline.commands.common import (
     Workspace,
     actor,
     console,
+    inert,
     one_line,
     progress,
     workspace,
@@ -204,7 +205,8 @@ def explain(
 
         told = explained(here.ledger, agent, here.version(agent, version).version)
         text = to_text(told)
-    typer.echo(json.dumps(told, ensure_ascii=False, indent=2) if as_json else text.rstrip())
+    shown = json.dumps(told, ensure_ascii=False, indent=2) if as_json else text.rstrip()
+    typer.echo(inert(shown))
 
 
 def _reasons(
