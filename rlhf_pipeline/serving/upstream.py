@@ -167,6 +167,12 @@ async def _asked(
             async with asyncio.timeout(deadline - time.monotonic()):
                 answer = await client.send(request, stream=True)
             async with aclosing(answer):
+                packed = answer.headers.get("content-encoding", "identity")
+                if packed != "identity":
+                    raise ModelError(
+                        f"the upstream at {upstream.url} must answer as it stands, found "
+                        f"{packed[:20]!r}; switch compression off there"
+                    )
                 yield answer
     except httpx.TimeoutException as error:
         raise TimeoutError from error
@@ -201,7 +207,7 @@ async def _lines(answer: httpx.Response, deadline: float) -> AsyncGenerator[byte
 
 async def _chunks(answer: httpx.Response, deadline: float) -> AsyncGenerator[bytes, None]:
     """Yield the answer's bytes as they come. Raises TimeoutError at the deadline."""
-    chunks = answer.aiter_bytes()
+    chunks = answer.aiter_raw()
     while True:
         # Around each wait alone: whoever reads this may take the next piece in another task.
         async with asyncio.timeout(deadline - time.monotonic()):
@@ -244,12 +250,14 @@ def _count(told: Any) -> int:
 
 
 def _headers(upstream: UpstreamSettings) -> dict[str, str]:
+    # A kilobyte that is packed may come out as a gigabyte, in one piece.
+    asked = {"accept-encoding": "identity"}
     token = bearer_token(
         upstream.key_variable,
         f"the upstream at {upstream.url}",
         "set it where the service starts",
     )
-    return {} if token is None else {"authorization": f"Bearer {token}"}
+    return asked if token is None else {**asked, "authorization": f"Bearer {token}"}
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
@@ -153,6 +154,17 @@ def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
 @pytest.mark.parametrize("rest", [b"", event({"error": {"message": "no memory"}}) + DONE])
 def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
     with answering(200, chunk("Hello ") + rest) as upstream, pytest.raises(ModelError):
+        pieces_of(upstream)
+
+
+def test_a_packed_answer_is_not_unpacked() -> None:
+    """These 73 KB would come out as 38 MB, among everybody's answers."""
+    packed = gzip.compress(b"data: {}\n" * (4 << 20))
+    head = b"HTTP/1.0 200 OK\r\ncontent-encoding: gzip\r\n\r\n"
+    with (
+        sending([(0, head), (0, packed)]) as upstream,
+        pytest.raises(ModelError, match="must answer as it stands, found 'gzip'"),
+    ):
         pieces_of(upstream)
 
 
