@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 
 Counts = dict[str, int]
@@ -24,10 +25,20 @@ PLAIN = str.maketrans(
         **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
         **{chr(wide): chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)},
+        **{
+            sign: str(unicodedata.decimal(sign))
+            for sign in map(chr, range(0x20000))  # Unicode has none beyond
+            if sign.isdecimal()
+        },
     }
 )
 """Blanks and hyphens that web pages, phones and models put inside numbers, so that no line ends
-there, and East Asia's wide digits and signs. Each is one sign, and so is what it stands for.
+there, East Asia's wide digits and signs, and the digits of every script. Each is one sign, and so
+is what it stands for.
+"""
+UNSEEN = re.compile("[\u00ad\u200b\u2060\ufeff]")
+"""What shows nothing, and comes along with what is copied from a page: soft hyphens, places where
+a line may end, or may not.
 """
 
 # Letters of scripts with no blanks between words (Thai, Lao, Burmese, Khmer, Japanese, Chinese) or
@@ -148,6 +159,15 @@ def redact(text: str, regions: Sequence[str] = NATIONAL) -> tuple[str, Counts]:
     Nobody can write a text that takes long: one that shows more at each of MOST_LOOKS goes as a
     whole ([details]), and after MOST_JUDGED runs of digits that may be phone numbers others are.
     """
+    cleaned, counts = _redacted(text, regions)
+    if UNSEEN.search(cleaned):
+        bare, more = _redacted(UNSEEN.sub("", cleaned), regions)
+        if more:  # else it stays as it was written
+            return bare, {kind: counts.get(kind, 0) + more.get(kind, 0) for kind in counts | more}
+    return cleaned, counts
+
+
+def _redacted(text: str, regions: Sequence[str]) -> tuple[str, Counts]:
     counts: Counts = {}
     judged: dict[str, bool] = {}
 
