@@ -81,7 +81,11 @@ interactions = sa.Table(
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Index("ix_interactions_agent_created", "agent_id", "created_at"),
     sa.Index("ix_interactions_experiment_created", "experiment", "created_at"),
+    sa.Index("ix_interactions_person", "agent_id", "user_id", "session_id"),
 )
+
+FROM_MLFLOW = sa.text("origin = 'mlflow'")
+"""Said of feedback; written out, as an index of some rows is used where its condition is."""
 
 feedback = sa.Table(
     "feedback",
@@ -118,6 +122,13 @@ feedback = sa.Table(
     sa.Index("ix_feedback_agent_seq", "agent_id", "seq"),
     sa.Index("ix_feedback_vote", "agent_id", "voter", "target", "kind", "seq"),
     sa.Index("ix_feedback_interaction", "interaction_id"),
+    sa.Index("ix_feedback_other_interaction", "other_interaction_id"),
+    sa.Index(
+        "ix_feedback_from_mlflow",
+        "agent_id",
+        sqlite_where=FROM_MLFLOW,
+        postgresql_where=FROM_MLFLOW,
+    ),
     sqlite_autoincrement=True,  # a sequence number is never given twice, even after an erasure
 )
 

@@ -38,10 +38,12 @@ from rlhf_pipeline.feedback.lines import PACKED, unpacked
 from rlhf_pipeline.feedback.raters import (
     MOST_MARKS,
     Person,
+    contents,
     erased_rows,
     held,
     is_signed_by,
     marks_of,
+    unsigned_interactions,
 )
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
@@ -538,6 +540,50 @@ def test_what_came_in_while_it_worked_goes_too(
     assert SECRET not in "".join(copied.everything().values())
     for path in copied.settings.state_dir.glob("feedback.db*"):
         assert SECRET.encode() not in path.read_bytes()  # nor in pages that are free, or the log
+
+
+# -- cost ---------------------------------------------------------------------------------------
+
+
+def steps_of_looking(path: Path, others: int) -> int:
+    """Return how many steps SQLite's machine takes to show Ann's data among so many others'."""
+    database = Database(f"sqlite:///{path}")
+    store = FeedbackStore(database)
+    people = ["ann", *(f"person {n}" if n % 2 else None for n in range(others))]
+    store.add_interactions(
+        [said(f"i{n}", person, str(n), session_id=f"s{n}") for n, person in enumerate(people)]
+    )
+    store.append(
+        [
+            vote(f"v{n}", FeedbackKind.thumbs, "ann" if n < 5 else f"person {n}", **what)
+            for n in range(others)
+            for what in ({"interaction_id": f"i{n}", "number": 1.0},)
+        ]
+    )
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    ann = Person("tea", ANN, unsigned=True)
+    with database.read() as connection:
+        raw: Any = connection.connection.driver_connection
+        raw.set_progress_handler(count, 1)
+        found = contents(connection, ann)
+        unsigned = unsigned_interactions(connection, ann)
+        raw.set_progress_handler(None, 0)
+    assert len(found["feedback"]) == 5
+    assert {one["interaction_id"] for one in found["interactions"]} == {"i0", *unsigned}
+    assert len(unsigned) == 2
+    database.close()
+    return steps
+
+
+def test_looking_for_a_person_costs_what_is_theirs(tmp_path: Path) -> None:
+    few, many = (steps_of_looking(tmp_path / f"{n}.db", n) for n in (300, 6000))
+    assert many < few + 300  # a level more of the trees, not twenty times the rows
 
 
 def test_an_unknown_person_is_refused_and_nothing_changes(copied: World) -> None:

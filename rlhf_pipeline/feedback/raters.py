@@ -113,15 +113,13 @@ def need(people: Sequence[Person], given_agent: str | None) -> None:
 def held(connection: sa.Connection, person: Person) -> Held:
     """Return the ids of everything the store holds about the person."""
     f, q = db.feedback.c, db.quarantine.c
-    theirs = sa.select(db.interactions.c.interaction_id).where(_theirs(person))
-    interactions = frozenset(connection.execute(theirs).scalars())
+    interactions = frozenset(connection.execute(_theirs(person)).scalars())
     columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq)
     mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter == person.rater_id)
-    votes = [Vote(*row) for row in connection.execute(mine.order_by(f.seq))]
+    votes = _in_order(connection, mine)
     about: list[Vote] = []
     if interactions:
-        others = sa.select(*columns).where(_about(person))
-        about = [Vote(*row) for row in connection.execute(others.order_by(f.seq))]
+        about = _in_order(connection, sa.select(*columns).where(_about(person)))
     gone = {vote.feedback_id for vote in (*votes, *about)}
     quarantined, mentioned = set(), set()
     lines = sa.select(q.quarantine_id, q.feedback_id, q.raw).where(
@@ -308,9 +306,10 @@ def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[s
     for some in _chunks(found.quarantined):
         aside += _plain(connection, q.select().where(q.c.quarantine_id.in_(some)))
     return {
-        "feedback": _plain(connection, mine.order_by(f.c.seq)),
+        "feedback": sorted(_plain(connection, mine), key=lambda row: int(row["seq"])),
         "interactions": _plain(
-            connection, i.select().where(_theirs(person)).order_by(i.c.created_at)
+            connection,
+            i.select().where(i.c.interaction_id.in_(_theirs(person))).order_by(i.c.created_at),
         ),
         "chat_events": events,
         "quarantined": aside,
@@ -322,24 +321,39 @@ def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[s
 
 def unsigned_interactions(connection: sa.Connection, person: Person) -> list[str]:
     """Return the interactions nobody signed that they said something about: theirs, perhaps."""
-    i = db.interactions.c
-    query = sa.select(i.interaction_id).where(
-        i.agent_id == person.agent_id, i.user_id.is_(None), i.interaction_id.in_(_judged(person))
-    )
-    return sorted(connection.execute(query).scalars())
+    return sorted(connection.execute(_unsigned(person)).scalars())
 
 
-def _theirs(person: Person) -> sa.ColumnElement[bool]:
+def _theirs(person: Person) -> sa.CompoundSelect[Any]:
+    """Return the query for the ids of their interactions.
+
+    Each part goes along an index of its own: joined by OR, PostgreSQL reads all the agent has.
+    """
     i, other = db.interactions.c, db.interactions.alias("other").c
     sessions = sa.select(other.session_id).where(
         other.agent_id == person.agent_id,
         other.user_id == person.rater_id,
         other.session_id.is_not(None),
     )
-    which = [i.user_id == person.rater_id, sa.and_(i.user_id.is_(None), i.session_id.in_(sessions))]
+    agents = sa.select(i.interaction_id).where(i.agent_id == person.agent_id)
+    parts = [
+        agents.where(i.user_id == person.rater_id),
+        agents.where(i.user_id.is_(None), i.session_id.in_(sessions)),
+    ]
     if person.unsigned:
-        which.append(sa.and_(i.user_id.is_(None), i.interaction_id.in_(_judged(person))))
-    return sa.and_(i.agent_id == person.agent_id, sa.or_(*which))
+        parts.append(_unsigned(person))
+    return sa.union(*parts)
+
+
+def _unsigned(person: Person) -> sa.Select[Any]:
+    """Return the query for the ids of those nobody signed that they said something about.
+
+    The agent is not asked for: a vote is about its own agent's, and with the agent in the condition
+    SQLite reads all that nobody signed.
+    """
+    i = db.interactions.c
+    judged = i.interaction_id.in_(_judged(person))
+    return sa.select(i.interaction_id).where(i.user_id.is_(None), judged)
 
 
 def _judged(person: Person) -> sa.Select[tuple[Any]]:
@@ -353,20 +367,29 @@ def _judged(person: Person) -> sa.Select[tuple[Any]]:
 
 def _about(person: Person) -> sa.ColumnElement[bool]:
     """Other people's votes that show one of their interactions and still have their words."""
-    f, i = db.feedback.c, db.interactions.c
-    theirs = sa.select(i.interaction_id).where(_theirs(person))
-    # A preference out of MLflow holds the trace's prompt itself, and no interaction's id.
-    prompts = sa.select(i.prompt).where(_theirs(person))
+    f, i, theirs = db.feedback.c, db.interactions.c, _theirs(person)
+    prompts = sa.select(i.prompt).where(i.interaction_id.in_(theirs))
+    which = (
+        f.interaction_id.in_(theirs),
+        f.other_interaction_id.in_(theirs),
+        # A preference out of MLflow holds the trace's prompt itself, and no interaction's id.
+        sa.and_(f.agent_id == person.agent_id, db.FROM_MLFLOW, f.prompt.in_(prompts)),
+    )
     return sa.and_(
         f.agent_id == person.agent_id,
         f.voter != person.rater_id,
         f.erased_at.is_(None),
-        sa.or_(
-            f.interaction_id.in_(theirs),
-            f.other_interaction_id.in_(theirs),
-            sa.and_(f.origin == "mlflow", f.prompt.in_(prompts)),
-        ),
+        f.seq.in_(sa.union(*(sa.select(f.seq).where(one) for one in which))),
     )
+
+
+def _in_order(connection: sa.Connection, query: sa.Select[Any]) -> list[Vote]:
+    """Return a query's votes, oldest first.
+
+    Put in order here: asked for it, SQLite reads all of the agent's votes, which lie in order.
+    """
+    votes = [Vote(*row) for row in connection.execute(query)]
+    return sorted(votes, key=lambda vote: vote.seq)
 
 
 def _plain(connection: sa.Connection, query: sa.Select[Any]) -> list[dict[str, Any]]:
