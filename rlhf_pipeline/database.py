@@ -8,7 +8,9 @@ module does not protect against: a disk that lies about fsync, and somebody who 
 from __future__ import annotations
 
 import functools
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -16,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.files import make_private
+
+log = structlog.get_logger(__name__)
+
+FOLD_SECONDS = 60.0  # that SQLite's log may take to be emptied
+FOLD_MOMENT = 0.1  # seconds that one try waits for who reads, and the pause after it
 
 metadata = sa.MetaData(
     naming_convention={
@@ -377,10 +385,22 @@ class Database:
         )
 
     def fold_back(self) -> None:
-        """Write SQLite's log back into the file and empty it: it holds what rows said before."""
-        if self.is_sqlite:
-            with closing(self.engine.raw_connection()) as connection:
-                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+        """Write SQLite's log back into the file and empty it: it holds what rows said before.
+
+        It can be emptied when nobody reads what is older; until then this tries again and again,
+        and gives up after FOLD_SECONDS, with a line in the log.
+        """
+        if not self.is_sqlite:
+            return
+        deadline = time.monotonic() + FOLD_SECONDS
+        # SQLite keeps the writer's lock while it waits for readers: an export would hold every
+        # vote up. So it waits for moments only, and others write between two tries.
+        with closing(sqlite3.connect(self.url.database or "", timeout=FOLD_MOMENT)) as connection:
+            while _is_read(connection):
+                if time.monotonic() > deadline:
+                    log.warning("the database's log was not emptied: somebody reads all the while")
+                    return
+                time.sleep(FOLD_MOMENT)
 
     def close(self) -> None:
         """Give back every connection."""
@@ -397,6 +417,12 @@ def open_database(url: str) -> Database:
             "sqlite:////srv/feedback.db, or leave database_url out"
         )
     return database
+
+
+def _is_read(connection: sqlite3.Connection) -> bool:
+    """Try to empty SQLite's log, and say whether somebody kept it from that."""
+    busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return bool(busy)
 
 
 def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from structlog.testing import capture_logs
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database, open_database
@@ -247,3 +248,43 @@ def test_a_server_that_refuses_is_told_without_the_password(postgres_url: str) -
 
 def test_a_bare_postgresql_url_takes_the_driver_that_is_installed() -> None:
     assert Database("postgresql://me@host/rlhf").url.drivername == "postgresql+psycopg2"
+
+
+def test_emptying_the_log_waits_for_readers_and_keeps_no_writer_waiting(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.write() as connection:
+        add_agent(connection, "before")
+    journal = tmp_path / "feedback.db-wal"
+    with ThreadPoolExecutor(2) as threads:
+        with database.read() as reader:
+            reader.execute(sa.select(db.agents)).all()
+            with database.write() as connection:
+                add_agent(connection, "newer")  # than what the reader sees
+            folded = threads.submit(database.fold_back)
+
+            def write(name: str) -> None:
+                with database.write() as connection:
+                    add_agent(connection, name)
+
+            for n in range(20):
+                threads.submit(write, f"meanwhile {n}").result(timeout=10)
+            assert not folded.done()
+            assert journal.stat().st_size > 0
+        folded.result()
+    assert journal.stat().st_size == 0
+    assert len(agent_ids(database)) == 22
+    database.close()
+
+
+def test_a_log_that_somebody_reads_all_the_while_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db, "FOLD_SECONDS", 0.0)
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.read() as reader, capture_logs() as logs:
+        reader.execute(sa.select(db.agents)).all()
+        with database.write() as connection:
+            add_agent(connection, "newer")
+        database.fold_back()
+    assert [line["log_level"] for line in logs] == ["warning"]
+    database.close()
