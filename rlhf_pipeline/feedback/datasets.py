@@ -241,10 +241,15 @@ def write_jsonl(path: Path, records: Iterable[Record]) -> int:
     count = 0
     with aside.open("w", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n")
+            file.write(line_of(record))
             count += 1
     aside.replace(path)
     return count
+
+
+def line_of(record: Record) -> str:
+    """Return the record as its line in a file, with the line's end."""
+    return json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n"
 
 
 def read_jsonl(path: Path, kind: type[Record]) -> list[Record]:

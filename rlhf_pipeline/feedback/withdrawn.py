@@ -10,11 +10,11 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.feedback import datasets, gold, snapshot
@@ -22,14 +22,11 @@ from rlhf_pipeline.feedback.lines import BLOCK, PACKED, elements, is_array, unpa
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
-from rlhf_pipeline.records import (
-    EvaluationPrompt,
-    PreferencePair,
-    RewardExample,
-    SftExample,
-    uuid7,
-)
+from rlhf_pipeline.records import Message, Prompt, prompt_from_json, uuid7
 from rlhf_pipeline.topics import ERASED, without_topics
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
@@ -49,29 +46,35 @@ class Said:
 
 def said_by(folder: Path, gone: Collection[str]) -> Said | None:
     """Return what the votes `gone` said in a snapshot; None where none of them is in there."""
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     path = folder / snapshot.FILE
     if not path.exists():
         return None
-    asked: dict[bool, set[str]] = {True: set(), False: set()}
-    topics: dict[bool, set[str]] = {True: set(), False: set()}
-    texts: list[str] = []
-    found = False
-    names = ["feedback_id", "topic", *snapshot.PROMPTS, *TEXTS]
-    for batch in pq.ParquetFile(path).iter_batches(columns=names):
-        for row in batch.to_pylist():
-            is_gone = row["feedback_id"] in gone
-            found |= is_gone
-            asked[is_gone].update(row[name] for name in snapshot.PROMPTS if row[name])
-            topics[is_gone].update([row["topic"]] if row["topic"] else [])
-            if is_gone:
-                told = (row[name] for name in TEXTS if row[name])
-                texts += [f" {' '.join(WORD.findall(text.lower()))} " for text in told]
-    if not found:
+    source, names = pq.ParquetFile(path), ["feedback_id", "topic", *snapshot.PROMPTS]
+    ids = source.iter_batches(columns=["feedback_id"])
+    if not any(pc.any(_are_in("feedback_id", batch, gone)).as_py() for batch in ids):
         return None
-    prompts, kept = (frozenset(both[True] - both[False]) for both in (asked, topics))
-    return Said(prompts, kept, frozenset(topics[False]), tuple(texts))
+    theirs: list[dict[str, Any]] = []
+    for batch in source.iter_batches(columns=[*names, *TEXTS]):
+        theirs += batch.filter(_are_in("feedback_id", batch, gone)).to_pylist()
+    asked = {row[name] for row in theirs for name in snapshot.PROMPTS if row[name]}
+    topics = {row["topic"] for row in theirs if row["topic"]}
+    others: set[str] = set()  # of those prompts
+    shared: set[str] = set()
+    for batch in source.iter_batches(columns=names):
+        kept = batch.filter(pc.invert(_are_in("feedback_id", batch, gone)))
+        for name in snapshot.PROMPTS:
+            others.update(kept.column(name).filter(_are_in(name, kept, asked)).unique().to_pylist())
+        shared.update(text for text in kept.column("topic").unique().to_pylist() if text)
+    texts = [row[name] for row in theirs for name in TEXTS if row[name]]
+    return Said(
+        frozenset(asked - others),
+        frozenset(topics - shared),
+        frozenset(shared),
+        tuple(f" {' '.join(WORD.findall(text.lower()))} " for text in texts),
+    )
 
 
 def gone_topics(said: Collection[Said]) -> frozenset[str]:
@@ -110,7 +113,8 @@ def clean_folder(
 ) -> int:
     """Take the votes out of a snapshot's folder and return how many files were written anew.
 
-    The data sets keep the lines that the other votes give under the turn's own settings.
+    The data sets keep the lines that the other votes give under the turn's own settings. Memory
+    stays bounded: only the rows on prompts of the votes that go are held, and files are streamed.
     """
     changed = 0
     for leftover in folder.glob("*.partial"):  # of an attempt that was killed
@@ -118,10 +122,9 @@ def clean_folder(
         changed += 1
     validated = folder / VALIDATED
     if validated.exists():
-        frame = snapshot.read(validated)
-        kept = frame[~frame["feedback_id"].isin(list(gone))].reset_index(drop=True)
+        prompts, kept = _others_beside(validated, gone)
         built = datasets.build(kept, evaluation_share=evaluation_share, min_rating=min_rating)
-        changed += _clean_datasets(folder, gone, built)
+        changed += _clean_datasets(folder, gone, prompts, built)
         changed += _without_rows(validated, gone)
     return changed + _without_rows(folder / snapshot.FILE, gone)
 
@@ -138,27 +141,67 @@ def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> i
     return changed
 
 
-def _clean_datasets(folder: Path, gone: Collection[str], built: datasets.Datasets) -> int:
+def _others_beside(path: Path, gone: Collection[str]) -> tuple[frozenset[Prompt], pd.DataFrame]:
+    """Return the prompts of the votes that go, and the rows of other votes on those prompts.
+
+    What a data set has for a prompt comes of the votes on that prompt alone.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    source = pq.ParquetFile(path)
+    asked: set[str] = set()
+    for batch in source.iter_batches(columns=["feedback_id", "prompt"]):
+        theirs = batch.filter(_are_in("feedback_id", batch, gone))
+        asked.update(theirs.column("prompt").to_pylist())
+    rows = []
+    for batch in source.iter_batches():
+        beside = batch.filter(_are_in("prompt", batch, asked))
+        rows.append(beside.filter(pc.invert(_are_in("feedback_id", beside, gone))))
+    table = pa.Table.from_batches(rows, source.schema_arrow).replace_schema_metadata(None)
+    return frozenset(prompt_from_json(text) for text in asked), table.to_pandas()
+
+
+def _are_in(name: str, batch: Any, values: Collection[str]) -> Any:
+    """Return for each row of a parquet file's batch whether a column has one of the values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return pc.is_in(batch.column(name).cast(pa.string()), value_set=pa.array(values, pa.string()))
+
+
+def _clean_datasets(
+    folder: Path, gone: Collection[str], prompts: Collection[Prompt], built: datasets.Datasets
+) -> int:
+    """Take the votes out of the data sets; `built` is what others give for the votes' prompts."""
     imitable = {(e.prompt, e.completion): e for e in built.sft_examples}
     held_out = {prompt.prompt_id: prompt for prompt in built.evaluation_prompts}
-    pairs, examples = folder / stages.PAIRS, folder / stages.EXAMPLES
-    imitated, prompts = folder / stages.SFT_EXAMPLES, folder / stages.PROMPTS
-    changed = 0
-    if pairs.exists():
-        before = datasets.read_jsonl(pairs, PreferencePair)
-        changed += _rewritten(pairs, before, [p for p in before if p.pair_id not in gone])
-    if examples.exists():
-        said = datasets.read_jsonl(examples, RewardExample)
-        changed += _rewritten(examples, said, [e for e in said if e.example_id not in gone])
-    if imitated.exists():
-        shown = datasets.read_jsonl(imitated, SftExample)
-        keys = [(e.prompt, e.completion) for e in shown]
-        kept = [imitable[key] for key in keys if key in imitable]
-        changed += _rewritten(imitated, shown, kept)
-    if prompts.exists():
-        asked = datasets.read_jsonl(prompts, EvaluationPrompt)
-        left = [held_out[p.prompt_id] for p in asked if p.prompt_id in held_out]
-        changed += _rewritten(prompts, asked, left)
+
+    def judged(line: str, key: str) -> str:
+        return "" if json.loads(line)[key] in gone else line
+
+    def imitated(line: str) -> str:
+        values = json.loads(line)
+        prompt = _prompt_of(values)
+        if prompt not in prompts:
+            return line
+        example = imitable.get((prompt, values["completion"]))
+        return "" if example is None else datasets.line_of(example)
+
+    def asked(line: str) -> str:
+        values = json.loads(line)
+        if _prompt_of(values) not in prompts:
+            return line
+        left = held_out.get(values["prompt_id"])
+        return "" if left is None else datasets.line_of(left)
+
+    changed = (
+        _rewritten(folder / stages.PAIRS, lambda line: judged(line, "pair_id"))
+        + _rewritten(folder / stages.EXAMPLES, lambda line: judged(line, "example_id"))
+        + _rewritten(folder / stages.SFT_EXAMPLES, imitated)
+        + _rewritten(folder / stages.PROMPTS, asked)
+    )
     answers = gold.read_answers(folder / stages.GOLD)
     others = [answer for answer in answers if answer.feedback_id not in gone]
     if others != answers:
@@ -166,10 +209,26 @@ def _clean_datasets(folder: Path, gone: Collection[str], built: datasets.Dataset
     return changed + (others != answers)
 
 
-def _rewritten(path: Path, before: list[Any], after: list[Any]) -> bool:
-    if before != after:
-        datasets.write_jsonl(path, after)
-    return before != after
+def _prompt_of(values: Mapping[str, Any]) -> Prompt:
+    return tuple(Message(**message) for message in values["prompt"])
+
+
+def _rewritten(path: Path, left: Callable[[str], str]) -> bool:
+    """Write a data set anew with what is `left` of each line; say whether any line changed."""
+    if not path.exists():
+        return False
+    aside, changed = path.with_suffix(f".{uuid7()}.partial"), False
+    try:
+        with path.open(encoding="utf-8") as before, aside.open("w", encoding="utf-8") as after:
+            for line in before:
+                kept = left(line)
+                changed |= kept != line
+                after.write(kept)
+        if changed:
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return changed
 
 
 def _without_rows(path: Path, gone: Collection[str]) -> bool:
@@ -179,7 +238,6 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     import pyarrow.parquet as pq
 
     source = pq.ParquetFile(path)
-    theirs = pa.array(sorted(gone), pa.string())
     schema = source.schema_arrow.remove_metadata()  # pandas' counts the rows that were there
     noted = {
         name: value
@@ -191,8 +249,7 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     try:
         with pq.ParquetWriter(aside, schema) as writer:
             for batch in source.iter_batches():
-                ids = batch.column("feedback_id").cast(pa.string())
-                kept = batch.filter(pc.invert(pc.is_in(ids, value_set=theirs)))
+                kept = batch.filter(pc.invert(_are_in("feedback_id", batch, gone)))
                 found += batch.num_rows - kept.num_rows
                 writer.write_table(pa.Table.from_batches([kept]).cast(schema))
             writer.add_key_value_metadata(noted)
