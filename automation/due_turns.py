@@ -21,7 +21,7 @@ def due_turns(
 ) -> tuple[list[tuple[Due, ContinuousLearningSettings]], list[str]]:
     """Return the turns to ask for, each with its agent's rules, and why no other agent's starts."""
     turns, reasons = [], []
-    asked = _asked_for(instance)
+    asked = asked_for(instance)
     for agent_id in pipeline.store.agents():
         if agent_id in asked:
             reasons.append(f"{agent_id}: run {asked[agent_id][:8]} waits or is at work")
@@ -41,7 +41,7 @@ def due_turns(
     return turns, reasons
 
 
-def _asked_for(instance: dg.DagsterInstance) -> dict[str, str]:
+def asked_for(instance: dg.DagsterInstance) -> dict[str, str]:
     """Return the id of the unfinished turn's run of each agent that has one."""
     runs = instance.get_runs(dg.RunsFilter(job_name=retrain.name, statuses=AT_WORK))
     return {run.tags.get(AGENT) or run.tags.get(PARTITION, ""): run.run_id for run in runs}

@@ -14,7 +14,7 @@ import structlog
 from assets.common import agents
 from automation import outbox
 from automation.dead import end_dead_turns, runs_of
-from automation.due_turns import due_turns
+from automation.due_turns import asked_for, due_turns
 from automation.jobs import (
     DROPPED,
     FINGERPRINT,
@@ -170,7 +170,9 @@ def dead_runs(
     """End the turns that died (automation/dead.py) and ask again for those that may be tried."""
     requests = []
     known = set(context.instance.get_dynamic_partitions(str(agents.name)))
-    for claim in end_dead_turns(context.instance, pipeline):
+    died = end_dead_turns(context.instance, pipeline)
+    asked_anew = asked_for(context.instance)  # by a sensor that saw the claim given up already
+    for claim in died:
         if claim.asked_by in (ASKED_BY_ERASURE, ASKED_BY_PRUNE):
             continue  # whoever asked for it asks again; there is nothing to train
         try:
@@ -183,6 +185,7 @@ def dead_runs(
             claim.attempt >= rules.max_attempts
             or not (settings.training.enabled and rules.enabled)
             or (row is not None and row.paused_reason is not None)
+            or claim.agent_id in asked_anew
             or pipeline.claims.held(claim.agent_id) is not None  # another has taken over
         ):
             continue

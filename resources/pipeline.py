@@ -97,27 +97,63 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def begin_turn(
         self, context: dg.AssetExecutionContext, mark: str, watermark: int, *, again: bool = False
     ) -> Turn:
-        """Claim the fingerprint for this run and return the turn.
-
-        Raises dg.Failure (no retry) when another run holds the agent or the fingerprint was
-        trained on already: trying again would not help.
-        """
+        """Claim the fingerprint for this run and return the turn. Raises what `_claim` does."""
         run = context.run
-        try:
-            claim = self.claims.claim(
-                context.partition_key,
-                mark,
-                watermark,
-                holder=run.root_run_id or run.run_id,
-                asked_by=run.tags.get(ASKED_BY, "person"),
-                again=again,
-            )
-        except ClaimRefused as error:
-            raise dg.Failure(str(error), allow_retries=False) from error
+        claim = self._claim(
+            context.partition_key,
+            mark,
+            watermark,
+            holder=run.root_run_id or run.run_id,
+            asked_by=run.tags.get(ASKED_BY, "person"),
+            again=again,
+        )
         self._keep_alive(claim.token)
         turn = self._turn(claim, run.tags)
         remove_half_written(turn.work, turn.data)  # by an attempt that was killed
         return turn
+
+    def _claim(
+        self,
+        agent_id: str,
+        mark: str,
+        watermark: int,
+        *,
+        holder: str,
+        asked_by: str,
+        again: bool,
+    ) -> Claim:
+        """Return the claim.
+
+        Raises dg.Failure (no retry) when another run holds the agent, or the fingerprint or newer
+        votes were trained on already: trying again would not help.
+        """
+        try:
+            claim = self.claims.claim(
+                agent_id, mark, watermark, holder=holder, asked_by=asked_by, again=again
+            )
+            if not again:
+                self._refuse_if_overtaken(claim)
+        except ClaimRefused as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
+        return claim
+
+    def _refuse_if_overtaken(self, claim: Claim) -> None:
+        """Let the claim go and raise ClaimRefused where votes newer than its own were trained on.
+
+        A run may wait in the queue while another one trains what came in since; from then on its
+        turn would take those votes back. Looked at once the claim is held: nobody comes between.
+        """
+        last = self.claims.last_done(claim.agent_id)
+        trained = last.watermark if last else 0
+        # After an erasure the newest votes that are left may well be older than that.
+        newest = snapshot.newest_seq(self.database, claim.agent_id, up_to=trained)
+        if 0 < claim.watermark < newest:
+            self.claims.let_go(claim.token)
+            raise ClaimRefused(
+                f"agent {claim.agent_id!r} was trained on votes up to number {newest} while this "
+                f"run waited, and it was to take those up to {claim.watermark}; nothing is lost: "
+                "the next turn takes what is new, and `again` trains from the older ones"
+            )
 
     def _keep_alive(self, token: int) -> None:
         """Keep the heartbeat going to the run's end: it must not stop where steps wait for the
@@ -154,17 +190,14 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
         if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
             return claim
-        try:
-            return self.claims.claim(
-                claim.agent_id,
-                claim.fingerprint,
-                claim.watermark,
-                holder=claim.holder,
-                asked_by="person",
-                again=self.claims.verdicts_before(claim) > 0,
-            )
-        except ClaimRefused as error:
-            raise dg.Failure(str(error), allow_retries=False) from error
+        return self._claim(
+            claim.agent_id,
+            claim.fingerprint,
+            claim.watermark,
+            holder=claim.holder,
+            asked_by="person",
+            again=self.claims.verdicts_before(claim) > 0,
+        )
 
     def begin_bootstrap_if_alone(self, context: dg.AssetExecutionContext) -> None:
         """Begin the turn that only trains version 0 from seeds, where this run has no other."""

@@ -44,11 +44,13 @@ class Snapshot:
     sha256: str  # of the file
 
 
-def newest_seq(database: db.Database, agent_id: str) -> int:
-    """Return the agent's newest feedback number, 0 where there is none."""
+def newest_seq(database: db.Database, agent_id: str, *, up_to: int | None = None) -> int:
+    """Return the agent's newest feedback number, none above `up_to`; 0 where there is none."""
     f = db.feedback.c
+    query = sa.select(f.seq).where(f.agent_id == agent_id).order_by(f.seq.desc()).limit(1)
+    if up_to is not None:
+        query = query.where(f.seq <= up_to)
     with database.read() as connection:
-        query = sa.select(f.seq).where(f.agent_id == agent_id).order_by(f.seq.desc()).limit(1)
         return int(connection.execute(query).scalar() or 0)
 
 

@@ -9,11 +9,18 @@ import pytest
 
 from resources.compute import Compute
 from resources.pipeline import Pipeline, bootstrap_mark
+from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    hash_rater,
+    prompt_to_json,
+    user_prompt,
+)
 from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
 
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
@@ -217,6 +224,45 @@ def test_votes_that_come_in_after_the_watermark_wait_for_the_next_turn(loop: Loo
     [event] = result.asset_materializations_for_node("feedback_snapshot")
     assert event.metadata["dagster/row_count"].value == votes
     assert loop.pipeline.claims.history(agent)[0].watermark == watermark
+
+
+def test_a_run_that_waited_takes_back_no_newer_votes_that_were_trained_on_meanwhile(
+    loop: Loop,
+) -> None:
+    agent, claims, store = loop.agent("overtaken"), loop.pipeline.claims, loop.pipeline.store
+    database = loop.pipeline.database
+    chat(store, agent, 30)
+    older = snapshot.newest_seq(database, agent)
+    late = Feedback(
+        agent,
+        FeedbackKind.thumbs,
+        "late",
+        number=1.0,
+        prompt=user_prompt("where is it?"),
+        completion="on its way.",
+        rater_id=hash_rater(agent, "ann"),
+    )
+    store.append([late])
+    newest = snapshot.newest_seq(database, agent)
+    claim = claims.claim(agent, "newest", newest, holder="make train", asked_by="person")
+    claims.finish(claim.token, "done")
+
+    def waited(**more: Any) -> dg.ExecuteInProcessResult:
+        asked = {"watermark": older, **more}
+        return loop.run("retrain", agent, snapshot=asked, only=["feedback_snapshot"])
+
+    refused = waited()
+    assert f"was trained on votes up to number {newest} while this run waited" in failures(refused)
+    assert claims.history(agent) == [claims.last_done(agent)]  # it counts as no attempt
+    assert waited(again=True).success
+    held = claims.held(agent)
+    assert held is not None
+    claims.finish(held.token, "failed")
+
+    # Where the newest were erased, older ones are all there is.
+    erase(loop.pipeline.settings(agent), loop.pipeline.registry, "ann", agent_id=agent)
+    assert snapshot.newest_seq(database, agent) == older
+    assert waited().success
 
 
 def test_a_snapshot_takes_out_the_phone_numbers_of_the_agents_own_regions(loop: Loop) -> None:

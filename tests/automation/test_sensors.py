@@ -532,6 +532,19 @@ def test_a_dead_run_is_marked_failed_and_asked_for_again(ticks: Ticks) -> None:
     )
 
 
+def test_a_dead_turn_that_newer_votes_have_a_run_for_is_not_asked_for_again(ticks: Ticks) -> None:
+    agent = "overtaken"
+    ticks.pipeline.store.ensure_agent(agent)
+    dead = ticks.start_run(agent, job="retrain")
+    ticks.pipeline.claims.claim(
+        agent, "f" * 64, 40, holder=dead.run_id, asked_by="sensor", lease=EXPIRED
+    )
+    ticks.start_run(agent, job="retrain")
+    assert ticks.tick("dead_runs").run_requests == []
+    [claim] = ticks.pipeline.claims.history(agent)
+    assert (claim.state, claim.reason) == ("lost", "the worker died: no heartbeat")
+
+
 def test_a_turn_that_a_person_terminated_is_not_asked_for_again(ticks: Ticks) -> None:
     agent, claims = "unwanted", ticks.pipeline.claims
     ticks.pipeline.store.ensure_agent(agent)
