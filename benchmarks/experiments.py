@@ -55,21 +55,30 @@ def people(rng: np.random.Generator, rate: float, users: int) -> Users:
     return ratings
 
 
-def play(rng: np.random.Generator, lift: float, bounds: Bounds = BOUNDS) -> Ended:
-    """Return the end of one experiment; users come evenly, each rates again at later looks."""
+def play(
+    rng: np.random.Generator, lift: float, bounds: Bounds = BOUNDS, *, longer: float | None = None
+) -> Ended:
+    """Return the end of one experiment; users come evenly, each rates again at later looks.
+
+    Answers are of one length, or of lengths that differ from user to user, the challenger's by so
+    much `longer` (a share of ExperimentSettings.long_words).
+    """
     champion, challenger = people(rng, RATE, MOST), people(rng, RATE + lift, MOST)
     same = Sample.of(rng.random(MOST) < 0.02)  # guardrails that do not differ, well known
     calm = {m.name: Arms(same, same) for m in GUARDRAILS}
+    lengths = [] if longer is None else [rng.normal(0.25 + x, 0.1, MOST) for x in (longer, 0.0)]
     for users in range(EVERY, MOST + 1, EVERY):
         # Whoever came first has had the most time to rate again.
         seen = np.maximum(1, 10 * (users - np.arange(users)) // users)[:, None] > np.arange(10)
-        down: dict[str, Arms] = {}
+        measured: dict[str, Arms] = {}
         samples = []
         for ratings in (challenger, champion):
             shown = np.where(seen, ratings[:users], np.nan)
             samples.append(Sample.of(np.nanmean(shown, axis=1)))
-        down["thumbs_down"] = Arms(*(Sample(s.users, 1 - s.mean, s.variance) for s in samples))
-        arms = {**calm, **down, PRIMARY.name: Arms(*samples)}
+        measured["thumbs_down"] = Arms(*(Sample(s.users, 1 - s.mean, s.variance) for s in samples))
+        if lengths:
+            measured["length"] = Arms(*(Sample.of(n[:users].clip(0, 1)) for n in lengths))
+        arms = {**calm, **measured, PRIMARY.name: Arms(*samples)}
         half = RampStep(0.5, users, users)
         known = BELIEVED <= users / MOST < 1
         verdict = decide(
@@ -178,6 +187,14 @@ def main() -> None:
     worse = experiments(-0.20, options.runs // 4)
     fast = sum(e.action == "roll_back" and e.users <= 350 for e in worse) / len(worse)
     rows.append(("−20 points: rolled back within 350", "≥ 90 %", f"{fast:.1%}", fast >= 0.90))
+
+    for words, wrong in ((16, "roll_back"), (60, "promote")):
+        longer = words / ExperimentSettings().long_words
+        runs = range(options.runs // 4)
+        ends = [play(np.random.default_rng(seed), 0.10, longer=longer).action for seed in runs]
+        share = ends.count(wrong) / len(ends)
+        row = f"+10 points and {words} words longer, of 40 allowed: {wrong.replace('_', ' ')}"
+        rows.append((row, "≤ 1 %", f"{share:.1%}", share <= 0.01))
 
     uneven = [imbalance(rng, 0.55, 3000) for _ in range(options.runs // 4)]
     heard = sum(n is not None for n in uneven) / len(uneven)
