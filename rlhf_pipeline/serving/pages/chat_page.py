@@ -33,6 +33,10 @@ UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 WHICH = "Which answer is better?"
+CUT_OFF = {
+    "length": "The answer ends here because it has reached its greatest length.",
+    "content_filter": "The answer ends here because what followed must not be shown.",
+}
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
@@ -332,6 +336,8 @@ def _finished(
     ask = "" if other is None else WHICH
     if not ask and answer.asks:
         ask = "Was this a good answer? Your vote teaches the assistant."
+    if answer.ending in CUT_OFF and not hides:
+        ask = f"{CUT_OFF[answer.ending]} {ask}".rstrip()
     return (
         messages,
         gr.skip(),  # the next question may be half written

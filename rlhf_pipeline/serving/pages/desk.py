@@ -28,7 +28,7 @@ from rlhf_pipeline.records import (
     uuid7,
 )
 from rlhf_pipeline.serving.doubts import HeadDoubts
-from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.gateway import Ending, Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import output_block
 from rlhf_pipeline.serving.limits import RaterLimit
 from rlhf_pipeline.serving.tracing import Tracing
@@ -58,6 +58,7 @@ class Answer:
     interaction: Interaction
     asks: bool  # the page should ask for more than a thumb
     other: Interaction | None = None  # a second answer to the same prompt, to be compared
+    ending: Ending = "stop"
 
 
 class Desk:
@@ -145,7 +146,9 @@ class Desk:
             if one is not None:
                 self.tracing.note(one)
         share = unit_interval("ask", this.interaction_id)
-        yield Answer(this, unusual or share < self.settings.pages.collection_rate, shown)
+        yield Answer(
+            this, unusual or share < self.settings.pages.collection_rate, shown, reply.ending
+        )
 
     @property
     def _asks_heads(self) -> bool:

@@ -33,7 +33,15 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import measured
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.records import Feedback, FeedbackKind, RewardInput, hash_rater, user_prompt
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    RewardInput,
+    hash_rater,
+    now,
+    user_prompt,
+)
 from rlhf_pipeline.reward.model import (
     Calibration,
     LearnedReward,
@@ -565,3 +573,19 @@ def test_more_answers_than_mlflow_takes_are_named_and_not_held(
     slow.set()
     tracing.finish()
     assert logged == [answer.interaction]  # the one under way
+
+
+def test_a_person_is_told_why_an_answer_ends_where_it_does() -> None:
+    import gradio as gr
+
+    said = Interaction("i-1", "tea", user_prompt("what now?"), "this and", 1, now())
+    plain = Answer(said, asks=False)
+
+    def told(answer: Answer) -> str:
+        words: str = chat_page._finished(gr, answer, [], "what now?", pair_mode=False)[2]
+        return words
+
+    assert told(plain) == ""
+    assert "must not be shown" in told(replace(plain, ending="content_filter"))
+    asked = told(replace(plain, ending="length", asks=True))
+    assert asked.startswith("The answer ends here because it has reached its greatest length. Was")
