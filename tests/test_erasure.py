@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -735,6 +736,24 @@ def test_a_damaged_file_keeps_nobody_from_being_erased(content: bytes, copied: W
     assert b"bob" in unpacked(path.read_bytes())
     with copied.database.read() as connection:
         assert not held(connection, Person("tea", ANN))
+
+
+@pytest.mark.parametrize(("before", "end"), [(b"", b"\n"), (b"", b" "), (b"[", b" ")])
+def test_a_small_file_that_unpacks_to_much_is_looked_through_in_bounded_memory(
+    before: bytes, end: bytes, tmp_path: Path
+) -> None:
+    """Somebody drops it; whoever is erased later must not take the service along."""
+    row = b'{"rater": "bob", "comment": "' + b"plum " * (1 << 18) + b'"},' + end
+    (tmp_path / "done").mkdir()
+    path = tmp_path / "done" / "votes.json.gz"
+    path.write_bytes(gzip.compress(before + row * 40, 1))
+    tracemalloc.start()
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 48 << 20
+    path.write_bytes(gzip.compress(before + row * 9 + b'{"rater": "ann"}' + end, 1))
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 1
 
 
 def test_a_rating_in_a_table_is_nobodys_name() -> None:

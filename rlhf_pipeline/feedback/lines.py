@@ -91,6 +91,16 @@ def unpacked(content: bytes) -> bytes:
     return bytes(text)
 
 
+def pieces(path: Path) -> Iterator[bytes]:
+    """Yield what a file holds, a few megabytes at a time at most, as `unpacked` returns it."""
+    with path.open("rb") as file, suppress(*DAMAGE):
+        if file.peek(2).startswith(PACKED):
+            yield from _unpacked_pieces(file)
+        else:
+            while piece := file.read(BLOCK):
+                yield piece
+
+
 def _unpacked_pieces(file: IO[bytes]) -> Iterator[bytes]:
     """Yield what comes out of a gzip file, all of it up to the damage if any, raised there."""
     member = zlib.decompressobj(31)  # with gzip's head and checksum

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.feedback import datasets, gold, snapshot
-from rlhf_pipeline.feedback.lines import BLOCK, PACKED, elements, is_array, unpacked
+from rlhf_pipeline.feedback.lines import (
+    BLOCK,
+    DAMAGE,
+    LONGEST_ROW,
+    PACKED,
+    elements,
+    is_array,
+    pieces,
+    unpacked,
+    unpacking,
+)
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
+LONGEST_SIGNED = 8 << 10  # bytes: a field with the longest name of a rater, all of it escaped
 _OPENING = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")  # of an array, a byte-order mark before it
 _CLOSING = re.compile(rb"[\s,]*[\]}]?")  # of either kind: `elements` takes both for its end
 
@@ -132,7 +143,8 @@ def clean_folder(
 def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> int:
     """Take rows with the person's name, or about their interactions, out of dropped files.
 
-    They are read as ingestion reads them; of a damaged gzip file is left what came out of it.
+    They are read as ingestion reads them; of a damaged gzip file is left what came out of it. A
+    file is held in memory, unpacked, where something of theirs is in it.
     """
     changed = 0
     for path in sorted(inbox.rglob("*.json*")):
@@ -265,6 +277,8 @@ def _without_lines(path: Path, person: Person, interactions: Collection[str]) ->
     def is_theirs(row: bytes) -> bool:
         return _is_about(row, person, interactions)
 
+    if not _holds_any(path, is_theirs):
+        return False
     content = path.read_bytes()
     text = unpacked(content)
     arrays, at = [], 0
@@ -279,6 +293,32 @@ def _without_lines(path: Path, person: Person, interactions: Collection[str]) ->
         return False
     write_bytes(path, gzip.compress(kept) if content.startswith(PACKED) else kept)
     return True
+
+
+def _holds_any(path: Path, is_theirs: Callable[[bytes], bool]) -> bool:
+    """Say whether any row of a file is theirs, in bounded memory: a small file may unpack to much.
+
+    What is longer than a row may be is looked at piece by piece.
+    """
+    line = bytearray()
+    for piece in pieces(path):
+        first, *others = piece.split(b"\n")
+        line += first
+        for other in others:
+            if is_theirs(bytes(line)):
+                return True
+            line = bytearray(other)
+        if len(line) > LONGEST_ROW:
+            if is_theirs(bytes(line)):
+                return True
+            del line[:-LONGEST_SIGNED]
+    if is_theirs(bytes(line)):
+        return True
+    with path.open("rb") as file, suppress(*DAMAGE):  # an array's row may stand on many lines
+        stream = unpacking(file)
+        rows = elements(stream, LONGEST_ROW) if _OPENING.match(stream.peek(BLOCK)) else ()
+        return any(is_theirs(row.content) for row in rows)
+    return False
 
 
 def _holds_array(path: Path, text: bytes) -> bool:
