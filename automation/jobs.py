@@ -14,6 +14,7 @@ from assets.common import table
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
+from rlhf_pipeline.feedback.rules import AGENT_ID
 
 if TYPE_CHECKING:
     from rlhf_pipeline.retention import Item
@@ -99,7 +100,11 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     if before is None:
         context.log.info(f"{path} was taken in by an earlier run")
         return
-    if problem := unfit_to_take(path):  # since it was asked for
+    settings = pipeline.settings()
+    inbox = settings.state_dir / settings.feedback.drop_folder / config.agent_id
+    # Whoever reaches Dagster's page may ask for any path, and has no business with other files.
+    outside = not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox
+    if problem := "not in the agent's inbox" if outside else unfit_to_take(path):
         raise dg.Failure(f"{path} is {problem}", allow_retries=False)
     summary = ingest(pipeline.store, [path], config.agent_id)
     if _stamp(path) != before:

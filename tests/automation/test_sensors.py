@@ -479,6 +479,20 @@ def test_what_was_dropped_by_a_link_or_a_pipe_is_left_where_it_is(
     assert [path.name for path in keys.iterdir()] == ["keys.json"]
 
 
+@pytest.mark.parametrize("agent", ["other", "../other", "."])
+def test_no_file_is_taken_but_out_of_the_agents_inbox(ticks: Ticks, agent: str) -> None:
+    """Whoever reaches Dagster's page can ask for a run with any path."""
+    path = ticks.state / "inbox" / "other" / ".." / agent / "votes.jsonl"
+    if agent == "other":
+        path = ticks.state / "access.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(line(1) + "\n")
+    asked = {"ops": {"take_in": {"config": {"agent_id": agent, "path": str(path)}}}}
+    assert not take_in(ticks, dg.RunRequest(run_config=asked)).success
+    assert path.exists()
+    assert ticks.pipeline.store.counts(agent) == {}
+
+
 def test_an_inbox_with_nothing_ready_asks_for_no_runs_of_the_past(ticks: Ticks) -> None:
     with patch.object(dg.DagsterInstance, "get_run_records", side_effect=AssertionError):
         assert ticks.tick("dropped_files").run_requests == []
