@@ -140,7 +140,7 @@ def _locked(lock: IO[str]) -> bool:
 
 def start_webserver(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":
     """Start Dagster's page on loopback."""
-    command = [sys.executable, "-m", "dagster_webserver", "-w", "workspace.yaml"]
+    command = [sys.executable, "-m", "automation.dagster_page", "-w", "workspace.yaml"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     return start("dagster-webserver", command, state_dir)
 
