@@ -1,8 +1,9 @@
 """The one place that opens the database: engine, tables, migrations.
 
 SQLite by default (WAL, synchronous=FULL: a commit that returned survives a power cut), PostgreSQL
-by URL. Tables are described here once; `migrations/` brings an older database up to them. What this
-module does not protect against: a disk that lies about fsync, and somebody who edits the file.
+by URL (texts as UTF-8). Tables are described here
+once; `migrations/` brings an older database up to them. What this module does not protect against:
+a disk that lies about fsync, and somebody who edits the file.
 """
 
 from __future__ import annotations
@@ -317,10 +318,14 @@ class Database:
                 make_private(Path(self.url.database).parent)  # the state: what people wrote
             except OSError as error:
                 raise self._away(error) from error
-        options: dict[str, Any] = {"connect_args": {"timeout": 60}} if self.is_sqlite else {}
-        options["hide_parameters"] = True  # what people wrote: errors go to logs
+        options: dict[str, Any]
+        if self.is_sqlite:
+            options = {"connect_args": {"timeout": 60}}
+        else:
+            options = {"connect_args": _postgresql_arguments(self.url), "pool_pre_ping": True}
         try:
-            self.engine = sa.create_engine(self.url, pool_pre_ping=not self.is_sqlite, **options)
+            # Without parameters, which are what people wrote: errors go to logs.
+            self.engine = sa.create_engine(self.url, hide_parameters=True, **options)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"database_url needs the module {error.name}, found it not installed; "
@@ -436,6 +441,14 @@ def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
+def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
+    """Return what psycopg2 is to connect with, but what the URL says itself."""
+    arguments = {
+        "client_encoding": "utf8",  # whatever PGCLIENTENCODING says
+    }
+    return {name: value for name, value in arguments.items() if name not in url.query}
+
+
 def _begin_as_asked(connection: sa.Connection) -> None:
     # A writer takes the lock at once: a reader that turns writer half-way would fail as busy.
     mode = connection.get_execution_options().get("sqlite_begin", "DEFERRED")
@@ -453,6 +466,7 @@ def _run_migrations(engine: sa.Engine) -> None:
         if connection.dialect.name == "postgresql":
             # Two processes that start together migrate one after the other.
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))
+            _need_utf8(connection)
         config.attributes["connection"] = connection
         try:
             command.upgrade(config, "head")
@@ -461,3 +475,14 @@ def _run_migrations(engine: sa.Engine) -> None:
                 f"needed a store that this release or an older one wrote, found: {error}; "
                 "install the release that it was used with last, or restore a backup from before"
             ) from error
+
+
+def _need_utf8(connection: sa.Connection) -> None:
+    """Raise ConfigError where a vote with a letter that the encoding lacks would never go in."""
+    encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
+    if encoding != "UTF8":
+        raise ConfigError(
+            f"needed a database whose encoding is UTF8, found {encoding}, which cannot hold what "
+            "people write; make one with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0, and "
+            "move what is there with pg_dump"
+        )

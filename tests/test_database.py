@@ -132,6 +132,38 @@ def test_a_reader_sees_one_state_while_another_writes(tmp_path: Path) -> None:
     database.close()
 
 
+def test_what_people_write_goes_in_whatever_the_environment_says(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    database = Database(postgres_url)
+    with database.write() as connection:
+        add_agent(connection, "お茶 🍵")
+    assert agent_ids(database) == ["お茶 🍵"]
+    database.close()
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_hold_every_letter_is_refused(
+    postgres_server: str, encoding: str
+) -> None:
+    name = f"in_{encoding}".lower()
+    server = Database(postgres_server)
+    with server.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(
+            f"CREATE DATABASE {name} ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C' "
+            "TEMPLATE template0"
+        )
+    server.close()
+    url = sa.engine.make_url(postgres_server).set(database=name)
+    database = Database(url.render_as_string(hide_password=False))
+    with pytest.raises(ConfigError, match=f"encoding is UTF8, found {encoding}, .* pg_dump"):
+        database.reached()
+    with database.engine.connect() as connection:
+        assert sa.inspect(connection).get_table_names() == []
+    database.close()
+
+
 def test_moments_keep_their_instant_and_need_a_zone(any_database: Database) -> None:
     there = datetime(2026, 5, 1, 9, 30, 0, 123456, timezone(timedelta(hours=5, minutes=30)))
     with any_database.write() as connection:
