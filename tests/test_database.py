@@ -28,6 +28,10 @@ def agent_ids(database: Database) -> list[str]:
         return list(connection.execute(query).scalars())
 
 
+def agent_count(connection: sa.Connection) -> int:
+    return int(connection.execute(sa.select(sa.func.count()).select_from(db.agents)).scalar_one())
+
+
 def test_a_sqlite_commit_is_synced_and_does_not_block_readers(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/deep/er/feedback.db")
     with database.read() as connection:
@@ -129,6 +133,35 @@ def test_a_reader_sees_one_state_while_another_writes(tmp_path: Path) -> None:
             add_agent(connection, "tea")
         assert reading.execute(count).scalar_one() == before == 0
     assert agent_ids(database) == ["tea"]
+    database.close()
+
+
+def test_on_postgresql_too_a_reader_sees_one_state(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    count = sa.select(sa.func.count()).select_from(db.agents)
+    with database.read() as reading:
+        before = reading.execute(count).scalar_one()
+        with database.write() as connection:
+            add_agent(connection, "tea")
+        assert reading.execute(count).scalar_one() == before == 0
+    assert agent_ids(database) == ["tea"]
+    database.close()
+
+
+def test_a_writer_sees_what_was_committed_while_it_waited(postgres_url: str) -> None:
+    name = sa.engine.make_url(postgres_url).database
+    first = Database(postgres_url)
+    with first.write() as connection:  # as an administrator may have chosen for every program
+        connection.exec_driver_sql(
+            f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'"
+        )
+    first.close()
+    database = Database(postgres_url)
+    with database.write() as writing:
+        assert agent_count(writing) == 0
+        with database.write() as connection:
+            add_agent(connection, "tea")
+        assert agent_count(writing) == 1
     database.close()
 
 
