@@ -1,7 +1,7 @@
 """The one place that opens the database: engine, tables, migrations.
 
 SQLite by default (WAL, synchronous=FULL: a commit that returned survives a power cut), PostgreSQL
-by URL (texts as UTF-8). Tables are described here
+by URL (commits synced there too, whatever its default; texts as UTF-8). Tables are described here
 once; `migrations/` brings an older database up to them. What this module does not protect against:
 a disk that lies about fsync, and somebody who edits the file.
 """
@@ -62,6 +62,7 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
 BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts only INTEGER keys up
 
 RECIPE_CHARACTERS = 200
+CONNECT_SECONDS = 10  # for a server on PostgreSQL's side of a network to answer
 
 agents = sa.Table(
     "agents",
@@ -339,6 +340,8 @@ class Database:
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
+        else:
+            sa.event.listen(self.engine, "connect", _sync_commits)
         self._migrate_once = threading.Lock()
         self._migrated = False
 
@@ -451,11 +454,31 @@ def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
 
 
 def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
-    """Return what psycopg2 is to connect with, but what the URL says itself."""
+    """Return what psycopg2 is to connect with, but what the URL says itself.
+
+    A server that no packet reaches is given up within half a minute: the kernel alone waits for a
+    quarter of an hour, and every request with it.
+    """
     arguments = {
         "client_encoding": "utf8",  # whatever PGCLIENTENCODING says
+        "connect_timeout": CONNECT_SECONDS,
+        "keepalives_idle": 10,  # seconds
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 30_000,  # milliseconds
     }
     return {name: value for name, value in arguments.items() if name not in url.query}
+
+
+def _sync_commits(connection: Any, _record: Any) -> None:
+    with connection.cursor() as cursor:
+        # What was acknowledged is synced, even where a server's default is `off`; what waits for
+        # more than the disk, as for replicas, goes on waiting.
+        cursor.execute(
+            "SELECT set_config('synchronous_commit', 'on', false) "
+            "WHERE current_setting('synchronous_commit') = 'off'"
+        )
+    connection.commit()
 
 
 def _begin_as_asked(connection: sa.Connection) -> None:

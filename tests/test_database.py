@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,18 @@ def test_a_writer_sees_what_was_committed_while_it_waited(postgres_url: str) -> 
     database.close()
 
 
+def test_a_commit_is_synced_whatever_the_server_does_for_others(postgres_url: str) -> None:
+    name = sa.engine.make_url(postgres_url).database
+    for default, held in (("off", "on"), ("local", "local"), ("remote_apply", "remote_apply")):
+        database = Database(postgres_url)
+        with database.write() as connection:
+            connection.exec_driver_sql(f"ALTER DATABASE {name} SET synchronous_commit = {default}")
+        database.close()
+        with database.write() as connection:
+            assert connection.exec_driver_sql("SHOW synchronous_commit").scalar() == held
+        database.close()
+
+
 def test_what_people_write_goes_in_whatever_the_environment_says(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +208,14 @@ def test_a_database_that_cannot_hold_every_letter_is_refused(
     with database.engine.connect() as connection:
         assert sa.inspect(connection).get_table_names() == []
     database.close()
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "CONNECT_SECONDS", 2)  # the least that PostgreSQL's library takes
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ConfigError, match="timeout expired; start it"):
+            Database(f"postgresql://me@127.0.0.1:{port}/rlhf").reached()
 
 
 def test_moments_keep_their_instant_and_need_a_zone(any_database: Database) -> None:
