@@ -159,8 +159,8 @@ class ClaimBook:
                     self.beat(token)
                 except ClaimLost:
                     return  # the work finds out at its next check
-                except sa.exc.OperationalError:
-                    continue  # the database is away: the lease outlasts several beats
+                except sa.exc.SQLAlchemyError:
+                    continue  # away, or read-only in a failover: the lease outlasts several beats
 
         thread = threading.Thread(target=beat, name=f"claim-{token}", daemon=True)
         thread.start()

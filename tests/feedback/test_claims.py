@@ -276,6 +276,33 @@ def test_a_heartbeat_outlives_a_database_that_was_away(tmp_path: Path) -> None:
     database.close()
 
 
+def test_a_heartbeat_outlives_a_server_that_was_read_only(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    book = ClaimBook(database)
+    made = claim(book)
+    with book.kept_alive(made.token, every_seconds=0.02):
+        for read_only in ("on", "off"):  # as the old primary is in a failover
+            with database.write() as connection:
+                connection.exec_driver_sql("SET TRANSACTION READ WRITE")
+                connection.exec_driver_sql(
+                    f"ALTER DATABASE {database.url.database} "
+                    f"SET default_transaction_read_only = {read_only}"
+                )
+            with database.read() as connection:
+                connection.exec_driver_sql(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+            database.engine.dispose()
+            time.sleep(0.3)
+        back = heartbeat(book)
+        deadline = time.monotonic() + 20
+        while heartbeat(book) == back and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert heartbeat(book) > back
+    database.close()
+
+
 def test_a_heartbeat_ends_when_the_claim_is_lost(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/feedback.db")
     book = ClaimBook(database)
