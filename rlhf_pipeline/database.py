@@ -349,25 +349,33 @@ class Database:
     def write(self) -> Iterator[sa.Connection]:
         """Yield a connection in a transaction that commits, synced, when the block ends well."""
         self.migrate()
-        with self._engine("READ COMMITTED", sqlite_begin="IMMEDIATE").begin() as connection:
+        asked = self._connected("READ COMMITTED", sqlite_begin="IMMEDIATE")
+        with asked as connection, connection.begin():
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Yield a connection that sees one consistent state."""
         self.migrate()
-        with self._engine("REPEATABLE READ").connect() as connection:
+        with self._connected("REPEATABLE READ") as connection:
             yield connection
 
-    def _engine(self, isolation: Any, **options: Any) -> sa.Engine:
-        """Return the engine, on PostgreSQL at this isolation whatever the server's default is.
+    @contextmanager
+    def _connected(self, isolation: Any, **options: Any) -> Iterator[sa.Connection]:
+        """Yield a connection, on PostgreSQL at this isolation whatever the server's default is.
 
         SQLite's transactions see one state, and write one after the other, by themselves. On
         PostgreSQL a writer has to see what was committed while it waited for its turn.
         """
         if not self.is_sqlite:
             options["isolation_level"] = isolation
-        return self.engine.execution_options(**options)
+        try:
+            connection = self.engine.execution_options(**options).connect()
+        except sa.exc.TimeoutError as error:
+            # Every connection of this process is waiting: to whoever asks, a database that is away.
+            raise sa.exc.OperationalError("connect", None, error) from error
+        with connection:
+            yield connection
 
     def migrate(self) -> None:
         """Bring the schema up to date; the first use does this by itself."""

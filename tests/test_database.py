@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
@@ -216,6 +217,20 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         port = silent.getsockname()[1]
         with pytest.raises(ConfigError, match="timeout expired; start it"):
             Database(f"postgresql://me@127.0.0.1:{port}/rlhf").reached()
+
+
+def test_who_gets_no_connection_hears_of_a_database_that_is_away(any_database: Database) -> None:
+    any_database.migrate()
+    pool = any_database.engine.pool
+    assert isinstance(pool, sa.pool.QueuePool)
+    pool._timeout = 0.05
+    with ExitStack() as others:
+        for _ in range(pool.size() + pool._max_overflow):
+            others.enter_context(any_database.read())
+        for ask in (any_database.read, any_database.write):
+            with pytest.raises(sa.exc.OperationalError, match="QueuePool limit"), ask():
+                pass
+    assert agent_ids(any_database) == []
 
 
 def test_moments_keep_their_instant_and_need_a_zone(any_database: Database) -> None:
