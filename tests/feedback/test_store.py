@@ -318,6 +318,13 @@ def test_an_interaction_comes_back_as_it_was_said(store: FeedbackStore) -> None:
     assert store.interaction("nobody") is None
 
 
+def test_interactions_sent_again_beside_new_ones_are_stored_once(store: FeedbackStore) -> None:
+    said = [interaction(completion=str(n)) for n in range(6)]
+    store.add_interactions(said[1::2])
+    store.add_interactions(list(reversed(said)))
+    assert [store.interaction(one.interaction_id) for one in said] == said
+
+
 def test_a_vote_about_an_unknown_interaction_is_refused(store: FeedbackStore) -> None:
     said, others = interaction(), interaction(agent_id="coffee")
     store.add_interactions([said, others])
@@ -450,6 +457,13 @@ def test_any_bytes_can_be_set_aside(store: FeedbackStore) -> None:
     assert row.raw.startswith("\\ud800 \\x00 xxx")
     assert "characters" in row.raw
     assert len(row.raw) < LONGEST_RAW + 50
+
+
+@pytest.mark.parametrize("raw", ["{", '{"rater": "ann"', "x" * LONGEST_RAW])
+def test_a_line_that_is_not_too_long_is_kept_whole(store: FeedbackStore, raw: str) -> None:
+    row = QuarantinedRow("tea", "broken_json", "needed JSON", "a.jsonl", 3, raw=raw)
+    store.quarantine([row])
+    assert store.quarantined_rows("tea") == [row]
 
 
 # -- many at once -------------------------------------------------------------------------------

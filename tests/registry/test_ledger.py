@@ -10,7 +10,7 @@ import pytest
 from rlhf_pipeline import records
 from rlhf_pipeline.database import Database, claims
 from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
-from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger, Standing
 
 AGENT = "support"
 PASSED = {"passed": True, "results": []}
@@ -97,6 +97,7 @@ def test_an_unknown_agent_has_no_champion_and_cannot_be_promoted(database: Datab
     ledger = PromotionLedger(database)
     assert ledger.champion("nobody") is None
     assert ledger.baseline("nobody") is None
+    assert ledger.standing("nobody") == Standing((), None, None, None)
     with pytest.raises(RegistryError, match="empty ledger"):
         ledger.promote("nobody", 1, actor="a", reason="r", expected_champion=0)
     with pytest.raises(RegistryError, match="needs a baseline before"):
@@ -351,6 +352,18 @@ def test_a_token_that_is_not_held_is_refused(
     with pytest.raises(ClaimLost, match=found):
         add(ledger, token=token, fingerprint="other")
     assert len(ledger.history(AGENT)) == 1
+
+
+@pytest.mark.parametrize(("state", "seconds"), [("done", 60), ("lost", 60), ("held", -1)])
+def test_a_turn_that_lost_its_claim_registers_no_version_0(
+    database: Database, state: str, seconds: float
+) -> None:
+    ledger, token = PromotionLedger(database), claim(database, state=state, seconds=seconds)
+    with pytest.raises(ClaimLost):
+        ledger.add_baseline(
+            AGENT, label="v0", path=Path("/b"), files={"a": "0"}, lineage={}, actor="t", token=token
+        )
+    assert (ledger.versions(AGENT), ledger.history(AGENT)) == ([], [])
 
 
 def test_an_older_token_is_refused_once_a_newer_exists(
