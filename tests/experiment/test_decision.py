@@ -15,7 +15,7 @@ from rlhf_pipeline.experiment.decision import (
     Verdict,
     decide,
 )
-from rlhf_pipeline.experiment.sequences import RampStep, Sample
+from rlhf_pipeline.experiment.sequences import RampStep, Sample, difference
 
 EVEN = [RampStep(0.5, 1000, 1000)]
 
@@ -52,6 +52,17 @@ def test_surely_much_worse_on_any_metric_rolls_back(metric: object) -> None:
     verdict = decide(found, EVEN)
     assert verdict.action == "roll_back"
     assert verdict.reasons[0].startswith(metric.name)
+
+
+def test_all_metrics_together_roll_back_as_seldom_as_asked_and_a_promotion_is_not_shared() -> None:
+    """Any of eight may roll back, so each has an eighth; one alone, the primary, promotes."""
+    found = arms((0.72, 0.70))[PRIMARY.name]
+    sure = Bounds(promote=0.05, roll_back=0.08)
+    each = difference(
+        found.challenger, found.champion, alpha_low=0.05, alpha_high=0.01, tuned_for=600
+    )
+    assert len(GUARDRAILS) == 7
+    assert decide(arms((0.72, 0.70)), EVEN, bounds=sure).differences[PRIMARY.name] == each
 
 
 def test_a_hard_trigger_needs_no_statistics() -> None:

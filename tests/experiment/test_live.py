@@ -19,9 +19,9 @@ from rlhf_pipeline.errors import ConfigError, ExperimentError, RegistryError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
-from rlhf_pipeline.experiment.live import growth_until_the_end, look, measured
+from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, look, measured
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Feedback, FeedbackKind, now
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -211,6 +211,130 @@ def test_an_experiment_that_nobody_meets_ends_after_half_its_days(
     assert "by 0 and 0 users; as people come, it will be 0 and 0" in looked(half)
     assert [e.state for e in book.history(AGENT)] == ["gave_up"]
     assert ledger.challenger(AGENT) is not None  # a person may still promote it
+
+
+def answered(experiment: Experiment, user: str | None, **changes: Any) -> Interaction:
+    """Return an answer of the challenger at the experiment's share."""
+    plain: dict[str, Any] = {
+        "interaction_id": uuid7(),
+        "agent_id": AGENT,
+        "prompt": user_prompt("what now?"),
+        "completion": "this and that",
+        "model_version": experiment.challenger,
+        "created_at": now() - timedelta(seconds=1),
+        "user_id": user,
+        "experiment": experiment.experiment_id,
+        "arm": "challenger",
+        "sampling": {"challenger_share": experiment.share},
+    }
+    return Interaction(**{**plain, **changes})
+
+
+def test_thumbs_ratings_and_scores_count_on_one_scale_and_only_thumbs_are_down(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    said = [
+        (FeedbackKind.thumbs, 1.0, 1.0),
+        (FeedbackKind.rating, 2.0, 0.25),
+        (FeedbackKind.score, 0.0, 0.0),
+        (FeedbackKind.score, 0.75, 0.75),
+    ]
+    for n, (kind, number, _) in enumerate(said):
+        one = answered(experiment, f"user-{n}")
+        store.add_interactions([one])
+        vote = Feedback(AGENT, kind, uuid7(), interaction_id=one.interaction_id, number=number)
+        store.append([replace(vote, rater_id=f"rater-{n}")])
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    assert arms["satisfaction"].challenger.users == len(said)
+    assert arms["satisfaction"].challenger.mean == pytest.approx(0.5)
+    assert arms["thumbs_down"].challenger.mean == 0.0
+    assert arms["feedback_rate"].challenger.mean == 1.0
+
+
+def test_what_one_user_was_answered_and_said_is_a_share_of_it_not_a_sum(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    met = {"challenger_share": experiment.share}
+    four = [
+        answered(
+            experiment, "ann", completion="one two three", sampling={**met, "fell_back": True}
+        ),
+        answered(experiment, "ann", completion="I can't say", sampling={**met, "fell_back": False}),
+        answered(experiment, "ann", latency_seconds=2 * SETTINGS.slow_seconds),
+        answered(experiment, "ann", sampling={**met, "ending": "length"}),
+    ]
+    store.add_interactions(four)
+    for one, number in zip(four, (1.0, 0.0, 1.0), strict=False):  # the last without a vote
+        thumb = Feedback(AGENT, FeedbackKind.thumbs, uuid7(), interaction_id=one.interaction_id)
+        store.append([replace(thumb, number=number, rater_id="ann")])
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    found = {name: arm.challenger.mean for name, arm in arms.items()}
+    assert found == pytest.approx(
+        {
+            "satisfaction": 2 / 3,
+            "thumbs_down": 1 / 4,
+            "feedback_rate": 3 / 4,
+            "fallbacks": 1 / 4,
+            "truncated": 1 / 4,
+            "refusals": 1 / 4,
+            "slow": 1 / 4,
+            "length": 3 / SETTINGS.long_words,
+        }
+    )
+
+
+def test_who_has_no_name_is_known_by_the_session_and_without_one_is_nobody(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    store.add_interactions(
+        [
+            answered(experiment, None, session_id="one"),
+            answered(experiment, None, session_id="one"),
+            answered(experiment, None, session_id="two"),
+            answered(experiment, None),
+            answered(experiment, "ann", arm="baseline"),
+        ]
+    )
+    arms, [step] = measured(store.database, experiment, SETTINGS)
+    found = arms["feedback_rate"]
+    assert (found.challenger.users, found.champion.users) == (2, 0)
+    assert (step.challenger, step.champion) == (2, 0)
+
+
+def test_an_answer_is_slow_beyond_the_limit_and_not_where_nobody_timed_it(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    limit = SETTINGS.slow_seconds
+    timed = {"ann": limit + 0.1, "bob": limit, "cid": None, "dot": 0.1}
+    store.add_interactions(
+        [answered(experiment, user, latency_seconds=took) for user, took in timed.items()]
+    )
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    assert arms["slow"].challenger.mean == 0.25
+
+
+def test_of_an_answer_that_does_not_say_so_the_version_tells_who_gave_it(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    who = [("challenger", 1), ("challenger", 0), ("champion", 0), ("champion", 0)]
+    store.add_interactions(
+        [answered(experiment, f"{n}", arm=a, model_version=v) for n, (a, v) in enumerate(who)]
+    )
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    assert (arms["fallbacks"].challenger.mean, arms["fallbacks"].champion.mean) == (0.5, 0.0)
+
+
+def test_the_steps_of_a_ramp_share_what_may_go_wrong() -> None:
+    """Each begins its numbers anew: wrong as often as asked by itself, all would be k times."""
+    settings = ExperimentSettings(ramp=(0.1, 0.2, 0.5), promote=0.06, roll_back=0.03, give_up=0.01)
+    found = bounds_under(settings)
+    assert (found.promote, found.roll_back) == (pytest.approx(0.02), pytest.approx(0.01))
+    assert found.give_up == 0.01
 
 
 def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
