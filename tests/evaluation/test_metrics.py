@@ -51,6 +51,30 @@ def test_the_interval_of_distinct_holds_where_a_bootstrap_never_would() -> None:
     assert np.quantile([metrics.distinct(some, 1) for some in again], 0.95) < found[0].value
 
 
+def test_a_difference_of_diversity_is_paired_and_turns_with_its_sides() -> None:
+    texts = ["a b c", "a b d", "e f a", "g a b"]
+    others = ["a a a", "a b b", "e f f", "c a a"]
+    same = metrics.distinct_difference(texts, texts, 1)
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    one = metrics.distinct_difference(texts, others, 1)
+    turned = metrics.distinct_difference(others, texts, 1)
+    assert one.low is not None
+    assert one.high is not None
+    assert (turned.value, turned.low, turned.high) == pytest.approx(
+        (-one.value, -one.high, -one.low)
+    )
+
+
+def test_the_interval_of_a_share_of_distinct_words_is_within_0_and_1() -> None:
+    # Without the one text in four that says b: 1 of 6, else 2 of 6; the value is 2 of 8.
+    found = metrics.distinct_with_interval(["a a", "a a", "a a", "a b"], 1)
+    error = math.sqrt(9 / 4 * np.var([1 / 3, 1 / 3, 1 / 3, 1 / 6], ddof=1))
+    assert found.low == max(0.0, 0.25 - metrics.Z * error)
+    assert found.high == pytest.approx(0.25 + metrics.Z * error)
+    most = metrics.distinct_with_interval(["a b", "c d", "e f", "a g"], 1)
+    assert most.high == 1.0
+
+
 def test_repetition_counts_fourgrams_said_before() -> None:
     # a b c d a b c d: fourgrams abcd bcda cdab dabc abcd -> 4 distinct of 5
     assert metrics.repetition("a b c d a b c d") == pytest.approx(0.2)

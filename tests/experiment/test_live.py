@@ -333,7 +333,8 @@ def test_the_steps_of_a_ramp_share_what_may_go_wrong() -> None:
     """Each begins its numbers anew: wrong as often as asked by itself, all would be k times."""
     settings = ExperimentSettings(ramp=(0.1, 0.2, 0.5), promote=0.06, roll_back=0.03, give_up=0.01)
     found = bounds_under(settings)
-    assert (found.promote, found.roll_back) == (pytest.approx(0.02), pytest.approx(0.01))
+    assert found.promote == pytest.approx(0.02)
+    assert found.roll_back == pytest.approx(0.01)
     assert found.give_up == 0.01
 
 
@@ -489,6 +490,19 @@ def test_who_lost_an_experiment_is_nobody_s_challenger(
     assert "beside version 0, 50% of the people  rolled back: thumbs_down is worse" in told
     ledger.promote(AGENT, 1, actor="ann", reason="I looked", expected_champion=0, force=True)
     assert ledger.standing(AGENT).withdrawn == {}
+
+
+def test_experiments_of_two_agents_know_nothing_of_each_other(store: FeedbackStore) -> None:
+    book, mine = begin(store, 0.5)
+    other = book.start("tea", champion=3, challenger=4, share=0.1, actor="test")
+    for experiment in (mine, other):
+        assert book.running(experiment.agent_id) == experiment
+        assert book.history(experiment.agent_id) == [experiment]
+        assert book.record(experiment, "continue", {"of": experiment.agent_id}) == 1
+    assert [look.verdict for look in book.looks(other.experiment_id)] == [{"of": "tea"}]
+    assert book.end(other, "stopped", "enough")
+    assert (book.running("tea"), book.running(AGENT)) == (None, mine)
+    assert book.all_running() == [mine]
 
 
 def test_of_looks_that_change_nothing_few_are_kept(
