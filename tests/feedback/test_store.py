@@ -274,7 +274,13 @@ def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Data
         erased = f.update().where(f.c.idempotency_key == "erased")
         connection.execute(erased.values(erased_at=now()))
         # The schema of then, where the test database has the newest one.
-        connection.exec_driver_sql("DROP INDEX ix_interactions_experiment_created")
+        for index in (
+            "ix_interactions_experiment_created",
+            "ix_interactions_person",
+            "ix_feedback_other_interaction",
+            "ix_feedback_from_mlflow",
+        ):
+            connection.exec_driver_sql(f"DROP INDEX {index}")
         connection.exec_driver_sql(
             "CREATE INDEX ix_interactions_experiment ON interactions (experiment)"
         )
