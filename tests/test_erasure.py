@@ -329,6 +329,7 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
     assert sum(SECRET in text for text in before.values()) > 12  # it stood in all of these
     [done] = world.erase()["erasures"]
     after = world.everything()
+    assert "'raw': '{\"rater\": \"bob\"}'" in after["quarantine"]  # a line of somebody else's
     assert [n for n, text in after.items() if SECRET in text or ANN in text] == []
     for name in before:
         if name in after and "pear" in before[name]:

@@ -54,6 +54,15 @@ def test_surely_much_worse_on_any_metric_rolls_back(metric: object) -> None:
     assert verdict.reasons[0].startswith(metric.name)
 
 
+def test_a_verdict_that_goes_on_says_first_that_satisfaction_is_open() -> None:
+    verdict = decide(arms((0.72, 0.70), thumbs_down=(0.12, 0.10)), EVEN)
+    low = verdict.differences[PRIMARY.name].low
+    assert verdict.action == "continue"
+    assert verdict.reasons[0] == f"satisfaction is not surely better yet: at least {low:+.3f}"
+    sure = decide(arms((0.85, 0.70), thumbs_down=(0.12, 0.10)), EVEN)
+    assert not any(reason.startswith("satisfaction") for reason in sure.reasons)
+
+
 def test_all_metrics_together_roll_back_as_seldom_as_asked_and_a_promotion_is_not_shared() -> None:
     """Any of eight may roll back, so each has an eighth; one alone, the primary, promotes."""
     found = arms((0.72, 0.70))[PRIMARY.name]

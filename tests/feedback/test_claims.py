@@ -92,6 +92,24 @@ def test_a_stale_claim_is_taken_over_with_a_higher_token(book: ClaimBook, clock:
     assert first.reason == "lease ran out; run-2 took over"
 
 
+def test_one_agents_claims_are_no_business_of_another(book: ClaimBook) -> None:
+    tea = claim(book)
+    coffee = book.claim("coffee", "beans", 7, holder="run-2", asked_by="sensor")
+    book.let_go(tea.token)
+    assert (book.held("tea"), book.held("coffee")) == (None, coffee)
+    again = claim(book)
+    book.finish(coffee.token, "done")
+    assert book.last_done("tea") is None  # or its votes would count as trained on
+    assert book.held("tea") == again
+    assert book.history("tea") == [again]
+
+
+def test_of_a_runs_claims_the_newest_is_meant(book: ClaimBook) -> None:
+    book.finish(claim(book).token, "failed")
+    newest = claim(book, "more votes")
+    assert book.of_holder("run-1") == newest
+
+
 def test_what_the_old_holder_writes_is_refused(book: ClaimBook, clock: Clock) -> None:
     old = claim(book)
     clock.passes(LEASE)

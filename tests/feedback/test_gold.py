@@ -69,6 +69,30 @@ def test_answers_are_told_right_from_wrong_however_they_were_shown(tmp_path: Pat
     assert rest["prompt"].tolist() == [PLAIN]
 
 
+@pytest.mark.parametrize(
+    ("choice", "first", "better"),
+    [
+        ("left", "this", "4"),
+        ("right", "this", "5"),
+        ("left", "other", "5"),
+        ("right", "other", "4"),
+    ],
+)
+def test_the_better_answer_of_a_question_is_the_one_that_was_chosen(
+    tmp_path: Path, choice: str, first: str, better: str
+) -> None:
+    row = {
+        "kind": "preference",
+        "value": choice,
+        "prompt": "Two and two?",
+        "completion": "4",
+        "other_completion": "5",
+        "shown_first": first,
+    }
+    found = read_questions(asked(tmp_path, row), "tea", redacts=True)
+    assert found == {(SUM, frozenset(("4", "5"))): better}
+
+
 def test_questions_are_read_as_a_snapshot_of_these_regions_has_them(tmp_path: Path) -> None:
     rows = {"prompt": "bel 020 123 4567?", "chosen": "yes", "rejected": "no"}
     path = asked(tmp_path, rows)

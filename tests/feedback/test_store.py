@@ -99,6 +99,16 @@ def test_a_retry_is_answered_with_the_same_id(store: FeedbackStore) -> None:
     assert stored_keys(store) == ["one", "two"]
 
 
+def test_who_listens_hears_of_a_vote_once(tmp_path: Path) -> None:
+    heard: list[str] = []
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    store = FeedbackStore(database, on_stored=lambda event: heard.append(event.idempotency_key))
+    store.append([THUMBS, THUMBS])
+    store.append([THUMBS, vote("two", rater_id="bob")])
+    assert heard == ["one", "two"]
+    database.close()
+
+
 def test_a_key_sent_twice_in_one_batch_is_stored_once(store: FeedbackStore) -> None:
     answers = store.append([THUMBS, THUMBS])
     assert [answer.known for answer in answers] == [False, True]

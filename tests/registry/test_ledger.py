@@ -244,6 +244,13 @@ def test_the_ledger_needs_who_and_why(ledger: PromotionLedger) -> None:
     for actor, reason in (("", "why"), ("who", " ")):
         with pytest.raises(RegistryError, match="say who and why"):
             ledger.promote(AGENT, 1, actor=actor, reason=reason, expected_champion=0)
+    promote(ledger, 1, 0)
+    for actor, reason in (("", "why"), ("who", " ")):
+        with pytest.raises(RegistryError, match="say who and why"):
+            ledger.rollback(AGENT, actor=actor, reason=reason)
+        with pytest.raises(RegistryError, match="say who and why"):
+            ledger.reset_baseline(AGENT, actor=actor, reason=reason)
+    assert len(ledger.history(AGENT)) == 2
 
 
 def test_rolling_back_twice_goes_two_back(ledger: PromotionLedger) -> None:

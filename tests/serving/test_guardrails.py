@@ -77,6 +77,8 @@ def test_requests(text: str, rail: Rail | None) -> None:
         ("卡号4111111111111111过期", Rail.personal_details),
         ("no " * 9, Rail.repetition),
         ("no " * 8, None),
+        ("What I have to say is " + "no " * 8, None),
+        ("What I have to say is " + "no " * 9, Rail.repetition),
         ("very good and " * 9, Rail.repetition),
         ("Ha ha " * 9, Rail.repetition),
         ("a" * 72, Rail.repetition),
