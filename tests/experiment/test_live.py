@@ -293,14 +293,27 @@ def test_who_has_no_name_is_known_by_the_session_and_without_one_is_nobody(
         [
             answered(experiment, None, session_id="one"),
             answered(experiment, None, session_id="one"),
-            answered(experiment, None, session_id="two"),
+            voted_on := answered(experiment, None, session_id="two"),
             answered(experiment, None),
             answered(experiment, "ann", arm="baseline"),
+        ]
+    )
+    store.append(
+        [
+            Feedback(
+                AGENT,
+                FeedbackKind.thumbs,
+                uuid7(),
+                interaction_id=voted_on.interaction_id,
+                number=1.0,
+            )
         ]
     )
     arms, [step] = measured(store.database, experiment, SETTINGS)
     found = arms["feedback_rate"]
     assert (found.challenger.users, found.champion.users) == (2, 0)
+    assert found.challenger.mean == 0.5
+    assert (arms["satisfaction"].challenger.users, arms["satisfaction"].challenger.mean) == (1, 1.0)
     assert (step.challenger, step.champion) == (2, 0)
 
 
