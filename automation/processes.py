@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -92,12 +93,13 @@ def shorten_logs(state_dir: Path) -> None:
     """Put what a log holds that has grown large into <name>.log.1; whoever writes it goes on.
 
     The file stays the one its writer has open, so it is copied and emptied; what is written
-    between the two is lost.
+    between the two is lost. On a full disk it is left as it is: nobody ends for a log's sake.
     """
     for log in (state_dir / "logs").glob("*.log"):
-        if log.stat().st_size > LOG_BYTES:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
-            os.truncate(log, 0)  # its writer appends: the next line is the first
+        with suppress(OSError):
+            if log.stat().st_size > LOG_BYTES:
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)  # its writer appends: the next line is the first
 
 
 def start_daemon(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -86,6 +87,24 @@ def test_a_log_that_has_grown_large_is_put_aside_while_its_child_writes_on(
             processes.shorten_logs(tmp_path)  # a small one is left alone
     assert child.wait(30) == 0
     assert set(before.read_text()) == {"c", "\n"}
+
+
+def test_a_log_that_a_full_disk_has_no_room_to_put_aside_keeps_nobody_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOG_BYTES", 10)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    log = tmp_path / "logs" / "talker.log"
+    log.parent.mkdir()
+    log.write_text("a long line\n")
+    child = processes.start("talker", [sys.executable, "-c", "print('on')"], tmp_path)
+    assert child.wait(30) == 0
+    processes.shorten_logs(tmp_path)  # as `make ui` does every second
+    assert log.read_text() == "a long line\non\n"  # nothing of it is lost
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the signal")
