@@ -104,7 +104,10 @@ def due(
     # Whatever they trained on: with each new vote there is another fingerprint to fail at. Asked
     # before that is made, which reads every vote.
     if failed := failed_since_verdict(history):
-        waited, wait = at - failed[-1].heartbeat_at, back_off(len(failed))
+        latest, wait = failed[-1], back_off(len(failed))
+        # One that died may be found long after; who finds it asks for it again at once.
+        ended = latest.expires_at if latest.state == "lost" else latest.heartbeat_at
+        waited = at - ended
         if waited < wait:
             return NotDue(
                 agent_id,

@@ -277,6 +277,18 @@ def test_new_votes_do_not_start_what_failed_just_now(agent: Agent) -> None:
     assert isinstance(agent.asks(), Due)
 
 
+def test_a_turn_found_dead_long_after_is_left_to_who_found_it_for_a_while(agent: Agent) -> None:
+    agent.send(5)
+    morning = agent.at
+    agent.at = morning - timedelta(hours=9)
+    claim = agent.book.claim("tea", agent.mark(), 5, holder="dead", asked_by="sensor")
+    agent.at = morning  # the machine is up again
+    agent.book.give_up(claim.token, "the worker died")
+    assert agent.refusal() == "0.0 min since a turn failed (1 since the last verdict), 5 needed"
+    agent.at += BACK_OFF
+    assert isinstance(agent.asks(), Due)
+
+
 def test_the_wait_doubles_up_to_six_hours() -> None:
     waits = [back_off(n) / timedelta(minutes=1) for n in (1, 2, 3, 7, 8, 9, 10_000)]
     assert waits == [5, 10, 20, 320, 360, 360, 360]

@@ -184,12 +184,15 @@ class ClaimBook:
             connection.execute(db.claims.delete().where(c.token == token, c.state == "held"))
 
     def give_up(self, token: int, reason: str) -> None:
-        """Close a claim whose holder is gone, if its lease has run out and nobody has yet."""
-        c = db.claims.c
+        """Close a claim whose holder is gone, if its lease has run out and nobody has yet.
+
+        Its lease ends at this moment then, however long ago the holder was last heard of.
+        """
+        c, moment = db.claims.c, self.clock()
         with self.database.write() as connection:
             claim = _one(connection, db.claims.select().where(c.token == token))
-            if claim is not None and claim.state == "held" and claim.expires_at <= self.clock():
-                _update(connection, token, state="lost", reason=reason)
+            if claim is not None and claim.state == "held" and claim.expires_at <= moment:
+                _update(connection, token, state="lost", reason=reason, expires_at=moment)
 
     def held(self, agent_id: str) -> Claim | None:
         """Return the claim that is held now, its lease alive or stale, or None."""
