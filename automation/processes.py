@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.files import make_private
 
@@ -31,6 +33,7 @@ QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
     "RAY_USAGE_STATS_ENABLED": "0",
     "DAGSTER_DISABLE_TELEMETRY": "1",
 }
+ORPHAN_SECONDS = 60.0  # a daemon whose parent was killed has ended by then, also where it is slow
 LOG_BYTES = 16 * 2**20  # twice that a child, at most; Dagster's daemon writes 30 MB on a quiet day
 # Asks Linux for SIGTERM once the parent (argv 1) is gone, then becomes the command (argv 2 on). A
 # program of its own: what Popen would run between fork and exec may hang where there are threads.
@@ -109,25 +112,28 @@ def start_daemon(
 
     Two would ask for everything twice, so it holds a lock on the state folder for as long as it
     lives, however it ends. Raises PipelineError where another has it, with what that one was
-    started `within`; one whose parent was killed takes seconds to end, which `patience_seconds`
-    waits for.
+    started `within`; one whose parent was killed takes seconds to end, and is waited for, as any
+    other is for `patience_seconds`.
     """
     command = [sys.executable, "-m", "dagster._daemon", "run", "-w", "workspace.yaml"]
     path = state_dir / "dagster" / "daemon.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as lock:
-        deadline = time.monotonic() + patience_seconds
+        began = time.monotonic()
         while not _locked(lock):
-            if time.monotonic() >= deadline:
-                lock.seek(0)
+            lock.seek(0)
+            parent, _, other = lock.read().partition(" ")
+            ends = parent.isdecimal() and not psutil.pid_exists(int(parent))
+            patience = max(patience_seconds, ORPHAN_SECONDS if ends else 0)
+            if time.monotonic() - began >= patience:
                 raise PipelineError(
-                    f"needed a state folder that no Dagster daemon works on, found {lock.read()} "
+                    f"needed a state folder that no Dagster daemon works on, found {other} "
                     f"already at work on {state_dir}; use that one, end it, or name another folder "
                     "in RLHF_STATE_DIR"
                 )
             time.sleep(0.2)
         lock.truncate(0)
-        lock.write(within)
+        lock.write(f"{os.getpid()} {within}")
         lock.flush()
         return start("dagster-daemon", command, state_dir, keeps_open=[lock.fileno()])
 

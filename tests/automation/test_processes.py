@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import signal
@@ -168,6 +169,23 @@ def test_a_state_folder_has_one_daemon_until_that_has_ended(
     threading.Timer(0.5, third.kill).start()
     processes.stop(processes.start_daemon(tmp_path, patience_seconds=20))
     assert third.wait(20) == -signal.SIGKILL
+
+
+def test_a_daemon_whose_parent_was_killed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dagster").mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(processes, "start", lambda *_, **__: gone)
+    with (tmp_path / "dagster" / "daemon.lock").open("w") as held:
+        held.write(f"{gone.pid} `make ui`")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        assert processes.start_daemon(tmp_path, "the next") is gone
+    written = (tmp_path / "dagster" / "daemon.lock").read_text()
+    assert written == f"{os.getpid()} the next"
 
 
 def test_a_port_that_is_taken_gives_another() -> None:
