@@ -172,16 +172,18 @@ def start_service(
     return start("service", command, state_dir, environment)
 
 
-def stop(process: "subprocess.Popen[bytes]", *, within_seconds: float = 30.0) -> None:
-    """End a child: asked first, killed when it does not listen."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(within_seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def stop(*children: "subprocess.Popen[bytes]", within_seconds: float = 30.0) -> None:
+    """End children: all are asked at once, and those killed that do not listen in that time."""
+    asked = [child for child in children if child.poll() is None]
+    for child in asked:
+        child.terminate()
+    deadline = time.monotonic() + within_seconds
+    for child in asked:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def free_port(wanted: int) -> int:

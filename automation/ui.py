@@ -74,8 +74,7 @@ def run(state: Path, *, dagster_port: int, mlflow_port: int, service_port: int) 
     except KeyboardInterrupt:
         pass
     finally:
-        for child in reversed(children):
-            processes.stop(child)
+        processes.stop(*children)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import patch
@@ -242,10 +243,17 @@ def test_stopping_asks_first_and_kills_who_does_not_listen(
     assert idle.returncode == -15
     processes.stop(idle)  # one that has ended is left alone
     deaf_code = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
-    deaf = subprocess.Popen(["sh", "-c", deaf_code], stdout=subprocess.PIPE)
-    with deaf:
-        assert deaf.stdout is not None
-        assert deaf.stdout.readline() == b"ready\n"
-        processes.stop(deaf, within_seconds=0.3)
-        assert deaf.returncode == -9
-    assert not psutil.pid_exists(deaf.pid)
+    with ExitStack() as both:
+        deaf = [
+            both.enter_context(subprocess.Popen(["sh", "-c", deaf_code], stdout=subprocess.PIPE))
+            for _ in range(2)
+        ]
+        for child in deaf:
+            both.callback(child.kill)
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+        began = time.monotonic()
+        processes.stop(*deaf, within_seconds=2)
+        assert time.monotonic() - began < 4  # one grace for both
+        assert [child.returncode for child in deaf] == [-9, -9]
+    assert not any(psutil.pid_exists(child.pid) for child in deaf)
