@@ -160,20 +160,23 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     days = [today - timedelta(days=n) for n in reversed(range(DAYS))]
     place = {day: n for n, day in enumerate(days)}
     by_kind: dict[str, list[int]] = defaultdict(lambda: [0] * DAYS)
-    people: Counter[str] = Counter()
-    counted, newest = 0, None
+    newest = _newest(f, agent_id, f.kind, f.received_at, f.rater_id).subquery()
+    # Counted by the database: tens of thousands of rows for each agent are a tick's whole time.
+    moment = newest.c.received_at
+    in_utc = moment if database.is_sqlite else sa.func.timezone("UTC", moment)
+    day = sa.func.date(in_utc, type_=sa.Date)
+    counts = sa.select(newest.c.kind, day, sa.func.count(), sa.func.max(moment))
+    signed = sa.select(sa.func.count()).where(newest.c.rater_id.is_not(None))
+    counted, newest_at = 0, None
     with database.read() as connection:
-        for kind, received, rater in connection.execute(
-            _newest(f, agent_id, f.kind, f.received_at, f.rater_id)
-        ):
-            counted, newest = counted + 1, newest or received
-            if (n := place.get(received.date())) is not None:
-                by_kind[kind][n] += 1
-            if rater is not None:
-                people[rater] += 1
-    busiest = [n for _, n in people.most_common(max(1, len(people) // HUNDREDTH))]
-    share = sum(busiest) / people.total() if people else None
-    return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest)
+        for kind, came, n, last in connection.execute(counts.group_by(newest.c.kind, day)):
+            counted, newest_at = counted + n, max(last, newest_at or last)
+            if (at := place.get(came)) is not None:
+                by_kind[kind][at] += n
+        people = list(connection.execute(signed.group_by(newest.c.rater_id)).scalars())
+    busiest = sorted(people, reverse=True)[: max(1, len(people) // HUNDREDTH)]
+    share = sum(busiest) / sum(people) if people else None
+    return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest_at)
 
 
 def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> list[Standing]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -131,6 +131,69 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_votes_are_counted_by_the_day_in_utc(any_database: Database) -> None:
+    store = FeedbackStore(any_database)
+    store.append(
+        [
+            Feedback(
+                agent_id="tea",
+                kind=FeedbackKind.thumbs,
+                idempotency_key=str(n),
+                prompt=user_prompt("hi"),
+                completion=str(n),
+                number=1.0,
+                rater_id="ann" if n < 2 else None,
+            )
+            for n in range(3)
+        ]
+    )
+    f, midnight = db.feedback, now().replace(hour=0, minute=0, second=0, microsecond=0)
+    moments = [midnight - timedelta(days=DAYS), midnight - timedelta(microseconds=1), midnight]
+    with any_database.write() as connection:
+        for n, moment in enumerate(moments):
+            one = f.update().where(f.c.idempotency_key == str(n))
+            connection.execute(one.values(received_at=moment))
+    if not any_database.is_sqlite:  # as a server may be set up
+        name = any_database.url.database
+        with any_database.write() as connection:
+            connection.exec_driver_sql(f"ALTER DATABASE {name} SET timezone = 'America/New_York'")
+        any_database.close()
+    found = overview(store, PromotionLedger(any_database), "tea").votes
+    assert found.by_kind == {"thumbs": [0] * (DAYS - 2) + [1, 1]}  # the first is too old to show
+    assert (found.counted, found.newest_at) == (3, midnight)
+    assert (found.voters, found.top_share) == (1, 1.0)
+
+
+def rows_for_alerts(store: FeedbackStore, ledger: PromotionLedger) -> int:
+    """Return how many rows about votes the database hands over to a look for alerts."""
+    asked: list[tuple[str, Any]] = []
+
+    def keep(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if "feedback" in statement:
+            asked.append((statement, parameters))
+
+    engine = store.database.engine
+    sa.event.listen(engine, "before_cursor_execute", keep)
+    found = overview(store, ledger, "tea", enough=1)
+    sa.event.remove(engine, "before_cursor_execute", keep)
+    assert found.votes == overview(store, ledger, "tea").votes
+    with store.database.read() as connection:
+        return sum(len(connection.exec_driver_sql(*one).all()) for one in asked)
+
+
+def test_a_look_for_alerts_has_votes_counted_and_reads_none(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    few = rows_for_alerts(store, ledger)
+    more = Feedback("tea", FeedbackKind.thumbs, "", prompt=user_prompt("hi"), number=1.0)
+    votes = [
+        replace(more, idempotency_key=f"more {n}", completion=str(n), rater_id=f"person {n % 20}")
+        for n in range(500)
+    ]
+    store.append(votes)
+    assert rows_for_alerts(store, ledger) == few
 
 
 def test_when_enough_votes_for_a_turn_waited_is_when_the_last_of_them_came(
