@@ -322,6 +322,10 @@ class Database:
         options: dict[str, Any]
         if self.is_sqlite:
             options = {"connect_args": {"timeout": 60}}
+            if self.url.database not in (None, "", ":memory:"):
+                # As many connections as there are threads: a few long looks keep no vote waiting
+                # for one. A PostgreSQL server has only so many for all who use it.
+                options["max_overflow"] = -1
         else:
             options = {"connect_args": _postgresql_arguments(self.url), "pool_pre_ping": True}
         try:

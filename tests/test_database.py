@@ -224,6 +224,7 @@ def test_who_gets_no_connection_hears_of_a_database_that_is_away(any_database: D
     pool = any_database.engine.pool
     assert isinstance(pool, sa.pool.QueuePool)
     pool._timeout = 0.05
+    pool._max_overflow = 2  # SQLite's is without bound
     with ExitStack() as others:
         for _ in range(pool.size() + pool._max_overflow):
             others.enter_context(any_database.read())
@@ -388,4 +389,16 @@ def test_a_log_that_somebody_reads_all_the_while_is_told_of(
             add_agent(connection, "newer")
         database.fold_back()
     assert [line["log_level"] for line in logs] == ["warning"]
+    database.close()
+
+
+def test_many_who_read_at_once_keep_nobody_from_writing(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with ExitStack() as readers:
+        for _ in range(50):  # as many threads as the service has, and more
+            reader = readers.enter_context(database.read())
+            reader.execute(sa.select(db.agents)).all()
+        with database.write() as connection:
+            add_agent(connection, "tea")
+    assert agent_ids(database) == ["tea"]
     database.close()
