@@ -143,6 +143,8 @@ def test_only_the_registry_imports_mlflow() -> None:
 
 def test_only_serving_imports_fastapi() -> None:
     found = offenders(files(*OURS), {"fastapi", "starlette", "gradio", "uvicorn"})
+    door = found.pop("automation/dagster_page.py")  # of Dagster's page, which is Starlette's
+    assert all(name.startswith("starlette.") for name in door), door
     assert all(path.startswith("rlhf_pipeline/serving/") for path in found), found
 
 
