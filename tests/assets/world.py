@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +143,7 @@ class Loop:
 
     state: Path
     instance: dg.DagsterInstance
+    tests: dict[str, str] = field(default_factory=dict)  # which one each agent belongs to
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -151,7 +153,14 @@ class Loop:
         return Pipeline(recipe=str(write_recipe(self.state / "minute.yaml", self.state)))
 
     def agent(self, agent_id: str, **changes: Mapping[str, Any]) -> str:
-        """Make an agent known, with a recipe of its own where something is changed."""
+        """Make an agent known, with a recipe of its own where something is changed.
+
+        What one test leaves held would refuse another for as long as a lease lives, so whether both
+        pass would hang on how fast the machine is: a name that another test has is refused.
+        """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        other = self.tests.setdefault(agent_id, test)
+        assert other == test, f"needed an agent of the test's own; {agent_id!r} belongs to {other}"
         self.pipeline.store.ensure_agent(agent_id)
         if changes:
             path = write_recipe(self.state / f"{agent_id}.yaml", self.state, **changes)

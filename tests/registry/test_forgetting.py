@@ -26,10 +26,10 @@ AGENT = "forgotten"
 SECRET = "nougat"
 
 
-def said(key: str, user: str, text: str) -> Interaction:
-    person = hash_rater(AGENT, user)
+def said(key: str, user: str, text: str, agent: str = AGENT) -> Interaction:
+    person = hash_rater(agent, user)
     prompt = user_prompt(f"{text}?")
-    return Interaction(key, AGENT, prompt, f"{text}.", 0, now(), user_id=person)
+    return Interaction(key, agent, prompt, f"{text}.", 0, now(), user_id=person)
 
 
 def assess(loop: Loop, trace_id: str, person: str, value: Any) -> None:
@@ -128,9 +128,9 @@ def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(
 ) -> None:
     from mlflow.exceptions import MlflowException
 
-    loop.agent(AGENT)
+    agent = loop.agent("unforgotten")
     pipeline = loop.pipeline
-    pipeline.store.add_interactions([said("f-eve", "eve", SECRET)])
+    pipeline.store.add_interactions([said("f-eve", "eve", SECRET, agent)])
     registry = pipeline.registry
 
     def away(*_: Any, **__: Any) -> Any:
@@ -139,7 +139,7 @@ def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(
     with monkeypatch.context() as patch:
         patch.setattr(registry.client, "get_experiment_by_name", away)
         with pytest.raises(RegistryError, match="looking through traces"):
-            erase(pipeline.settings(), registry, "eve", AGENT)
+            erase(pipeline.settings(), registry, "eve", agent)
     assert pipeline.store.interaction("f-eve") is not None
-    erase(pipeline.settings(), registry, "eve", AGENT)
+    erase(pipeline.settings(), registry, "eve", agent)
     assert pipeline.store.interaction("f-eve") is None

@@ -180,7 +180,7 @@ def test_a_stage_that_takes_too_long_is_ended_for_good(
 
 
 def test_a_stage_stops_when_its_claim_is_lost(loop: Loop, launcher: list[str]) -> None:
-    turn = begun(loop, "overtaken")
+    turn = begun(loop, "lost-claim")
 
     def take_over() -> None:
         pid = turn.work / "pid"
