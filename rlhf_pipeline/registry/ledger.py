@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -150,6 +151,7 @@ class PromotionLedger:
             gone = _withdrawn(connection, agent_id, history, by_number.values())
         line = _line_of_champions(history)
         champion = by_number[line[-1]] if line else None
+        before = _one_before(line, gone)
         waiting = [
             v
             for v in by_number.values()
@@ -159,7 +161,7 @@ class PromotionLedger:
             history=tuple(history),
             champion=champion,
             challenger=max(waiting, key=lambda v: v.version, default=None),
-            previous=by_number[line[-2]] if len(line) > 1 else None,
+            previous=by_number[before] if before is not None else None,
             waiting=tuple(sorted(waiting, key=lambda v: v.version)),
             withdrawn=gone,
         )
@@ -371,9 +373,10 @@ class PromotionLedger:
     ) -> Outcome:
         """Make an earlier champion the champion again: the one before, or `to`.
 
-        Rolling back twice goes two back, not to and fro. Give `expected_champion` where two
-        watchers may act on the same trouble: the second gets StalePromotion instead of going one
-        too far. Raises RegistryError where there is nothing earlier or `to` never was champion.
+        Rolling back twice goes two back, not to and fro, and past a version that was withdrawn
+        where an earlier one was not. Give `expected_champion` where two watchers may act on the
+        same trouble: the second gets StalePromotion instead of going one too far. Raises
+        RegistryError where there is nothing earlier or `to` never was champion.
         """
         _need_words(actor, reason)
         with self.database.write() as connection:
@@ -382,14 +385,16 @@ class PromotionLedger:
             if to is not None and to == newest.version:
                 return Outcome(newest, False, f"version {to} already is the champion")
             _check_view(agent_id, newest, expected_champion)
-            earlier = _line_of_champions(history)[:-1]
-            if not earlier or (to is not None and to not in {e.version for e in history}):
+            line = _line_of_champions(history)
+            versions = self._versions(connection, agent_id)
+            before = _one_before(line, _withdrawn(connection, agent_id, history, versions))
+            if before is None or (to is not None and to not in {e.version for e in history}):
                 wanted = "an earlier champion" if to is None else f"version {to} as one"
                 raise RegistryError(
-                    f"rolling back agent {agent_id} needs {wanted}, found champions "
-                    f"{_line_of_champions(history)}; use promote for another version"
+                    f"rolling back agent {agent_id} needs {wanted}, found champions {line}; "
+                    "use promote for another version"
                 )
-            version = earlier[-1] if to is None else to
+            version = before if to is None else to
             entry = _append(connection, agent_id, newest, "rollback", version, None, actor, reason)
             return Outcome(entry, True, f"rolled back from {newest.version} to {version}")
 
@@ -557,6 +562,15 @@ def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
     return _walked(history)[0]
 
 
+def _one_before(line: Sequence[int], gone: Collection[int]) -> int | None:
+    """Return whom rolling back makes champion: the last that was not withdrawn, if there is one.
+
+    One that was may stand there: made champion again by `promote`, and then gone back from.
+    """
+    before = line[-2::-1]
+    return next((v for v in before if v not in gone), next(iter(before), None))
+
+
 def _walked(history: Sequence[Promotion]) -> tuple[list[int], list[Promotion]]:
     """Return the line of champions, the current one last, and the entries that went back.
 
@@ -595,11 +609,12 @@ def _withdrawn(
     ).all()
     back = {entry.entry for entry in _walked(history)[1]}
     moments: list[tuple[datetime, int, str | None]] = []
-    for entry in history:
+    # Entries keep their order, also where a clock was set back between two of them.
+    for at, entry in zip(accumulate((e.created_at for e in history), max), history, strict=True):
         if entry.entry in back and entry.previous_version is not None:
             words = "was rolled back from" if entry.action == "rollback" else "was left by hand"
-            moments.append((entry.created_at, entry.previous_version, words))
-        moments.append((entry.created_at, entry.version, None))
+            moments.append((at, entry.previous_version, words))
+        moments.append((at, entry.version, None))
     for row in lost:
         words = f"was rolled back in an experiment ({row.reason})"
         moments.append((row.ended_at, row.challenger, words))

@@ -269,6 +269,40 @@ def test_rolling_back_twice_goes_two_back(ledger: PromotionLedger) -> None:
         ledger.rollback(AGENT, actor="ann", reason="more")
 
 
+def test_rolling_back_passes_over_who_was_gone_back_from(ledger: PromotionLedger) -> None:
+    """1 was followed by 2 and made champion again by hand, and it was no better than before."""
+    for number in (1, 2):
+        add(ledger)
+        promote(ledger, number, number - 1)
+    promote(ledger, 1, 2)
+    assert ledger.rollback(AGENT, actor="ann", reason="rude again").promotion.version == 2
+    standing = ledger.standing(AGENT)
+    assert standing.previous is not None
+    assert standing.previous.version == 0
+    assert ledger.rollback(AGENT, actor="ann", reason="2 too").promotion.version == 0
+
+
+def test_who_was_gone_back_from_is_better_than_nobody(ledger: PromotionLedger) -> None:
+    add(ledger)
+    promote(ledger, 1, 0)
+    promote(ledger, 0, 1)
+    assert ledger.rollback(AGENT, actor="ann", reason="0 is worse").promotion.version == 1
+    assert ledger.rollback(AGENT, actor="ann", reason="1 is broken").promotion.version == 0
+
+
+def test_what_was_gone_back_from_stays_so_where_the_clock_was_set_back(
+    ledger: PromotionLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(ledger)
+    promote(ledger, 1, 0)
+    earlier = records.now() - timedelta(minutes=1)
+    monkeypatch.setattr(records, "now", lambda: earlier)
+    ledger.rollback(AGENT, actor="watch", reason="errors")
+    assert ledger.challenger(AGENT) is None
+    with pytest.raises(RegistryError, match="was rolled back from"):
+        promote(ledger, 1, 0)
+
+
 def test_a_rollback_refuses_what_never_was_champion_and_a_stale_view(
     ledger: PromotionLedger,
 ) -> None:
