@@ -16,6 +16,7 @@ from pathlib import Path
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.records import uuid7
+from rlhf_pipeline.reward.remote import NoRedirect
 
 AWAY = (OSError, http.client.HTTPException)  # what `tell` raises where the webhook took nothing
 OUTBOX = "outbox"  # folder in the state
@@ -61,7 +62,10 @@ def send_kept(settings: Settings) -> None:
 
 
 def tell(settings: Settings, body: Mapping[str, str]) -> None:
-    """Send it to the webhook, where one is set. Raises one of AWAY where it was not taken."""
+    """Send it to the webhook, where one is set. Raises one of AWAY where it was not taken.
+
+    Where the webhook has moved it was not: a redirect is followed with a GET, which tells nothing.
+    """
     webhook = settings.notifications.webhook
     if webhook is None:
         return
@@ -71,7 +75,7 @@ def tell(settings: Settings, body: Mapping[str, str]) -> None:
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(call, timeout=10):
+        with urllib.request.build_opener(NoRedirect()).open(call, timeout=10):
             pass
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection

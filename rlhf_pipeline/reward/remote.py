@@ -145,7 +145,7 @@ class Service:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if bearer_token is not None:
             self._headers["Authorization"] = f"Bearer {bearer_token}"
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        handlers: list[urllib.request.BaseHandler] = [NoRedirect()]
         if _is_loopback(urlsplit(url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))  # nothing local goes by way of a proxy
         self._opener = urllib.request.build_opener(*handlers)
@@ -191,7 +191,9 @@ class Service:
         )
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: what is sent goes to the address that was given, or nowhere."""
+
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         """Return nothing: urllib then raises the redirect as an error."""
 

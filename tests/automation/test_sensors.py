@@ -790,6 +790,8 @@ class Hook(BaseHTTPRequestHandler):
     received: list[dict[str, Any]]
     answer = 200
     refuses: str | None = None  # the text it answers 400 to
+    moved_to = ""  # where a redirect leads
+    asked_for: list[str]  # paths of GETs
 
     def do_POST(self) -> None:
         """Keep the body."""
@@ -797,6 +799,13 @@ class Hook(BaseHTTPRequestHandler):
         self.received.append(json.loads(body))
         refused = self.received[-1]["text"] == self.refuses
         self.send_response(400 if refused else self.answer)
+        self.send_header("Location", self.moved_to)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        """Answer as a page does."""
+        self.asked_for.append(self.path)
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -805,7 +814,7 @@ class Hook(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hook() -> Iterator[tuple[str, type[Hook]]]:
-    kept = type("Kept", (Hook,), {"received": []})
+    kept = type("Kept", (Hook,), {"received": [], "asked_for": []})
     with answering(HTTPServer(("127.0.0.1", 0), kept)) as server:
         yield f"http://127.0.0.1:{server.server_port}/secret-path", kept
 
@@ -901,6 +910,24 @@ def test_a_message_that_is_refused_keeps_no_later_one_back(
     outbox.send_kept(settings)
     outbox.send_kept(settings)
     assert [body["text"] for body in kept.received] == ["too long", "short", "too long"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_webhook_that_has_moved_has_taken_nothing(
+    ticks: Ticks, hook: tuple[str, type[Hook]], status: int
+) -> None:
+    """To follow it would be to get a page, without what was to be told."""
+    url, kept = hook
+    kept.answer, kept.moved_to = status, "/elsewhere"
+    ticks.set(notifications={"webhook": url})
+    settings = ticks.pipeline.settings()
+    outbox.keep(settings, {"text": "it failed"})
+    with pytest.raises(urllib.error.HTTPError, match=str(status)):
+        outbox.send_kept(settings)
+    assert kept.asked_for == []
+    kept.answer = 200
+    outbox.send_kept(settings)
+    assert [body["text"] for body in kept.received] == ["it failed"] * 2
 
 
 def test_messages_that_nobody_takes_neither_pile_up_nor_fill_a_tick(
