@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import sqlalchemy as sa
 from pydantic import BaseModel, Field, ValidationError
@@ -188,8 +188,8 @@ class Policies:
     store: FeedbackStore
     inbox: Inbox  # into the store, with everybody else's votes
     runs: DagsterRuns
-    one_at_a_time: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
+    one_at_a_time: WeakValueDictionary[str, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary
     )
 
     @property
@@ -234,7 +234,7 @@ def add_policy_routes(app: FastAPI, policies: Policies) -> None:
         if not isinstance(body, bytes):
             return body
         # Asked twice in one moment, the second finds the first one's run.
-        async with policies.one_at_a_time[agent_id]:
+        async with policies.one_at_a_time.setdefault(agent_id, asyncio.Lock()):
             code, told = await _settled(run_in_threadpool(train, policies, agent_id, body, again))
         if wait and told.get("status") == "started":
             code, told = await _followed(policies, agent_id, told["runId"], request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -307,6 +308,24 @@ def test_training_is_asked_of_dagster_once(service: Service) -> None:
     assert (busy.status_code, busy.json()["runId"]) == (409, run_id)
     service.dagster.states[run_id] = "FAILURE"
     assert service.train("real").status_code == 200
+
+
+def test_of_two_who_ask_in_one_moment_the_second_is_told_the_firsts_run(service: Service) -> None:
+    """And what has kept them apart is gone when they are: any name may be asked for."""
+    path = f"/api/policies/train_policy/{service.filled('moment')}"
+
+    async def asked() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await asyncio.gather(*(client.post(path, json={}) for _ in range(2)))
+
+    before = len(service.dagster.launched)
+    first, second = sorted(asyncio.run(asked()), key=lambda told: told.status_code)
+    assert (first.status_code, second.status_code) == (200, 409)
+    assert first.json()["runId"] == second.json()["runId"]
+    assert len(service.dagster.launched) == before + 1
+    gc.collect()
+    assert len(service.policies.one_at_a_time) == 0
 
 
 def test_a_turn_somebody_else_holds_is_named(service: Service) -> None:
