@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import sqlalchemy as sa
 
-from rlhf_pipeline.errors import ChatRefused, PipelineError, TooManyVotes
-from rlhf_pipeline.feedback.rules import LONGEST_COMMENT
+from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError, TooManyVotes
+from rlhf_pipeline.feedback.rules import LONGEST_COMMENT, Rule
 from rlhf_pipeline.records import FeedbackKind, uuid7
 from rlhf_pipeline.serving.access import Right, right_in
 from rlhf_pipeline.serving.chat_api import SORRY
@@ -390,6 +390,8 @@ def not_stored(error: PipelineError | sa.exc.DatabaseError) -> str:
         return "Not stored: the store cannot be written now; please vote again."
     if isinstance(error, TooManyVotes):
         return f"Thank you, but that was too fast to count. Please vote again in {error.seconds} s."
+    if isinstance(error, FeedbackRefused) and error.rule == Rule.value_missing:
+        return "Not stored: nothing is written yet."
     return f"Not stored: {error}"[:300]
 
 

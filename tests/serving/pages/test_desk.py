@@ -61,6 +61,7 @@ from rlhf_pipeline.serving.pages.visitors import Visitors
 from tests.serving.pages.world import made_desk
 
 ASKED: dict[str, Any] = {"session_id": "s", "person": "ann"}
+EMPTY = "Not stored: nothing is written yet."
 
 
 @pytest.fixture
@@ -225,10 +226,23 @@ def test_a_comment_is_a_vote_that_stays_in_its_box_until_it_is_stored(desk: Desk
     comment = chat_page._comment(chat_page._vote(desk))
     assert comment(None, [], "so so") == ("There is nothing to vote on yet.", "so so")
     _, answer = ask(desk)
-    words, left = comment(answer, [], " ")
-    assert (words.startswith("Not stored: needed the comment's text"), left) == (True, " ")
+    assert comment(answer, [], " ") == (EMPTY, " ")
     assert comment(answer, [], "so so") == (chat_page.THANKS, "")
     assert desk.store.counts("shop") == {"comment": 1}
+
+
+@pytest.mark.parametrize("text", ["", " \n", None])
+def test_who_sends_a_better_answer_without_words_is_told_so_in_plain_ones(
+    desk: Desk, text: str | None
+) -> None:
+    _, answer = ask(desk)
+    empty = {"kind": FeedbackKind.correction, "text": text}
+    assert chat_page._vote(desk)(answer, [], **empty) == EMPTY
+    waiting, *_, notice, _, _ = review_page._judge(desk)(
+        [answer.interaction], "shop", "bea", **empty
+    )
+    assert (waiting, notice) == ([answer.interaction], EMPTY)
+    assert desk.store.counts("shop") == {}
 
 
 def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> None:
