@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_pipeline.errors import FeedbackError, PipelineError
+from rlhf_pipeline.errors import ChatRefused, FeedbackError
 from rlhf_pipeline.feedback.datasets import unit_interval
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.records import (
@@ -29,7 +29,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.serving.doubts import HeadDoubts
 from rlhf_pipeline.serving.gateway import Ending, Gateway, Reply, Wishes
-from rlhf_pipeline.serving.guardrails import output_block
+from rlhf_pipeline.serving.guardrails import Rail, output_block
 from rlhf_pipeline.serving.limits import RaterLimit
 from rlhf_pipeline.serving.tracing import Tracing
 
@@ -259,7 +259,9 @@ def _end(loop: asyncio.AbstractEventLoop, pieces: AsyncGenerator[Any, None]) -> 
 def said_so_far(history: Sequence[tuple[str, str]], question: str) -> Prompt:
     """Return the prompt of a conversation's (question, answer) turns and the next question."""
     if not question.strip():
-        raise PipelineError("a question is needed, found an empty one; write something")
+        raise ChatRefused(
+            Rail.prompt_empty, "a question is needed, found an empty one; write something"
+        )
     messages: list[Message] = []
     for asked, answered in history:
         messages += [Message("user", asked), Message("assistant", answered)]

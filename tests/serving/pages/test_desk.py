@@ -168,6 +168,13 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
 
 
+def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) -> None:
+    gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    [told] = say(" ", [], "shop", "s", False, SimpleNamespace(cookies={}))  # as a client's key
+    assert told[2] == "a question is needed, found an empty one; write something"
+
+
 def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_the_last(
     desk: Desk,
 ) -> None:
