@@ -83,7 +83,7 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
         support = support_of(report.clean)
         quarantines, most = limits.narrow_support == "quarantine", limits.top_raters_share
         report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
-        report.clean.to_parquet(turn.data / VALIDATED)
+        report.clean.to_parquet(turn.data / VALIDATED, **snapshot.PACKED)
         told = support_to_json(support, report.clean)
         left_in = 0 if quarantines else len(support.associations)
         write_json(turn.data / SUPPORT, {**told, "left_in": left_in})

@@ -259,7 +259,7 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     aside = path.with_suffix(f".{uuid7()}.partial")
     found = 0
     try:
-        with pq.ParquetWriter(aside, schema) as writer:
+        with pq.ParquetWriter(aside, schema, **snapshot.PACKED) as writer:
             for batch in source.iter_batches():
                 kept = batch.filter(pc.invert(_are_in("feedback_id", batch, gone)))
                 found += batch.num_rows - kept.num_rows

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import sqlalchemy as sa
 
@@ -106,6 +107,15 @@ def test_the_file_is_the_one_that_was_recorded(store: FeedbackStore, tmp_path: P
     with store.database.read() as connection:
         assert len(connection.execute(db.snapshots.select()).all()) == 1
     assert [p.name for p in path.parent.iterdir()] == ["feedback.parquet"]
+
+
+def test_the_file_is_packed_the_same_way_each_time(store: FeedbackStore, tmp_path: Path) -> None:
+    """Every version keeps one for ever."""
+    store.append([vote(str(n), rater_id=f"rater {n}") for n in range(9)])
+    taken = [snapshot.take(store.database, "tea", 9, tmp_path / name) for name in ("a", "b")]
+    assert taken[0].sha256 == taken[1].sha256
+    columns = pq.read_metadata(taken[0].path).row_group(0).to_dict()["columns"]
+    assert {column["compression"] for column in columns} == {"ZSTD"}
 
 
 def test_a_fingerprint_is_asked_for_without_building_its_query_again(

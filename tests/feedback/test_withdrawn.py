@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_pipeline import stages
@@ -80,6 +81,8 @@ def test_data_sets_are_what_the_other_votes_give(seed: int, tmp_path: Path) -> N
         assert sorted(map(str, found)) == sorted(map(str, records)), name
     for name in (snapshot.FILE, VALIDATED):
         assert list(snapshot.read(tmp_path / name)["feedback_id"]) == list(left["feedback_id"])
+        [*columns] = pq.read_metadata(tmp_path / name).row_group(0).to_dict()["columns"]
+        assert {column["compression"] for column in columns} == {"ZSTD"}  # `made` packs as before
 
 
 @pytest.mark.parametrize("seed", range(5))
