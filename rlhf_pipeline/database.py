@@ -64,6 +64,14 @@ BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts on
 RECIPE_CHARACTERS = 200
 CONNECT_SECONDS = 10  # for a server on PostgreSQL's side of a network to answer
 
+SYNCED = sa.text(
+    "SELECT set_config('synchronous_commit', 'on', true) "
+    "WHERE current_setting('synchronous_commit') = 'off'"
+)
+"""On PostgreSQL what was acknowledged is synced, even where a server's default is `off`; what waits
+for more than the disk, as for replicas, goes on waiting. Said in every transaction: what is said to
+a session reaches somebody else's behind a pooler such as PgBouncer."""
+
 agents = sa.Table(
     "agents",
     metadata,
@@ -344,8 +352,6 @@ class Database:
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
-        else:
-            sa.event.listen(self.engine, "connect", _sync_commits)
         self._migrate_once = threading.Lock()
         self._migrated = False
 
@@ -355,6 +361,8 @@ class Database:
         self.migrate()
         asked = self._connected("READ COMMITTED", sqlite_begin="IMMEDIATE")
         with asked as connection, connection.begin():
+            if not self.is_sqlite:
+                connection.execute(SYNCED)
             yield connection
 
     @contextmanager
@@ -480,17 +488,6 @@ def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
         "tcp_user_timeout": 30_000,  # milliseconds
     }
     return {name: value for name, value in arguments.items() if name not in url.query}
-
-
-def _sync_commits(connection: Any, _record: Any) -> None:
-    with connection.cursor() as cursor:
-        # What was acknowledged is synced, even where a server's default is `off`; what waits for
-        # more than the disk, as for replicas, goes on waiting.
-        cursor.execute(
-            "SELECT set_config('synchronous_commit', 'on', false) "
-            "WHERE current_setting('synchronous_commit') = 'off'"
-        )
-    connection.commit()
 
 
 def _begin_as_asked(connection: sa.Connection) -> None:

@@ -179,6 +179,23 @@ def test_a_commit_is_synced_whatever_the_server_does_for_others(postgres_url: st
         database.close()
 
 
+def test_what_a_write_sets_is_its_own_and_ends_with_it(postgres_url: str) -> None:
+    name = sa.engine.make_url(postgres_url).database
+    database = Database(postgres_url)
+    with database.write() as connection:
+        connection.exec_driver_sql(f"ALTER DATABASE {name} SET synchronous_commit = off")
+    database.close()
+    show = "SHOW synchronous_commit"
+    for _ in range(2):  # the second in a session that somebody else reset, as a pooler's may be
+        with database.write() as connection:
+            assert connection.exec_driver_sql(show).scalar() == "on"
+        with database.engine.connect() as connection:
+            assert connection.exec_driver_sql(show).scalar() == "off"
+            connection.exec_driver_sql("RESET ALL")
+            connection.commit()
+    database.close()
+
+
 def test_what_people_write_goes_in_whatever_the_environment_says(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
