@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.retention import Item
 
 INBOX_DONE = "done"  # folder beside the dropped files
-FINGERPRINT = "rlhf/fingerprint"  # run tag: which votes a run was asked to train from
+WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from
 DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked to take in
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
 # What Dagster puts before the words of an error that was raised to be read.
@@ -226,7 +226,7 @@ def request(
         tags={
             AGENT: turn.agent_id,
             ASKED_BY: asked_by,
-            FINGERPRINT: turn.fingerprint[:32],
+            WATERMARK: str(turn.watermark),
             "rlhf/new_votes": str(turn.votes),
             MAX_RUNTIME: str(60 * deadline_minutes),
         },

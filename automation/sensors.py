@@ -17,7 +17,7 @@ from automation.dead import end_dead_turns, runs_of
 from automation.due_turns import asked_for, due_turns
 from automation.jobs import (
     DROPPED,
-    FINGERPRINT,
+    WATERMARK,
     bootstrap,
     ingest_file,
     request,
@@ -35,7 +35,7 @@ from resources.pipeline import (
 )
 from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.continuous import Due, back_off, minutes_since
+from rlhf_pipeline.continuous import Due, attempts_at, back_off, minutes_since
 from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
@@ -92,10 +92,9 @@ def _ended_unclaimed(
             created_after=claims[-1].created_at if claims else None,
         )
     )
-    asked = [r for r in records if FINGERPRINT in r.dagster_run.tags]
+    asked = [r for r in records if WATERMARK in r.dagster_run.tags]
     ended = [r for r in asked if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
-    mark = turn.fingerprint[:32]
-    same = [r for r in ended if r.dagster_run.tags[FINGERPRINT] == mark]
+    same = [r for r in ended if r.dagster_run.tags[WATERMARK] == str(turn.watermark)]
     words = f"{len(ended)} runs failed before they began"
     return len(ended), _why_wait(ended, words, is_over=len(same) >= most)
 
@@ -190,7 +189,8 @@ def dead_runs(
         ):
             continue
         is_first = claim.fingerprint == bootstrap_mark(claim.agent_id)
-        day = minutes_since(pipeline.claims.history(claim.agent_id), now() - timedelta(hours=24))
+        history = pipeline.claims.history(claim.agent_id)
+        day = minutes_since(history, now() - timedelta(hours=24))
         if not is_first and day >= rules.gpu_minutes_per_night:
             continue  # as one that its deadline ended: the budget says when the next turn starts
         if is_first:
@@ -203,8 +203,9 @@ def dead_runs(
                 )
             )
             continue
+        attempt = len(attempts_at(claim.watermark, history)) + 1
         asked = request(
-            Due(claim.agent_id, claim.fingerprint, claim.watermark, 0, claim.attempt + 1),
+            Due(claim.agent_id, claim.watermark, 0, attempt),
             asked_by="watchdog",
             deadline_minutes=rules.deadline_minutes,
             again=pipeline.claims.verdicts_before(claim) > 0,

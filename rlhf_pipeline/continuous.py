@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
+COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
 PATIENCE = 10  # times the quiet time: enough votes that have waited so long go without it
 
 
@@ -22,15 +22,18 @@ class Due:
     """A turn that should start now."""
 
     agent_id: str
-    fingerprint: str
     watermark: int
-    votes: int  # new since the last turn
-    attempt: int
+    votes: int  # new since the last turn; where they are more than needed, COUNTED at most
+    attempt: int  # at this watermark
 
     @property
     def run_key(self) -> str:
-        """Return what makes two requests the same request."""
-        return f"{self.agent_id}:{self.fingerprint[:32]}:{self.attempt}"
+        """Return what makes two requests the same request.
+
+        The votes up to a watermark are the same votes, and have one fingerprint; that one takes
+        reading all of them, which the run itself does.
+        """
+        return f"{self.agent_id}:{self.watermark}:{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ def due(
 ) -> Due | NotDue:
     """Return whether the agent's next turn starts at this moment, or why not.
 
-    `min_new_feedback` stands in for the setting (the nightly schedule takes 1). Costs what is new,
-    not what is there, until the threshold is reached.
+    `min_new_feedback` stands in for the setting (the nightly schedule takes 1). What it costs grows
+    neither with what is there nor with what is new: a sensor asks every few seconds.
     """
     rules = settings.continuous_learning
     store, claims = FeedbackStore(database), ClaimBook(database)
@@ -72,14 +75,16 @@ def due(
         return NotDue(agent_id, f"version {running.challenger} is in an experiment")
     last = claims.last_done(agent_id)
     watermark = last.watermark if last else 0
-    new = store.new_since(agent_id, watermark)
     needed = min_new_feedback or rules.min_new_feedback
+    most = max(needed, COUNTED)
+    new = store.new_since(agent_id, watermark, most=most)
     if new.votes < needed or new.newest_received_at is None:
         return NotDue(agent_id, f"{new.votes} new votes of the {needed} needed")
     age, quiet = at - new.newest_received_at, timedelta(seconds=rules.min_age_seconds)
     if age < quiet:
         # An assistant that people use around the clock is never quiet.
-        new = store.new_since(agent_id, watermark, until=at - PATIENCE * quiet)
+        until = at - PATIENCE * quiet
+        new = store.new_since(agent_id, watermark, until=until, most=most)
         if new.votes < needed:
             return NotDue(
                 agent_id,
@@ -101,8 +106,7 @@ def due(
             agent_id,
             f"{spent:.0f} min of training in 24 h, budget {rules.gpu_minutes_per_night} min",
         )
-    # Whatever they trained on: with each new vote there is another fingerprint to fail at. Asked
-    # before that is made, which reads every vote.
+    # Whatever they trained on: with each new vote there is another watermark to fail at.
     if failed := failed_since_verdict(history):
         latest, wait = failed[-1], back_off(len(failed))
         # One that died may be found long after; who finds it asks for it again at once.
@@ -114,13 +118,16 @@ def due(
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
                 f"the last verdict), {wait / timedelta(minutes=1):g} needed",
             )
-    mark = snapshot.fingerprint(database, agent_id, new.newest_seq)
-    earlier = [claim for claim in history if claim.fingerprint == mark]
+    earlier = attempts_at(new.newest_seq, history)
     if len(earlier) >= rules.max_attempts:
-        return NotDue(
-            agent_id, f"{len(earlier)} attempts at {mark[:16]} failed; a person must look"
-        )
-    return Due(agent_id, mark, new.newest_seq, new.votes, len(earlier) + 1)
+        mark = earlier[-1].fingerprint[:16]
+        return NotDue(agent_id, f"{len(earlier)} attempts at {mark} failed; a person must look")
+    return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
+
+
+def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:
+    """Return the claims on the votes up to the watermark, oldest first."""
+    return [claim for claim in history if claim.watermark == watermark]
 
 
 def failed_since_verdict(history: list[Claim]) -> list[Claim]:

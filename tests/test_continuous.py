@@ -10,9 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import sqlalchemy as sa
 
 from rlhf_pipeline.config import Settings, load_settings
-from rlhf_pipeline.continuous import BACK_OFF, Due, NotDue, back_off, due, minutes_since
+from rlhf_pipeline.continuous import BACK_OFF, COUNTED, Due, NotDue, back_off, due, minutes_since
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
@@ -108,10 +109,41 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 def test_enough_votes_that_are_old_enough_start_a_turn(agent: Agent) -> None:
     agent.send(7)
     verdict = agent.asks()
-    assert verdict == Due("tea", agent.mark(), agent.newest(), votes=7, attempt=1)
+    assert verdict == Due("tea", agent.newest(), votes=7, attempt=1)
     assert isinstance(verdict, Due)
-    assert verdict.run_key == f"tea:{agent.mark()[:32]}:1"
+    assert verdict.run_key == f"tea:{agent.newest()}:1"
     assert agent.asks() == verdict  # asked again, the same turn: the same run key
+
+
+def steps(agent: Agent) -> int:
+    """Return how many steps SQLite's machine takes for a look."""
+    taken = 0
+
+    def count() -> int:
+        nonlocal taken
+        taken += 1
+        return 0
+
+    def watch(raw: Any, *_: Any) -> None:
+        raw.set_progress_handler(count, 1)
+
+    engine = agent.database.engine
+    sa.event.listen(engine, "checkout", watch)
+    assert isinstance(agent.asks(), Due)
+    sa.event.remove(engine, "checkout", watch)
+    return taken
+
+
+def test_a_look_costs_the_same_however_many_votes_there_are(agent: Agent) -> None:
+    agent.send(50)
+    agent.turn(agent.at - timedelta(hours=2), 10, "done")
+    agent.send(COUNTED)
+    few = steps(agent)
+    agent.send(9 * COUNTED)
+    assert steps(agent) < 2 * few
+    verdict = agent.asks()
+    assert isinstance(verdict, Due)
+    assert verdict.votes == COUNTED
 
 
 def test_an_agent_nobody_knows_has_no_votes(agent: Agent) -> None:

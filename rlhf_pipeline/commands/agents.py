@@ -111,12 +111,13 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
 
 
 def _next_turn(here: Workspace, agent_id: str, settings: Settings) -> str:
-    from rlhf_pipeline.continuous import Due, due
+    from rlhf_pipeline.continuous import COUNTED, Due, due
     from rlhf_pipeline.records import now
 
     verdict = due(here.database, agent_id, settings, at=now())
     if isinstance(verdict, Due):
-        return f"due now: {verdict.votes} new votes, attempt {verdict.attempt}"
+        least = "at least " if verdict.votes >= COUNTED else ""
+        return f"due now: {least}{verdict.votes} new votes, attempt {verdict.attempt}"
     return verdict.reason
 
 

@@ -302,27 +302,33 @@ class FeedbackStore:
         return Interaction(**values)
 
     def new_since(
-        self, agent_id: str, watermark: int, *, until: datetime | None = None
+        self,
+        agent_id: str,
+        watermark: int,
+        *,
+        until: datetime | None = None,
+        most: int | None = None,
     ) -> NewFeedback:
         """Return what arrived after the watermark, and where said by a moment.
 
-        Costs what is new, not what is there.
+        Votes are counted up to `most` where that is said. Costs what is counted, not what is there.
         """
         f = db.feedback.c
         new = [f.agent_id == agent_id, f.seq > watermark]
         if until is not None:
             new.append(f.received_at <= until)
+        fresh = sa.select(f.voter, f.target, f.kind).where(*new, f.erased_at.is_(None), _trains())
         with self.database.read() as connection:
-            # Materialised, or SQLite reads the agent's whole voting index to save itself a sort.
-            fresh = (
-                sa.select(f.voter, f.target, f.kind)
-                .where(*new, f.erased_at.is_(None), _trains())
-                .cte("fresh")
-                .prefix_with("MATERIALIZED")
-            )
-            votes = connection.execute(
-                sa.select(sa.func.count()).select_from(sa.select(fresh).distinct().subquery())
-            ).scalar_one()
+            if most is None:
+                # Materialised, or SQLite reads the agent's whole voting index to spare a sort.
+                all_of_them = fresh.cte("fresh").prefix_with("MATERIALIZED")
+                votes = connection.execute(
+                    sa.select(sa.func.count()).select_from(
+                        sa.select(all_of_them).distinct().subquery()
+                    )
+                ).scalar_one()
+            else:
+                votes = _distinct(connection, fresh.order_by(f.seq), most)
             last = connection.execute(
                 sa.select(f.seq, f.received_at).where(*new).order_by(f.seq.desc()).limit(1)
             ).first()
@@ -614,6 +620,17 @@ def _interaction_row(interaction: Interaction) -> dict[str, Any]:
         "latency_seconds": interaction.latency_seconds,
         "created_at": interaction.created_at,
     }
+
+
+def _distinct(connection: sa.Connection, query: sa.Select[Any], most: int) -> int:
+    """Return how many different rows there are, `most` at most, reading no further than that."""
+    found = set()
+    with connection.execute(query.execution_options(yield_per=LOOKUP)) as rows:
+        for row in rows:
+            found.add(row)
+            if len(found) >= most:
+                break
+    return len(found)
 
 
 def _alone(connection: sa.Connection) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gql.transport import Transport
 
 JOB, PARTITIONS = "retrain", "agents"
-AGENT, ASKED_BY, FINGERPRINT = "rlhf/agent", "rlhf/asked_by", "rlhf/fingerprint"  # run tags
+AGENT, ASKED_BY, WATERMARK = "rlhf/agent", "rlhf/asked_by", "rlhf/watermark"  # run tags
 MAX_STEPS, LEARNING_RATE = "rlhf/max_steps", "rlhf/learning_rate"
 PARTITION, MAX_RUNTIME = "dagster/partition", "dagster/max_runtime"
 SECONDS = 60  # Dagster loads the job before it answers

@@ -51,7 +51,7 @@ from rlhf_pipeline.feedback.rules import (
 from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.serving.contract import KEY_HEADER, Closed, Refusal, Text, Told, refusals
-from rlhf_pipeline.serving.dagster_runs import FINGERPRINT, LEARNING_RATE, MAX_RUNTIME, MAX_STEPS
+from rlhf_pipeline.serving.dagster_runs import LEARNING_RATE, MAX_RUNTIME, MAX_STEPS, WATERMARK
 from rlhf_pipeline.serving.feedback_api import (
     AWAY,
     CONFLICT,
@@ -408,7 +408,7 @@ def train(policies: Policies, agent_id: str, body: bytes, again: bool) -> Answer
         agent_id,
         {"watermark": watermark, "again": again},
         {
-            FINGERPRINT: mark[:32],
+            WATERMARK: str(watermark),
             MAX_RUNTIME: str(60 * settings.continuous_learning.deadline_minutes),
             MAX_STEPS: None if asked.maxSteps is None else str(asked.maxSteps),
             LEARNING_RATE: None if asked.learningRate is None else repr(asked.learningRate),

@@ -103,7 +103,7 @@ def test_votes_alone_lead_to_one_verdict_and_no_second_turn_from_the_same_votes(
     assert run.tags[ASKED_BY] == "sensor"
     [claim] = unattended.pipeline.claims.history(AGENT_ID)
     assert (claim.state, claim.holder, claim.asked_by) == ("done", run.run_id, "sensor")
-    assert run.tags["dagster/run_key"] == f"{AGENT_ID}:{claim.fingerprint[:32]}:1"
+    assert run.tags["dagster/run_key"] == f"{AGENT_ID}:{claim.watermark}:1"
     assert [v.version for v in unattended.pipeline.ledger.versions(AGENT_ID)] == [0, 1]
 
     def looked() -> list[dg.SkipReason | str | None]:

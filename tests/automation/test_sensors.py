@@ -24,7 +24,7 @@ from dagster._core.remote_origin import (
 
 from assets.common import GPU
 from automation import outbox, sensors
-from automation.jobs import DROPPED, FINGERPRINT
+from automation.jobs import DROPPED, WATERMARK
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
@@ -123,8 +123,7 @@ def test_a_turn_is_asked_for_once_there_are_enough_votes(ticks: Ticks) -> None:
     ticks.vote(agent, 1, start=39)
     [request] = ticks.tick("enough_new_feedback").run_requests
     watermark = snapshot.newest_seq(ticks.pipeline.database, agent)
-    mark = snapshot.fingerprint(ticks.pipeline.database, agent, watermark)
-    assert request.run_key == f"{agent}:{mark[:32]}:1"
+    assert request.run_key == f"{agent}:{watermark}:1"
     assert (request.partition_key, request.job_name) == (agent, "retrain")
     assert request.run_config["ops"]["feedback_snapshot"]["config"] == {"watermark": watermark}
     assert request.tags[ASKED_BY] == "sensor"
@@ -176,7 +175,7 @@ def test_while_a_run_waits_in_the_queue_newer_votes_ask_for_none_beside_it(ticks
         tags={"dagster/partition": agent},
         remote_job_origin=RemoteJobOrigin(home, "retrain"),
     )
-    ticks.vote(agent, 1, start=40)  # another fingerprint: the run key alone would let it through
+    ticks.vote(agent, 1, start=40)  # another watermark: the run key alone would let it through
     said = f"queueing: run {run.run_id[:8]} waits or is at work"
     for tick in (ticks.tick("enough_new_feedback"), night(ticks)):
         assert (tick.run_requests or [], tick.skip_message) == ([], said)
@@ -256,7 +255,7 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
     [first] = ticks.tick("enough_new_feedback").run_requests
 
     def die(asked: dg.RunRequest) -> None:
-        run = ticks.start_run(agent, job="retrain", **{FINGERPRINT: asked.tags[FINGERPRINT]})
+        run = ticks.start_run(agent, job="retrain", **{WATERMARK: asked.tags[WATERMARK]})
         ticks.instance.report_run_failed(run)
 
     die(first)
@@ -280,7 +279,7 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
     ticks.vote(agent, 1, start=40)
     assert "3 runs failed before they began; next in" in later(2 * BACK_OFF).skip_message
     [other] = later(4 * BACK_OFF).run_requests
-    assert other.tags[FINGERPRINT] != third.tags[FINGERPRINT]
+    assert other.tags[WATERMARK] != third.tags[WATERMARK]
 
 
 # -- dropped_files ----------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_the_names_that_dagster_knows_are_its_own() -> None:
     assert (jobs.retrain.name, agents.name) == (ours.JOB, ours.PARTITIONS)
     assert (ours.AGENT, ours.ASKED_BY) == (pipeline.AGENT, pipeline.ASKED_BY)
     assert (ours.MAX_STEPS, ours.LEARNING_RATE) == (pipeline.MAX_STEPS, pipeline.LEARNING_RATE)
-    assert ours.FINGERPRINT == jobs.FINGERPRINT
+    assert ours.WATERMARK == jobs.WATERMARK
 
 
 def test_a_score_is_answered_with_exactly_the_published_names(service: Service) -> None:
