@@ -13,6 +13,7 @@ from typing import Any
 import dagster as dg
 import pytest
 import structlog
+from dagster._core.scheduler import DagsterDaemonScheduler
 
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
@@ -218,3 +219,6 @@ def test_the_instance_file_is_valid_and_frees_the_gpu_after_a_killed_run(tmp_pat
         assert free_after <= 10
         assert not instance.telemetry_enabled
         assert not instance.run_retries_enabled  # the sensor dead_runs asks again
+        scheduler = instance.scheduler
+        assert isinstance(scheduler, DagsterDaemonScheduler)
+        assert scheduler.max_tick_retries > 0  # or one failed look costs every agent a night
