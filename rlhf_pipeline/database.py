@@ -503,7 +503,10 @@ def _run_migrations(engine: sa.Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    with engine.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+    options: dict[str, Any] = {"sqlite_begin": "IMMEDIATE"}
+    if engine.dialect.name == "postgresql":
+        options = {"isolation_level": "READ COMMITTED"}  # who waited sees what the other did
+    with engine.execution_options(**options).begin() as connection:
         if connection.dialect.name == "postgresql":
             # Two processes that start together migrate one after the other.
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, timezone
@@ -32,6 +33,18 @@ def agent_ids(database: Database) -> list[str]:
 
 def agent_count(connection: sa.Connection) -> int:
     return int(connection.execute(sa.select(sa.func.count()).select_from(db.agents)).scalar_one())
+
+
+def wait_until_so_many_wait(connection: sa.Connection, count: int) -> None:
+    """Return once so many transactions wait for a lock of this PostgreSQL database's own."""
+    query = (
+        "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database "
+        "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"
+    )
+    deadline = time.monotonic() + 60
+    while connection.exec_driver_sql(query).scalar_one() != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_sqlite_commit_is_synced_and_does_not_block_readers(tmp_path: Path) -> None:
@@ -77,6 +90,29 @@ def test_two_who_start_together_migrate_one_after_the_other(tmp_path: Path) -> N
     database = Database(url)
     assert agent_ids(database) == [f"agent-{n}" for n in range(4)]
     database.close()
+
+
+def test_who_waited_for_a_migration_sees_what_it_did(postgres_server: str) -> None:
+    name = "waited_for"
+    server = Database(postgres_server)
+    with server.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+        connection.exec_driver_sql(  # as an administrator may have chosen for every program
+            f"ALTER DATABASE {name} SET default_transaction_isolation = 'repeatable read'"
+        )
+    server.close()
+    url = sa.engine.make_url(postgres_server).set(database=name)
+    both = [Database(url.render_as_string(hide_password=False)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        with both[0].engine.connect() as holder:
+            holder.exec_driver_sql("SELECT pg_advisory_xact_lock(712007)")
+            migrated = [threads.submit(database.migrate) for database in both]
+            wait_until_so_many_wait(holder, 2)
+        for each in migrated:
+            each.result()
+    for database in both:
+        assert agent_ids(database) == []
+        database.close()
 
 
 def test_an_older_database_is_brought_up_without_losing_a_row(any_database: Database) -> None:
