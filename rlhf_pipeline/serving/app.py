@@ -63,6 +63,7 @@ def create_app(
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
     from rlhf_pipeline.serving.raters_api import add_rater_routes
     from rlhf_pipeline.serving.tracing import Tracing
+    from rlhf_pipeline.serving.upstream import connections_kept
 
     settings = settings or load_settings()
     hosts = [*HOSTS, *map(_as_sent, names)]
@@ -75,8 +76,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        """Let the models go when the service ends."""
-        yield
+        """Keep connections to upstreams, and let the models go when the service ends."""
+        async with connections_kept():
+            yield
         app.state.gateway.close()
         tracing.close()
 

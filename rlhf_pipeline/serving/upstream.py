@@ -18,9 +18,11 @@ import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import lru_cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import httpx
 import structlog
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 CONNECT_SECONDS = 5.0
+KEPT_SECONDS = 30.0  # a connection that nobody uses
+END_SECONDS = 0.05  # for the end of an answer, once all that is said in it has come
 LOOK_EVERY_SECONDS = 2.0  # how long a model that an upstream has loaded may go unseen
 LONGEST_LINE = 1 << 20  # bytes
 MOST_TOKENS = 2**31
@@ -43,6 +47,24 @@ COUNTED = ("prompt_tokens", "completion_tokens")
 TOO_LONG = re.compile(rb"context[ _](?:length|size|window)", re.IGNORECASE)
 """What a refusal has in it where the conversation is longer than the model's context: OpenAI's and
 vLLM's "maximum context length", llama.cpp's "exceed_context_size_error"."""
+
+
+_kept: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def connections_kept() -> AsyncGenerator[None, None]:
+    """Within it, what this event loop asks of upstreams leaves its connections to what comes next.
+
+    To connect anew takes two round trips where TLS is spoken, and milliseconds of the loop's time.
+    """
+    loop = asyncio.get_running_loop()
+    async with _client() as client:
+        _kept[loop] = client
+        try:
+            yield
+        finally:
+            del _kept[loop]
 
 
 async def upstream_pieces(
@@ -64,13 +86,14 @@ async def upstream_pieces(
     }
     last: dict[str, Any] = {"finish_reason": None, "usage": None}
     async with _asked(upstream, "chat/completions", deadline, body) as answer:
+        lines = _lines(answer, deadline)
         if answer.status_code in (400, 413) and TOO_LONG.search(await _beginning(answer, deadline)):
             raise PromptRefused(
                 "messages within the upstream's context are needed, found longer ones; send fewer, "
                 "or ask for fewer tokens"
             )
         _need_200(upstream, answer)
-        async for line in _lines(answer, deadline):
+        async for line in lines:
             if time.monotonic() > deadline:
                 raise TimeoutError
             if not line.startswith(b"data:"):
@@ -78,6 +101,10 @@ async def upstream_pieces(
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 yield last
+                with suppress(TimeoutError, ModelError, httpx.HTTPError):  # the answer is whole
+                    async with asyncio.timeout(END_SECONDS):
+                        async for _ in lines:  # a connection is used again once it is read empty
+                            pass
                 return
             if piece := _read(data, last):
                 yield piece
@@ -157,23 +184,22 @@ async def _asked(
 
     Raises ModelError where it cannot be asked or breaks off, TimeoutError at the deadline.
     """
-    # httpx bounds each wait anew, and not how long they take together: the deadline does.
-    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    url = f"{upstream.url.rstrip('/')}/{path}"
-    method = "GET" if body is None else "POST"
+    kept = _kept.get(asyncio.get_running_loop())
     try:
-        async with httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False) as client:
-            request = client.build_request(method, url, json=body, headers=_headers(upstream))
-            async with asyncio.timeout(deadline - time.monotonic()):
-                answer = await client.send(request, stream=True)
-            async with aclosing(answer):
-                packed = answer.headers.get("content-encoding", "identity")
-                if packed != "identity":
-                    raise ModelError(
-                        f"the upstream at {upstream.url} must answer as it stands, found "
-                        f"{packed[:20]!r}; switch compression off there"
-                    )
-                yield answer
+        async with AsyncExitStack() as opened:
+            answer = await _sent(kept, upstream, path, deadline, body) if kept else None
+            if answer is None:
+                client = await opened.enter_async_context(_client())
+                answer = await _sent(client, upstream, path, deadline, body)
+                assert answer is not None  # none is kept there
+            await opened.enter_async_context(aclosing(answer))
+            packed = answer.headers.get("content-encoding", "identity")
+            if packed != "identity":
+                raise ModelError(
+                    f"the upstream at {upstream.url} must answer as it stands, found "
+                    f"{packed[:20]!r}; switch compression off there"
+                )
+            yield answer
     except httpx.TimeoutException as error:
         raise TimeoutError from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -181,6 +207,40 @@ async def _asked(
             f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "
             "or correct serving.upstreams"
         ) from error
+
+
+async def _sent(
+    client: httpx.AsyncClient,
+    upstream: UpstreamSettings,
+    path: str,
+    deadline: float,
+    body: dict[str, Any] | None,
+) -> httpx.Response | None:
+    """Return the answer's head; None where a connection that was kept turns out to be closed.
+
+    The upstream may close it at the moment in which it is used again. That is no failure, and says
+    nothing about the request, which need only be sent once more.
+    """
+    begins = False  # a connection
+
+    async def notice(event: str, _: Any) -> None:
+        nonlocal begins
+        begins = begins or event == "connection.connect_tcp.started"
+
+    request = client.build_request(
+        "GET" if body is None else "POST",
+        f"{upstream.url.rstrip('/')}/{path}",
+        json=body,
+        headers=_headers(upstream),
+        extensions={"trace": notice},
+    )
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await client.send(request, stream=True)
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        if begins:
+            raise
+        return None
 
 
 async def _beginning(answer: httpx.Response, deadline: float) -> bytes:
@@ -258,6 +318,17 @@ def _headers(upstream: UpstreamSettings) -> dict[str, str]:
         "set it where the service starts",
     )
     return asked if token is None else {**asked, "authorization": f"Bearer {token}"}
+
+
+def _client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        # httpx bounds each wait anew, and not how long they take together: the deadline does.
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),  # and nobody waits for a connection
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # they are another request's
+        verify=_trust(),
+        trust_env=False,
+    )
 
 
 @lru_cache(maxsize=1)

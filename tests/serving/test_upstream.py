@@ -20,10 +20,11 @@ from rlhf_pipeline.config import UpstreamSettings, load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, ModelError, PromptRefused
 from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.serving import upstream as upstream_module
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.keys import Keys
-from rlhf_pipeline.serving.upstream import upstream_pieces
+from rlhf_pipeline.serving.upstream import connections_kept, upstream_pieces
 from tests.serving.doors import World, listening
 
 PATIENCE = 20.0  # seconds
@@ -95,6 +96,41 @@ def sending(parts: Sequence[tuple[float, bytes]]) -> Iterator[UpstreamSettings]:
         yield upstream
 
 
+class Kept(BaseHTTPRequestHandler):
+    """Answers on connections that stay open, and remembers what came over which."""
+
+    protocol_version = "HTTP/1.1"
+    over: list[Any]  # whence each request came: host and port
+    cookies: list[str | None]
+    drops: int  # how many requests, from then on, are read and never answered
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.over.append(self.client_address)
+        self.cookies.append(self.headers["cookie"])
+        if self.drops > 0:
+            type(self).drops -= 1
+            self.close_connection = True
+            return
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.send_header("set-cookie", "who=ann")
+        self.end_headers()
+        for part in (chunk("Hello ") + chunk("you", "stop") + DONE, b""):
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def keeping(drops: int = 0) -> Iterator[tuple[UpstreamSettings, type[Kept]]]:
+    """Run a server that keeps connections open."""
+    made = type("Made", (Kept,), {"over": [], "cookies": [], "drops": drops})
+    with running(made, threading.Event()) as upstream:
+        yield upstream, made
+
+
 @contextmanager
 def running(
     handler: type[BaseHTTPRequestHandler], over: threading.Event
@@ -117,14 +153,15 @@ def served_by(upstream: UpstreamSettings, state: Path) -> World:
     return World(create_app(settings, pages=False), Keys(state), "", "", "")
 
 
-def pieces_of(upstream: UpstreamSettings, seconds: float = PATIENCE) -> list[str | dict[str, Any]]:
-    async def all_of_them() -> list[str | dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        return [
-            p async for p in upstream_pieces(upstream, user_prompt("hi"), {}, deadline=deadline)
-        ]
+async def asked_for(
+    upstream: UpstreamSettings, seconds: float = PATIENCE
+) -> list[str | dict[str, Any]]:
+    deadline = time.monotonic() + seconds
+    return [p async for p in upstream_pieces(upstream, user_prompt("hi"), {}, deadline=deadline)]
 
-    return asyncio.run(all_of_them())
+
+def pieces_of(upstream: UpstreamSettings, seconds: float = PATIENCE) -> list[str | dict[str, Any]]:
+    return asyncio.run(asked_for(upstream, seconds))
 
 
 @pytest.mark.parametrize(
@@ -354,3 +391,62 @@ def test_an_upstream_is_told_the_longest_answer_in_the_requests_own_word(
         world.ask("POST", "/v1/chat/completions", None, {**ASKED, name: 7})
     (told,) = asked
     assert {n: told[n] for n in ("max_tokens", "max_completion_tokens") if n in told} == {name: 7}
+
+
+def test_chats_of_the_service_share_a_connection_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream_module, "END_SECONDS", PATIENCE)  # on a busy machine
+    with keeping() as (upstream, there):
+        settings = load_settings(
+            "tiny",
+            {"state_dir": tmp_path, "serving": {"upstreams": {"tea": upstream.model_dump()}}},
+        )
+        with listening(create_app(settings, pages=False)) as address:
+            for streams in (False, True, False):
+                asked = {**ASKED, "stream": streams}
+                answer = httpx.post(f"{address}/v1/chat/completions", json=asked)
+                assert "you" in answer.text
+    assert len(there.over) == 3
+    assert len(set(there.over)) == 1
+    assert there.cookies == [None] * 3
+
+
+@pytest.mark.parametrize(("drops", "asked"), [(0, 2), (1, 3), (2, 3)])
+def test_a_connection_that_was_closed_meanwhile_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, drops: int, asked: int
+) -> None:
+    """What is not answered on a connection of its own has failed, and is not asked a third time."""
+    monkeypatch.setattr(upstream_module, "END_SECONDS", PATIENCE)
+
+    async def twice(upstream: UpstreamSettings, there: type[Kept]) -> str:
+        async with connections_kept():
+            await asked_for(upstream)
+            there.drops = drops
+            *texts, _ = await asked_for(upstream)
+            return "".join(map(str, texts))
+
+    with keeping() as (upstream, there):
+        if drops == 2:
+            with pytest.raises(ModelError, match="must answer, found"):
+                asyncio.run(twice(upstream, there))
+        else:
+            assert asyncio.run(twice(upstream, there)) == "Hello you"
+    assert len(there.over) == asked
+
+
+def test_what_is_not_answered_on_a_new_connection_is_not_asked_again() -> None:
+    async def once(upstream: UpstreamSettings) -> None:
+        async with connections_kept():
+            await asked_for(upstream)
+
+    with keeping(drops=1) as (upstream, there), pytest.raises(ModelError, match="must answer"):
+        asyncio.run(once(upstream))
+    assert len(there.over) == 1
+
+
+def test_a_connection_that_stays_open_behind_an_answer_holds_nobody_up() -> None:
+    with answering(200, chunk("Hello", "stop") + DONE, PATIENCE) as upstream:
+        began = time.monotonic()
+        assert pieces_of(upstream)[0] == "Hello"
+        assert time.monotonic() - began < PATIENCE / 2
