@@ -130,9 +130,9 @@ async def chat(world: World, right: str) -> dict[str, Any]:
     """Return what the chat page shows and does for a right.
 
     That is whether it shows why answers score so, what it says if asked, which assistants it
-    offers, and what it says when they are asked something: tea, milk, and milk in a session that
-    was opened for all. All of it is asked for as the page's own script does, so also what it does
-    not show.
+    offers, and what it says when they are asked something: tea, milk, milk in a session that was
+    opened for all, tea in one that this service knows nothing of, as after its restart, and what is
+    no name. All of it is asked for as the page's own script does, so also what it does not show.
     """
     transport = httpx.ASGITransport(world.app)
     base = "http://localhost/ui/gradio_api/queue"
@@ -157,7 +157,7 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             events = [json.loads(line[6:]).get("output") or {} for line in lines]
             return [one.get("data") or [one.get("error")] for one in events if one]
 
-        async def said(agent: str, session: str) -> str:
+        async def said(agent: Any, session: str) -> str:
             asked = ["hi", None, agent, None, False]
             told = (await call(("send", "click"), *asked, session=session))[-1]
             return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
@@ -165,7 +165,8 @@ async def chat(world: World, right: str) -> dict[str, Any]:
         opened = (await call((None, "load"), [], None))[-1]
         shared = f"shared {right[-9:]}"
         await call((None, "load"), [], None, session=shared, by=world.client)
-        asked = (("tea", right[-9:]), ("milk", right[-9:]), ("milk", shared))
+        asked: list[tuple[Any, str]] = [("tea", right[-9:]), ("milk", right[-9:])]
+        asked += [("milk", shared), ("tea", f"unknown {right[-9:]}"), (["tea"], right[-9:])]
         return {
             "shows_why": opened[3]["visible"],
             "why": (await call(("why", "expand"), None))[0][0],

@@ -152,12 +152,16 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             _say(gr, desk, visitors),
             asked,
             [*shown, *said, why],
+            # It would hold the assistant against the list that was told when the page was opened:
+            # a service that was started since has told none, and the page were dead.
+            preprocess=False,
             api_visibility="private",
         )
         agent.input(  # which the list tells of whenever it is left, whoever is chosen
             lambda now, before, moves: (now, moves + (now != before)),
             [agent, before, moves],
             [before, moves],
+            preprocess=False,
             api_visibility="private",
         )
         # Another assistant is somebody else, who does not read what was said to the one before.
@@ -275,19 +279,23 @@ def _right_of(request: Any) -> Right:
 
 def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tuple[Any, ...]]]:
     def say(
-        question: str,
+        question: Any,
         history: list[tuple[str, str]],
-        agent: str | None,
+        agent: Any,
         session: str,
-        pair_mode: bool,
+        pair_mode: Any,
         request: Any,
     ) -> Iterator[tuple[Any, ...]]:
-        """Show the answer as it is written; a pair only once both are there, in random order."""
+        """Show the answer as it is written; a pair only once both are there, in random order.
+
+        What the browser sent comes as it is, whatever that may be.
+        """
         same = talk = gr.skip()
+        question, pair_mode = question if isinstance(question, str) else "", pair_mode is True
         try:
             prompt = said_so_far(history, question)
             right = _right_of(request)
-            if agent is None:  # somebody types faster than the page is told which there are
+            if not isinstance(agent, str):  # who types faster than the page is told of any
                 agent = next(iter(_reached(desk, right)), None)
             if agent is None:
                 raise ChatRefused(
@@ -295,6 +303,8 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                 )
             if not right.reaches(agent):
                 raise ChatRefused("not_reached", right.alone)
+            if not desk.gateway.knows(agent):
+                raise ChatRefused("no_model", "this assistant is not here; load the page again")
             talk = before = _messages(history)
             text = ""
             waiting = [*before, _said("user", question), _said("assistant", "…")]

@@ -175,6 +175,26 @@ def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) 
     assert told[2] == "a question is needed, found an empty one; write something"
 
 
+@pytest.mark.parametrize(
+    ("question", "agent", "words"),
+    [
+        ("how much?", "nobody", "this assistant is not here; load the page again"),
+        ("how much?", "\ud800", "this assistant is not here; load the page again"),
+        (None, "shop", "a question is needed, found an empty one; write something"),
+        ({"a": 1}, ["shop"], "a question is needed, found an empty one; write something"),
+    ],
+)
+def test_what_no_page_would_send_is_refused_in_words(
+    desk: Desk, question: Any, agent: Any, words: str
+) -> None:
+    gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    [told] = say(question, [], agent, "s", None, SimpleNamespace(cookies={}))
+    assert told[1:3] == (question if isinstance(question, str) else "", words)
+    with desk.store.database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM chat_events").scalar_one() == 0
+
+
 def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_the_last(
     desk: Desk,
 ) -> None:
