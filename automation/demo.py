@@ -29,6 +29,7 @@ from automation.bars import Bars, be_quiet
 from automation.jobs import bootstrap, retrain
 from automation.launch import run_job
 from resources.pipeline import AGENT, Pipeline
+from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import datasets
@@ -318,9 +319,7 @@ def _measure(
 
     folder = settings.agent_folder(agent_id)
     mark = turn.fingerprint[:16]
-    held_out = datasets.read_jsonl(
-        folder / "snapshots" / mark / "evaluation_prompts.jsonl", EvaluationPrompt
-    )
+    held_out = datasets.read_jsonl(folder / "snapshots" / mark / stages.PROMPTS, EvaluationPrompt)
     prompts = [record.prompt for record in held_out]
     baseline = pipeline.ledger.baseline(agent_id)
     if baseline is None or champion is None:

@@ -19,7 +19,7 @@ from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -233,17 +233,18 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             *(stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS),
             stages.GOLD,
         )
-        lines = {name: turn.data / name for name in files}
+        places = [datasets.place_of(turn.data / name) for name in files]
+        lines = {path.name: path for path in places if path.exists()}
         return {
             "fingerprint": turn.fingerprint,
             "watermark": turn.watermark,
             "token": turn.token,
             "votes": self.rows(turn),
             "counts": {
-                **{Path(n).stem: count_lines(p) for n, p in lines.items() if p.exists()},
+                **{n.partition(".")[0]: count_lines(p) for n, p in lines.items()},
                 **counts,
             },
-            "data": {name: file_sha256(path) for name, path in lines.items() if path.exists()},
+            "data": {name: file_sha256(path) for name, path in lines.items()},
             "reward_models": rewards,
             **_training_of(turn),
             **_evaluation_of(turn),
@@ -456,7 +457,7 @@ def _evaluation_of(turn: Turn) -> dict[str, Any]:
 
 def count_lines(path: Path) -> int:
     """Return how many lines a file has."""
-    with path.open("rb") as file:
+    with datasets.unpacking(path) as file:
         return sum(1 for _ in file)
 
 

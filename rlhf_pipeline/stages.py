@@ -47,10 +47,10 @@ Row = TypeVar("Row", PreferencePair, RewardExample)
 KeepGoing = Callable[[], None]
 """Raises ClaimLost when this run must stop; called before anything is written."""
 
-PAIRS = "preference_pairs.jsonl"
-EXAMPLES = "reward_examples.jsonl"
-SFT_EXAMPLES = "sft_examples.jsonl"
-PROMPTS = "evaluation_prompts.jsonl"
+PAIRS = "preference_pairs.jsonl.gz"
+EXAMPLES = "reward_examples.jsonl.gz"
+SFT_EXAMPLES = "sft_examples.jsonl.gz"
+PROMPTS = "evaluation_prompts.jsonl.gz"
 GOLD = "gold_answers.jsonl"
 
 MADE_BY = "settings.json"  # beside the three reward models
@@ -329,7 +329,8 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
             return None
         # Votes since it was trained, not since the turn before: few a turn become enough to tell.
         then = trained_in(source / JOBS[0]).parent.parent
-        known = turn.data.parent / then.name[:16] / PAIRS  # the snapshot of that turn
+        of_then = turn.data.parent / then.name[:16]  # the snapshot of that turn
+        known = datasets.place_of(of_then / PAIRS)
         if not known.exists():
             return None
         before = {pair.pair_id for pair in datasets.read_jsonl(known, PreferencePair)}
@@ -847,7 +848,7 @@ def references_of(turn: Turn) -> dict[str, list[str]]:
 
 
 def _imitable(turn: Turn) -> list[SftExample]:
-    path = turn.data / SFT_EXAMPLES
+    path = datasets.place_of(turn.data / SFT_EXAMPLES)
     return datasets.read_jsonl(path, SftExample) if path.exists() else []
 
 

@@ -56,6 +56,7 @@ from rlhf_pipeline.records import (
     FeedbackKind,
     Interaction,
     QuarantinedRow,
+    RewardExample,
     SftExample,
     hash_rater,
     hashed,
@@ -407,10 +408,9 @@ def test_data_sets_keep_what_others_said(copied: World) -> None:
     shutil.copytree(turn, turn.with_name(f"{turn.name}-2"))  # as one that was asked for again
     copied.erase()
     [folder] = (copied.agent / "snapshots").glob("*/")
-    texts = {p.name: p.read_text() for p in folder.glob("*.jsonl")}
     built = datasets.build(snapshot.read(folder / VALIDATED), evaluation_share=0.3, min_rating=4)
-    examples = [json.loads(line)["example_id"] for line in texts[stages.EXAMPLES].splitlines()]
-    assert examples == [e.example_id for e in built.reward_examples]
+    examples = datasets.read_jsonl(folder / stages.EXAMPLES, RewardExample)
+    assert examples == list(built.reward_examples)
     assert len(examples) == 3
     shown = datasets.read_jsonl(folder / stages.SFT_EXAMPLES, SftExample)
     assert sorted(shown, key=str) == sorted(built.sft_examples, key=str)
@@ -869,7 +869,7 @@ def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
 
 
 def holding(folder: Path, ids: list[str]) -> list[Path]:
-    """Return the files with any of these in their bytes; parquet packs its own."""
+    """Return the files with any of these in what they hold, unpacked."""
     return [
         path
         for path in folder.rglob("*")
@@ -878,6 +878,8 @@ def holding(folder: Path, ids: list[str]) -> list[Path]:
 
 
 def plain(path: Path) -> bytes:
+    if path.suffix == ".gz":
+        return gzip.decompress(path.read_bytes())
     if path.suffix != ".parquet":
         return path.read_bytes()
     return snapshot.read(path).to_json(date_format="iso").encode()

@@ -45,6 +45,7 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.stages import PAIRS
 from rlhf_pipeline.topics import ERASED
 
 NONE = KeptSettings(newest=0, days=0)
@@ -106,7 +107,7 @@ class State:
         mark = hashed(agent, name)
         folder = self.settings.turn_folder(agent, mark)
         data = self.settings.agent_folder(agent) / "snapshots" / mark[:16]
-        write(data / "preference_pairs.jsonl", name)
+        write(data / PAIRS, name)
         write(folder / "ppo" / "checkpoints" / "update-000001" / "policy.safetensors", name)
         write(folder / "ppo" / "policy" / "model.safetensors", f"{agent} {name}")
         for job in ("proxy", "stopping", "gate"):

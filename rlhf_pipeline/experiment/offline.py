@@ -204,14 +204,18 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
             f"version {version.version} of {version.agent_id} was trained from "
             f"{data / missing[0]}, found none there; restore it from a backup"
         )
+
+    def was_made(name: str) -> bool:
+        return any(path.name in known for path in datasets.names_of(data / name))
+
     found: set[str] = set()
-    if stages.PAIRS in known:
+    if was_made(stages.PAIRS):
         pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
         found |= {prompt_to_json(pair.prompt) for pair in pairs if pair.split == "train"}
-    if stages.EXAMPLES in known:
+    if was_made(stages.EXAMPLES):
         examples = datasets.read_jsonl(data / stages.EXAMPLES, RewardExample)
         found |= {prompt_to_json(one.prompt) for one in examples if one.split == "train"}
-    if stages.SFT_EXAMPLES in known:
+    if was_made(stages.SFT_EXAMPLES):
         imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
         found |= {prompt_to_json(one.prompt) for one in imitated}
     return found

@@ -225,13 +225,18 @@ def _prompt_of(values: Mapping[str, Any]) -> Prompt:
     return tuple(Message(**message) for message in values["prompt"])
 
 
-def _rewritten(path: Path, left: Callable[[str], str]) -> bool:
-    """Write a data set anew with what is `left` of each line; say whether any line changed."""
-    if not path.exists():
-        return False
+def _rewritten(path: Path, left: Callable[[str], str]) -> int:
+    """Write a data set anew with what is `left` of each line; return how many files changed.
+
+    Of a turn that two releases were at work on there are two.
+    """
+    return sum(_rewritten_file(each, left) for each in datasets.names_of(path) if each.exists())
+
+
+def _rewritten_file(path: Path, left: Callable[[str], str]) -> bool:
     aside, changed = path.with_suffix(f".{uuid7()}.partial"), False
     try:
-        with path.open(encoding="utf-8") as before, aside.open("w", encoding="utf-8") as after:
+        with datasets.unpacking(path) as before, datasets.writing(aside, path) as after:
             for line in before:
                 kept = left(line)
                 changed |= kept != line

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rlhf_pipeline.feedback.datasets import (
     Job,
     build,
     job_of,
+    line_of,
     newest,
     read_jsonl,
     split_of,
@@ -365,10 +368,35 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
         (EvaluationPrompt, found.evaluation_prompts),
     ]
     for kind, records in cases:
-        path = tmp_path / "deep" / f"{kind.__name__}.jsonl"
+        path = tmp_path / "deep" / f"{kind.__name__}.jsonl.gz"
         assert write_jsonl(path, records) == len(records)
         assert tuple(read_jsonl(path, kind)) == records
-    assert {p.suffix for p in (tmp_path / "deep").iterdir()} == {".jsonl"}
+    assert {p.suffix for p in (tmp_path / "deep").iterdir()} == {".gz"}
+
+
+def test_a_file_is_packed_and_the_same_records_are_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every version keeps its own for ever, known by their hashes."""
+    pairs = made(*(row(n, "correction", text=f"Better {n}.") for n in range(50))).preference_pairs
+    write_jsonl(tmp_path / "now.jsonl.gz", pairs)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    write_jsonl(tmp_path / "then.jsonl.gz", pairs)
+    lines = "".join(map(line_of, pairs)).encode()
+    packed = (tmp_path / "now.jsonl.gz").read_bytes()
+    assert packed == (tmp_path / "then.jsonl.gz").read_bytes()
+    assert len(packed) < len(lines) / 3
+    assert gzip.decompress(packed) == lines
+
+
+def test_a_file_of_an_older_release_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    older, newer = (
+        made(row(1, "correction", text=text)).preference_pairs for text in ("Older.", "Newer.")
+    )
+    write_jsonl(tmp_path / "pairs.jsonl", older)
+    assert tuple(read_jsonl(tmp_path / "pairs.jsonl.gz", PreferencePair)) == older
+    write_jsonl(tmp_path / "pairs.jsonl.gz", newer)
+    assert tuple(read_jsonl(tmp_path / "pairs.jsonl.gz", PreferencePair)) == newer
 
 
 def test_a_file_that_is_not_there_names_the_stage_that_is_missing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ def test_data_sets_are_what_the_other_votes_give(seed: int, tmp_path: Path) -> N
         assert list(snapshot.read(tmp_path / name)["feedback_id"]) == list(left["feedback_id"])
         [*columns] = pq.read_metadata(tmp_path / name).row_group(0).to_dict()["columns"]
         assert {column["compression"] for column in columns} == {"ZSTD"}  # `made` packs as before
+
+
+def test_data_sets_of_an_older_release_are_cleaned_beside_those_of_this_one(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    made(tmp_path, [row(n, f"question {n}?", chance) for n in range(20)])
+    for packed in tmp_path.glob("*.gz"):
+        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+    (tmp_path / stages.EXAMPLES).unlink()
+    gone = {f"id-{n}" for n in range(20)}
+    clean_folder(tmp_path, gone, **UNDER)
+    left = {path.name: path for path in tmp_path.glob("*.jsonl*")}
+    assert len(left) == 7
+    for path in left.values():
+        with datasets.unpacking(path) as lines:
+            assert lines.read() == ""
 
 
 @pytest.mark.parametrize("seed", range(5))

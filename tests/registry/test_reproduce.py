@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from structlog.testing import capture_logs
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.experiment import offline
+from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.records import prompt_to_json
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
 
@@ -43,13 +47,36 @@ def test_erased_rows_are_said_before_anything_is_trained(
 ) -> None:
     version = loop.version(first_turn.agent_id, 1)
     settings = loop.pipeline.settings(first_turn.agent_id)
-    data = {**version.lineage["data"], "preference_pairs.jsonl": "0" * 64}
+    data = {**version.lineage["data"], stages.PAIRS: "0" * 64}
     other = replace(version, lineage={**version.lineage, "data": data})
-    with pytest.raises(HashMismatch, match=r"preference_pairs\.jsonl is not the file version 1"):
+    with pytest.raises(HashMismatch, match=r"pairs\.jsonl\.gz is not the file version 1"):
         recorded_turn(loop.pipeline.ledger, settings, other, tmp_path)
     gone = replace(version, lineage={**version.lineage, "data": {"gone.jsonl": "0" * 64}})
     with pytest.raises(RegistryError, match="restore it from a backup"):
         recorded_turn(loop.pipeline.ledger, settings, gone, tmp_path)
+
+
+def test_data_sets_of_a_release_that_did_not_pack_them_are_found(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    now = recorded_turn(ledger, settings, version, tmp_path / "work")
+    elsewhere = settings.model_copy(update={"state_dir": tmp_path})
+    old = elsewhere.agent_folder(version.agent_id) / "snapshots" / now.data.name
+    old.mkdir(parents=True)
+    data = {}
+    for packed in now.data.glob("*.jsonl.gz"):
+        plain = old / packed.stem
+        plain.write_bytes(gzip.decompress(packed.read_bytes()))
+        data[plain.name] = file_sha256(plain)
+    then = replace(version, lineage={**version.lineage, "data": data})
+    turn = recorded_turn(ledger, elsewhere, then, tmp_path / "work")
+    assert turn.data == old
+    assert len(data) == 4
+    prompts = stages.training_prompts(turn)
+    assert prompts == stages.training_prompts(now)
+    assert offline._trained_on(elsewhere, then) >= set(map(prompt_to_json, prompts))
 
 
 def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
