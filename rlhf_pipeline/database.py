@@ -72,6 +72,9 @@ SYNCED = sa.text(
 for more than the disk, as for replicas, goes on waiting. Said in every transaction: what is said to
 a session reaches somebody else's behind a pooler such as PgBouncer."""
 
+ALONE = sa.text("SELECT pg_advisory_xact_lock(712008)")
+"""On PostgreSQL waits until no other transaction takes in what people say."""
+
 agents = sa.Table(
     "agents",
     metadata,
@@ -353,16 +356,25 @@ class Database:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
         self._migrate_once = threading.Lock()
-        self._migrated = False
+        self._revision: str | None = None  # that the schema was brought up to here
 
     @contextmanager
-    def write(self) -> Iterator[sa.Connection]:
-        """Yield a connection in a transaction that commits, synced, when the block ends well."""
+    def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
+        """Yield a connection in a transaction that commits, synced, when the block ends well.
+
+        `alone` is for what people say: of such blocks one at a time, as on SQLite all are, and none
+        once a newer release has migrated the store: what this one writes may mean another thing to
+        that one. It raises OperationalError then, as of a database that is away.
+        """
         self.migrate()
         asked = self._connected("READ COMMITTED", sqlite_begin="IMMEDIATE")
         with asked as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(SYNCED)
+            if alone:
+                if not self.is_sqlite:
+                    connection.execute(ALONE)
+                self._refuse_if_overtaken(connection)
             yield connection
 
     @contextmanager
@@ -392,9 +404,26 @@ class Database:
     def migrate(self) -> None:
         """Bring the schema up to date; the first use does this by itself."""
         with self._migrate_once:
-            if not self._migrated:
-                _run_migrations(self.engine)
-                self._migrated = True
+            if self._revision is None:
+                self._revision = _run_migrations(self.engine)
+
+    def overtaken_by(self, connection: sa.Connection) -> str | None:
+        """Return to which migration a newer release has brought the store since, or None."""
+        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+        return None if found == self._revision else str(found)
+
+    def _refuse_if_overtaken(self, connection: sa.Connection) -> None:
+        found = self.overtaken_by(connection)
+        if found is not None:
+            log.error("a newer release has migrated the store: nothing is taken in here any more")
+            raise sa.exc.OperationalError(
+                None,
+                None,
+                PipelineError(
+                    f"needed the store at migration {self._revision}, found it at {found}, where a "
+                    "newer release has brought it since; end this process and start that release"
+                ),
+            )
 
     def reached(self) -> Database:
         """Return this database once it has answered and is up to date: for a door to a person.
@@ -496,13 +525,17 @@ def _begin_as_asked(connection: sa.Connection) -> None:
     connection.exec_driver_sql(f"BEGIN {mode}")
 
 
-def _run_migrations(engine: sa.Engine) -> None:
+def _run_migrations(engine: sa.Engine) -> str | None:
+    """Bring the schema up to date and return the migration it then is at, this release's last."""
     from alembic import command
     from alembic.config import Config
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
     from alembic.util import CommandError
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    newest = ScriptDirectory.from_config(config).get_current_head()
     options: dict[str, Any] = {"sqlite_begin": "IMMEDIATE"}
     if engine.dialect.name == "postgresql":
         options = {"isolation_level": "READ COMMITTED"}  # who waited sees what the other did
@@ -511,6 +544,11 @@ def _run_migrations(engine: sa.Engine) -> None:
             # Two processes that start together migrate one after the other.
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))
             _need_utf8(connection)
+        if MigrationContext.configure(connection).get_current_revision() == newest:
+            return newest
+        if connection.dialect.name == "postgresql":
+            # Votes under way are in before it looks at any; those that wait are refused after it.
+            connection.execute(ALONE)
         config.attributes["connection"] = connection
         try:
             command.upgrade(config, "head")
@@ -519,6 +557,7 @@ def _run_migrations(engine: sa.Engine) -> None:
                 f"needed a store that this release or an older one wrote, found: {error}; "
                 "install the release that it was used with last, or restore a backup from before"
             ) from error
+    return newest
 
 
 def _need_utf8(connection: sa.Connection) -> None:

@@ -70,7 +70,7 @@ def _fresh_databases_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Ite
     migrate, open_mlflow = database._run_migrations, tracking._open_embedded
     one_makes_it = threading.Lock()
 
-    def migrated(engine: sa.Engine) -> None:
+    def migrated(engine: sa.Engine) -> str | None:
         if engine.dialect.name == "sqlite" and engine.url.database not in (None, ":memory:"):
             with one_makes_it:
                 if not store.exists():
@@ -78,7 +78,7 @@ def _fresh_databases_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Ite
                     migrate(first.engine)
                     first.close()
             _copy_where_nothing_is(store, Path(str(engine.url.database)))
-        migrate(engine)
+        return migrate(engine)
 
     def opened(tracking_uri: str) -> Any:
         file = tracking.sqlite_file(tracking_uri)

@@ -115,6 +115,31 @@ def test_who_waited_for_a_migration_sees_what_it_did(postgres_server: str) -> No
         database.close()
 
 
+def test_votes_under_way_are_in_before_a_migration_looks_at_any(postgres_url: str) -> None:
+    old, new = Database(postgres_url), Database(postgres_url)
+    with old.write() as connection:  # the schema of then
+        for index in (
+            "ix_interactions_person",
+            "ix_feedback_other_interaction",
+            "ix_feedback_from_mlflow",
+        ):
+            connection.exec_driver_sql(f"DROP INDEX {index}")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0007'")
+    old._revision = "0007"
+    with ThreadPoolExecutor(1) as threads:
+        with old.write(alone=True) as voting:
+            migrated = threads.submit(new.migrate)
+            wait_until_so_many_wait(voting, 1)
+            add_agent(voting, "tea")
+        migrated.result()
+    with pytest.raises(sa.exc.OperationalError, match="newer release"), old.write(alone=True):
+        pass
+    with new.write(alone=True) as connection:
+        assert agent_count(connection) == 1
+    old.close()
+    new.close()
+
+
 def test_an_older_database_is_brought_up_without_losing_a_row(any_database: Database) -> None:
     with any_database.write() as connection:
         add_agent(connection, "tea")

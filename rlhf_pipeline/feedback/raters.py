@@ -219,10 +219,7 @@ def remove(
     Returns False, having changed nothing, where more came in than `expected` (look again). Raises
     ClaimLost where `token` does not hold any more.
     """
-    with database.write() as connection:
-        if connection.dialect.name == "postgresql":
-            # The lock of those who store feedback: nobody adds a vote while this looks.
-            connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
+    with database.write(alone=True) as connection:  # nobody adds a vote while this looks
         check_token(connection, token)
         if held(connection, person) != expected:
             return False

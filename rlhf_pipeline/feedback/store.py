@@ -188,7 +188,9 @@ class FeedbackStore:
     def _commit(self, tickets: Sequence[Ticket]) -> None:
         events = [event for ticket in tickets for event in ticket.events]
         try:
-            with self.database.write() as connection:
+            # Alone: sequence numbers then appear in the order of commits, so no reader ever sees
+            # a number below its watermark turn up late.
+            with self.database.write(alone=True) as connection:
                 outcomes = iter(_insert_events(connection, events))
         except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it
             away = isinstance(error, sa.exc.OperationalError) or not isinstance(error, Exception)
@@ -222,8 +224,7 @@ class FeedbackStore:
     def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
         """Set the rows aside and return how many were not there yet."""
         added = 0
-        with self.database.write() as connection:
-            _alone(connection)  # two files may hold the same bad line
+        with self.database.write(alone=True) as connection:  # two files may hold one bad line
             for some in _chunks(rows, LOOKUP):
                 by_id = {_quarantine_id(row): row for row in some}
                 known = set(
@@ -474,9 +475,6 @@ def _insert_events(
     connection: sa.Connection, events: Sequence[Feedback]
 ) -> list[Stored | FeedbackError]:
     """Insert what is new and return an answer or a refusal for each event, in order."""
-    # Sequence numbers then appear in the order of commits, so no reader ever sees a number below
-    # its watermark turn up late.
-    _alone(connection)
     known = _known_keys(connection, events)
     missing = _missing_interactions(connection, events)
     received = now()
@@ -631,12 +629,6 @@ def _distinct(connection: sa.Connection, query: sa.Select[Any], most: int) -> in
             if len(found) >= most:
                 break
     return len(found)
-
-
-def _alone(connection: sa.Connection) -> None:
-    """Wait until no other transaction writes here, as SQLite's do by themselves."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(sa.text("SELECT pg_advisory_xact_lock(712008)"))
 
 
 def _trains() -> sa.ColumnElement[bool]:

@@ -109,6 +109,8 @@ def _told(check: Callable[[], str]) -> str:
 def _write(database: db.Database, state_dir: Path) -> str:
     """Write a row and take it back: what a read-only or locked store refuses."""
     with database.write() as connection:
+        if (found := database.overtaken_by(connection)) is not None:
+            return f"a newer release has migrated it, to {found}; start that release here"
         connection.execute(db.agents.insert().values(agent_id=PROBE, created_at=now()))
         connection.rollback()
     if database.is_sqlite:

@@ -258,6 +258,23 @@ def test_pairs_with_prompts_of_their_own_are_the_same_the_other_way_round(
     assert [key for key, _ in effective(store)] == ["turned", "another pair"]
 
 
+def test_no_vote_goes_into_a_store_that_a_newer_release_has_migrated(store: FeedbackStore) -> None:
+    """As a service does that goes on while another one with the next release has begun."""
+    store.append([vote("before")])
+    with store.database.write() as connection:
+        was = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(sa.exc.OperationalError, match=f"{was}, found it at 9999, .* end this"):
+        store.append([vote("meanwhile")])
+    with pytest.raises(sa.exc.OperationalError, match="newer release"):
+        store.quarantine([QuarantinedRow("tea", "broken_json", "no JSON", "votes.jsonl")])
+    store.ensure_agent("coffee")  # a training that is under way comes to its end
+    assert (stored_keys(store), store.quarantined("tea")) == (["before"], {})
+    with store.database.write() as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{was}'")
+    assert not store.append([vote("meanwhile")])[0].known  # sent again, it is a new one
+
+
 def test_pairs_stored_in_the_order_they_were_named_become_one(any_database: Database) -> None:
     """As a store of before had them: the target told which side was named first."""
     store, ask = FeedbackStore(any_database), prompt_to_json(user_prompt("Why?"))

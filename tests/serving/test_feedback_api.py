@@ -221,6 +221,17 @@ def test_a_store_that_cannot_be_written_says_to_come_back(trouble: str, tmp_path
     database.close()
 
 
+def test_a_release_that_was_overtaken_says_to_come_back(tmp_path: Path) -> None:
+    store = FeedbackStore(Database(f"sqlite:///{tmp_path}/feedback.db"))
+    assert send(store, VOTE).status_code == 200
+    with store.database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    answer = send(store, VOTE)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert store.counts("tea") == {"thumbs": 1}
+    store.database.close()
+
+
 def test_a_closed_door_says_so(store: FeedbackStore) -> None:
     assert send(store, VOTE, enabled=False).status_code == 503
 

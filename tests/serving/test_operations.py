@@ -135,6 +135,17 @@ def test_ready_means_that_the_store_takes_a_write(
     assert (full.status_code, "free" in full.json()["checks"]["store"]) == (503, True)
 
 
+def test_a_release_that_was_overtaken_is_not_ready(database: Database, tmp_path: Path) -> None:
+    app, settings = FastAPI(), load_settings("tiny", {"state_dir": tmp_path})
+    health.add_health_routes(app, database, settings)
+    assert ask(app, "/readyz").status_code == 200
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    overtaken = ask(app, "/readyz")
+    assert (overtaken.status_code, overtaken.headers["retry-after"]) == (503, "5")
+    assert "newer release has migrated it, to 9999" in overtaken.json()["checks"]["store"]
+
+
 def test_ready_means_that_somebody_answers_for_every_agent(
     database: Database, tmp_path: Path
 ) -> None:
