@@ -36,14 +36,13 @@ from resources.pipeline import (
 from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.continuous import Due, attempts_at, back_off, minutes_since
-from rlhf_pipeline.erasure import ASKED_BY as ASKED_BY_ERASURE
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
+from rlhf_pipeline.feedback.claims import NO_TRAINING
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
-from rlhf_pipeline.retention import ASKED_BY as ASKED_BY_PRUNE
 
 log = structlog.get_logger()
 RUNNING = dg.DefaultSensorStatus.RUNNING
@@ -172,7 +171,7 @@ def dead_runs(
     died = end_dead_turns(context.instance, pipeline)
     asked_anew = asked_for(context.instance)  # by a sensor that saw the claim given up already
     for claim in died:
-        if claim.asked_by in (ASKED_BY_ERASURE, ASKED_BY_PRUNE):
+        if claim.asked_by in NO_TRAINING:
             continue  # whoever asked for it asks again; there is nothing to train
         try:
             settings = pipeline.settings(claim.agent_id)

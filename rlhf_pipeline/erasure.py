@@ -27,7 +27,7 @@ from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
-from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.claims import ERASURE, ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
 from rlhf_pipeline.files import file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 log = structlog.get_logger(__name__)
-
-ASKED_BY = "erasure"  # in a claim: not a training, so nothing asks for it again
 
 
 def held_about(
@@ -107,7 +105,7 @@ def erase(
         for person in people:
             mark = hashed("erasure", person.mark)
             claim = claims.claim(
-                person.agent_id, mark, 0, holder=f"erasure-{mark[:16]}", asked_by=ASKED_BY
+                person.agent_id, mark, 0, holder=f"erasure-{mark[:16]}", asked_by=ERASURE
             )
             held.callback(claims.let_go, claim.token)
             held.enter_context(claims.kept_alive(claim.token))

@@ -32,7 +32,7 @@ from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import PRUNE, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import Progress, hashed, ignore_progress, now
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"]
-ASKED_BY = "prune"  # in a claim: not a training, so nothing asks for it again
 CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
 WEIGHTS = "reward/*/trunk"  # of the reward models, likewise
 MARK = 16  # digits of a fingerprint that name its folders
@@ -111,9 +110,9 @@ def prune(
         if dry_run:
             looked += survey(registry, settings, agent_id, at=at)
             continue
-        mark, holder = hashed(ASKED_BY, agent_id), f"prune-{uuid.uuid4().hex[:12]}"
+        mark, holder = hashed(PRUNE, agent_id), f"prune-{uuid.uuid4().hex[:12]}"
         try:
-            held = claims.claim(agent_id, mark, 0, holder=holder, asked_by=ASKED_BY)
+            held = claims.claim(agent_id, mark, 0, holder=holder, asked_by=PRUNE)
         except ClaimRefused:
             looked += survey(registry, settings, agent_id, at=at)  # says who trains it
             continue

@@ -24,6 +24,8 @@ from rlhf_pipeline.records import now
 
 LEASE = timedelta(minutes=3)
 BEAT_SECONDS = 20.0
+ERASURE, PRUNE = "erasure", "prune"
+NO_TRAINING = (ERASURE, PRUNE)  # asked_by of claims that only keep turns away: no attempts at one
 
 ClaimState = Literal["held", "failed", "lost", "done"]
 
@@ -103,9 +105,7 @@ class ClaimBook:
                 f"heartbeat {held.heartbeat_at:%H:%M:%S} UTC); wait for it or stop it"
             )
         if held is not None:
-            _update(
-                connection, held.token, state="lost", reason=f"lease ran out; {holder} took over"
-            )
+            _lose(connection, held, reason=f"lease ran out; {holder} took over")
         earlier = _all(
             connection,
             db.claims.select().where(c.agent_id == agent_id, c.fingerprint == fingerprint),
@@ -179,9 +179,8 @@ class ClaimBook:
 
     def let_go(self, token: int) -> None:
         """Take back a claim that trained nothing, so that it counts as no attempt and no turn."""
-        c = db.claims.c
         with self.database.write() as connection:
-            connection.execute(db.claims.delete().where(c.token == token, c.state == "held"))
+            _let_go(connection, token)
 
     def give_up(self, token: int, reason: str) -> None:
         """Close a claim whose holder is gone, if its lease has run out and nobody has yet.
@@ -192,7 +191,7 @@ class ClaimBook:
         with self.database.write() as connection:
             claim = _one(connection, db.claims.select().where(c.token == token))
             if claim is not None and claim.state == "held" and claim.expires_at <= moment:
-                _update(connection, token, state="lost", reason=reason, expires_at=moment)
+                _lose(connection, claim, reason=reason, expires_at=moment)
 
     def held(self, agent_id: str) -> Claim | None:
         """Return the claim that is held now, its lease alive or stale, or None."""
@@ -276,6 +275,19 @@ def _all(connection: sa.Connection, query: sa.Select[tuple[object, ...]]) -> lis
 
 def _claim_of(row: sa.Row[tuple[object, ...]]) -> Claim:
     return Claim(**row._mapping)
+
+
+def _lose(connection: sa.Connection, claim: Claim, **values: object) -> None:
+    """Close a claim whose holder is gone; one that was to train nothing counts as no attempt."""
+    if claim.asked_by in NO_TRAINING:
+        _let_go(connection, claim.token)
+    else:
+        _update(connection, claim.token, state="lost", **values)
+
+
+def _let_go(connection: sa.Connection, token: int) -> None:
+    c = db.claims.c
+    connection.execute(db.claims.delete().where(c.token == token, c.state == "held"))
 
 
 def _update(connection: sa.Connection, token: int, **values: object) -> bool:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ClaimLost, ClaimRefused
-from rlhf_pipeline.feedback.claims import LEASE, Claim, ClaimBook, check_token
+from rlhf_pipeline.feedback.claims import LEASE, NO_TRAINING, Claim, ClaimBook, check_token
 
 
 class Clock:
@@ -319,6 +319,26 @@ def test_a_heartbeat_outlives_a_server_that_was_read_only(postgres_url: str) -> 
             time.sleep(0.01)
         assert heartbeat(book) > back
     database.close()
+
+
+@pytest.mark.parametrize("asked_by", NO_TRAINING)
+def test_a_dead_claim_that_trained_nothing_leaves_no_failed_attempt(
+    book: ClaimBook, clock: Clock, asked_by: str
+) -> None:
+    def dies(holder: str) -> Claim:
+        made = book.claim("tea", "files", 0, holder=holder, asked_by=asked_by)
+        clock.passes(LEASE)
+        return made
+
+    found = dies("killed")
+    book.give_up(found.token, "the worker died")
+    assert book.history("tea") == []
+    taken_over = dies("killed as well")
+    turn = claim(book)
+    assert book.history("tea") == [turn]
+    assert turn.token > taken_over.token > found.token
+    with pytest.raises(ClaimLost, match="no such claim"):
+        book.check(taken_over.token)  # it may only have slept
 
 
 def test_a_heartbeat_ends_when_the_claim_is_lost(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from gql.transport import Transport
 from gql.transport.exceptions import TransportConnectionFailed
 from graphql import ExecutionResult, OperationDefinitionNode
 
-from rlhf_pipeline import erasure, retention
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.claims import ERASURE, PRUNE
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Feedback,
@@ -340,7 +340,7 @@ def test_a_turn_somebody_else_holds_is_named(service: Service) -> None:
 
 @pytest.mark.parametrize(
     ("holder", "says"),
-    [(erasure.ASKED_BY, "cleared of somebody's data"), (retention.ASKED_BY, "old files")],
+    [(ERASURE, "cleared of somebody's data"), (PRUNE, "old files")],
 )
 def test_what_holds_an_agent_without_training_it_is_said(
     service: Service, holder: str, says: str
