@@ -300,7 +300,7 @@ def test_a_heartbeat_outlives_a_server_that_was_read_only(postgres_url: str) -> 
     made = claim(book)
     with book.kept_alive(made.token, every_seconds=0.02):
         for read_only in ("on", "off"):  # as the old primary is in a failover
-            with database.write() as connection:
+            with database.engine.begin() as connection:
                 connection.exec_driver_sql("SET TRANSACTION READ WRITE")
                 connection.exec_driver_sql(
                     f"ALTER DATABASE {database.url.database} "
