@@ -553,6 +553,12 @@ def _run_migrations(engine: sa.Engine) -> str | None:
         try:
             command.upgrade(config, "head")
         except CommandError as error:
+            if not sa.inspect(connection).has_table(feedback.name):
+                raise ConfigError(
+                    "needed a database of the store's own, found another program's, as Dagster's "
+                    "or MLflow's: their tables have the names of some of ours; make one more with "
+                    "CREATE DATABASE, and name that"
+                ) from error
             raise PipelineError(
                 f"needed a store that this release or an older one wrote, found: {error}; "
                 "install the release that it was used with last, or restore a backup from before"

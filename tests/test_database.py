@@ -369,6 +369,16 @@ def test_a_store_that_a_newer_release_wrote_is_left_alone(tmp_path: Path) -> Non
     again.close()
 
 
+def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    with database.engine.begin() as connection:  # Dagster and MLflow have one of these too
+        connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        connection.exec_driver_sql("INSERT INTO alembic_version VALUES ('29b539ebc72a')")
+    with pytest.raises(ConfigError, match=r"the store's own, found another program's, .* one more"):
+        database.reached()
+    database.close()
+
+
 def test_a_database_of_another_kind_or_without_its_driver_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
