@@ -2,7 +2,8 @@
 
 Dagster keeps what an asset tells of itself as JSON, per run, once more for all runs, and beside the
 asset; it has no way to change it. Here the JSON is read, blanked and written back, and nothing else
-about the event changes. What this does not reach: a Dagster that keeps its storage elsewhere.
+about the event changes. What this does not reach: a Dagster that keeps its storage elsewhere, as in
+PostgreSQL; the log then says so.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+import yaml
+
 from rlhf_pipeline.errors import OrchestratorAway
 from rlhf_pipeline.topics import ERASED, without_topic_rows, without_topics
+
+log = structlog.get_logger(__name__)
 
 SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
 PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column with the JSON
@@ -48,6 +54,8 @@ def forget_examples(folder: Path, traces: Traces) -> int:
     `folder` is Dagster's, `<state>/dagster`; runs may be under way. Raises OrchestratorAway where
     one of its databases cannot be read or written.
     """
+    if _keeps_elsewhere(folder):
+        log.warning("Dagster keeps its storage elsewhere: what its pages quote was left there")
     changed = 0
     for path in sorted(folder.rglob("*.db")):
         try:
@@ -58,6 +66,13 @@ def forget_examples(folder: Path, traces: Traces) -> int:
                 "it or move it away, and ask again"
             ) from error
     return changed
+
+
+def _keeps_elsewhere(folder: Path) -> bool:
+    """Say whether Dagster was told of another place for what its pages show."""
+    told = folder / "dagster.yaml"
+    settings = yaml.safe_load(told.read_text()) if told.exists() else None
+    return bool({"storage", "event_log_storage"} & (settings or {}).keys())
 
 
 def _clean(path: Path, traces: Traces) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from structlog.testing import capture_logs
 
 from assets.common import table
 from rlhf_pipeline.errors import OrchestratorAway
@@ -51,6 +52,18 @@ def told() -> dg.MaterializeResult[Any]:
             "raters": table(raters),
         }
     )
+
+
+def test_of_a_storage_elsewhere_it_is_told_that_it_was_not_reached(tmp_path: Path) -> None:
+    settings = (Path(__file__).parents[1] / "dagster.yaml").read_text()
+    (tmp_path / "dagster.yaml").write_text(settings)
+    with capture_logs() as logs:
+        assert forget_examples(tmp_path, ANN) == 0
+    assert logs == []
+    (tmp_path / "dagster.yaml").write_text(f"{settings}\nstorage:\n  postgres: {{}}\n")
+    with capture_logs() as logs:
+        assert forget_examples(tmp_path, ANN) == 0
+    assert ["left there" in line["event"] for line in logs] == [True]
 
 
 def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
