@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ STARS = [("★" * n, n) for n in range(1, 6)]
 MIDDLE = 0.5  # where a score begins
 UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
 """The stars, the better answer, the comment and the scores before anything is said of an answer."""
+SHOWN_EVERY_SECONDS = 0.1  # what was written: each time costs more, the longer that is
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 WHICH = "Which answer is better?"
@@ -306,7 +308,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             if not desk.gateway.knows(agent):
                 raise ChatRefused("no_model", "this assistant is not here; load the page again")
             talk = before = _messages(history)
-            text = ""
+            text, due = "", 0.0
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
             rest = (history, None, same, *[hidden] * 3, *[same] * (2 + len(UNSAID)), _closed(gr))
@@ -318,8 +320,11 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                     yield _finished(gr, piece, history, question, pair_mode)
                 elif not pair_mode:
                     text += piece
+                    if time.monotonic() < due:
+                        continue
                     waiting[-1] = _said("assistant", text)
                     yield (waiting, *[same] * (11 + len(UNSAID)))
+                    due = time.monotonic() + SHOWN_EVERY_SECONDS
         except (PipelineError, sa.exc.DatabaseError) as error:
             # What failed inside, addresses and paths in it, is for admins.
             tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"

@@ -175,6 +175,28 @@ def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) 
     assert told[2] == "a question is needed, found an empty one; write something"
 
 
+@pytest.mark.parametrize(("apart", "shown"), [(0.0, 100), (1e6, 1)])
+def test_what_is_written_fast_is_shown_together(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, apart: float, shown: int
+) -> None:
+    """Each time the browser draws all of the answer again."""
+    _, answer = ask(desk)
+
+    def written(*args: Any, **more: Any) -> Iterator[Any]:
+        yield from (f"word {number} " for number in range(100))
+        yield answer
+
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    monkeypatch.setattr(desk, "answer", written)
+    monkeypatch.setattr(chat_page, "SHOWN_EVERY_SECONDS", apart)
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    _, *between, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    assert len(between) == shown
+    assert last[0][-1] == chat_page._said("assistant", answer.interaction.completion)
+
+
 @pytest.mark.parametrize(
     ("question", "agent", "words"),
     [
