@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import httpx
 import uvicorn
@@ -23,6 +24,7 @@ from starlette.routing import BaseRoute, Mount
 
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import open_database
+from rlhf_pipeline.errors import ChatRefused
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Feedback,
@@ -35,6 +37,8 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.keys import Keys
+from rlhf_pipeline.serving.pages.desk import Desk
+from rlhf_pipeline.serving.pages.mount import AT_ONCE
 
 WRITTEN = "somebody once wrote this"
 PATIENCE = 20.0  # seconds
@@ -113,17 +117,50 @@ def main() -> None:
         who: [path for path in found if gives_text(world, path, right)]
         for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
     }
-    chat = asyncio.run(chats(world))
-    sys.stdout.write(json.dumps({"doors": asked, "texts": texts, "chat": chat}) + "\n")
+    chat, crowd = asyncio.run(chats(world))
+    told = {"doors": asked, "texts": texts, "chat": chat, "crowd": crowd}
+    sys.stdout.write(json.dumps(told) + "\n")
 
 
-async def chats(world: World) -> dict[str, dict[str, Any]]:
-    """Return what `chat` does for each kind of right, from the application as it is served."""
+async def chats(world: World) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what `chat` does for each kind of right, from the application as it is served.
+
+    And how many were answered of a crowd of whom nobody is before all of them are being answered.
+    """
     async with world.app.router.lifespan_context(world.app):  # Gradio's queue begins with it
-        return {
+        found = {
             who: await chat(world, right)
             for who, right in (("admin", world.admin), ("client", world.client), ("tea", world.tea))
         }
+        together = threading.Barrier(AT_ONCE, timeout=PATIENCE)
+
+        def answer(*_: Any, **__: Any) -> NoReturn:
+            together.wait()
+            raise ChatRefused("together", "answered")
+
+        with patch.object(Desk, "answer", answer):
+            return found, sum(
+                await asyncio.gather(*(one_of_many(world, n) for n in range(AT_ONCE)))
+            )
+
+
+async def one_of_many(world: World, number: int) -> bool:
+    """Ask something on the chat page, in a session of one's own, and say whether it is answered."""
+    transport = httpx.ASGITransport(world.app)
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://localhost/ui/",
+        headers={"authorization": f"Bearer {world.admin}"},
+    ) as user:
+        page = (await user.get("config")).json()
+        send = {one["id"] for one in page["components"] if one["props"].get("elem_id") == "send"}
+        [event] = [one for one in page["dependencies"] if one["targets"][0][0] in send]
+        session = f"crowd {number}"
+        asked = {"data": ["hi", None, "tea", None, False], "fn_index": event["id"]}
+        joined = await user.post("gradio_api/queue/join", json={**asked, "session_hash": session})
+        joined.raise_for_status()
+        told = await user.get("gradio_api/queue/data", params={"session_hash": session})
+        return '"answered"' in told.text
 
 
 async def chat(world: World, right: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from rlhf_pipeline.serving.access import COOKIE, OPEN, add_access, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
+from rlhf_pipeline.serving.pages.mount import AT_ONCE
 from tests.serving.doors import PATIENCE, World
 
 EMPTY = "needed a message with words in it, found none"
@@ -93,6 +94,10 @@ def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) 
     assert (own, unknown, odd) == (SORRY, SORRY, SORRY)
     assert others == ["this key is for agent 'tea' alone"] * 2
     assert not doors["chat"]["tea"]["names_milk"]
+
+
+def test_as_many_are_answered_at_once_on_the_page_as_share_a_batch(doors: Any) -> None:
+    assert doors["crowd"] == AT_ONCE == load_settings("tiny").serving.batch_rows
 
 
 def test_a_new_conversation_and_another_assistant_stop_what_is_answered(doors: Any) -> None:

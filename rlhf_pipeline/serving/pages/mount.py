@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Who = Callable[[Request], str | None]
 """Says who a request comes from; None refuses it with 401."""
 
+AT_ONCE = 16
+"""Answers under way, of all visitors; who comes then waits for one of them to end. Each holds one
+of the forty threads that the whole service has for what blocks, the API's votes among it."""
+
 POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -94,7 +98,7 @@ def mount_pages(
         ("/ui/review", review_page(desk), may_review, SHORTCUTS),
         ("/ui", chat_page(desk, visitors), may_chat, None),  # after what lies below it
     ):
-        page.queue(max_size=64, default_concurrency_limit=4)
+        page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(
             app,
             page,
