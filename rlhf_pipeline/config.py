@@ -587,6 +587,11 @@ class ExperimentSettings(Section):
         "share; one that is surely beyond is rolled back. Those not named: thumbs_down 0.05, "
         "feedback_rate 0.1, fallbacks 0.02, truncated 0.05, refusals 0.05, slow 0.05, length 0.1.",
     )
+    people_per_network: Positive | None = Field(
+        1,
+        description="As how many people all who chat at /ui/ from one network count at most; their "
+        "votes are averaged. More where your people share few addresses, null: everybody counts.",
+    )
     slow_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="An answer that takes longer counts as slow."
     )

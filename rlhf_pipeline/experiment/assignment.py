@@ -3,6 +3,9 @@
 No table is asked and no state is kept, so a restart, a second replica or a lost database gives
 every user the arm they had. The challenger holds a prefix of the buckets; a ramp only lengthens
 it, so people move from champion to challenger and never back while an experiment runs.
+
+A browser without its cookie is a new user. As many of them as one cares to be come from few
+networks, so of one network few count (`counted_as`), whatever their number.
 """
 
 from __future__ import annotations
@@ -27,3 +30,13 @@ def arm_of(salt: str, user_id: str, challenger_share: float) -> Arm:
         raise ValueError(f"a share lies between 0 and 1, found {challenger_share}")
     reached = round(challenger_share * BUCKETS)
     return "challenger" if bucket_of(salt, user_id) < reached else "champion"
+
+
+def counted_as(user_id: str, network: str | None, most: int | None) -> str:
+    """Return as whom a user counts: of one network's there are `most`, who share its people.
+
+    As themselves where no network is known, or none is to be told from another (`most` None).
+    """
+    if network is None or most is None:
+        return user_id
+    return f"{network} {bucket_of(network, user_id) % most}"

@@ -15,7 +15,9 @@ that came since. Votes, which people change and take back, are read at every loo
 Opinions are counted by who has them: an annotator who judges the answers of a thousand people is
 one opinion in either arm, not a thousand. Each voter is heard on one person's answers in either
 arm, the first they voted on, and all who are heard on one person's are one opinion together: a
-thousand accounts that praise one answer are as many as the people who were given it.
+thousand accounts that praise one answer are as many as the people who were given it. People whom
+nothing but a cookie knows are, of one network, as many as the settings say (`counted_as`): who
+comes a thousand times as somebody else is one. Which arm they meet is theirs all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import RegistryError
-from rlhf_pipeline.experiment.assignment import Arm
+from rlhf_pipeline.experiment.assignment import Arm, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.decision import (
     GUARDRAILS,
@@ -76,7 +78,7 @@ REFUSES = re.compile(
 """Words that begin a refusal, in English; a completion is searched in its first 80 characters."""
 
 
-_Place = tuple[str, Arm]  # a user in an arm
+_Place = tuple[str, Arm]  # in an arm a user, or all who count as one
 
 
 class _Answered(NamedTuple):
@@ -138,6 +140,7 @@ class _Tally:
         self.met.setdefault(user, (share, arm))
         if share != experiment.share:
             return
+        place = counted_as(user, row.sampling.get("network"), rules.people_per_network), arm
         served = experiment.challenger if arm == "challenger" else experiment.champion
         answered = _Answered(
             answers=1,
@@ -149,7 +152,7 @@ class _Tally:
             slow=(row.latency_seconds or 0.0) > rules.slow_seconds,
             words=min(len(row.completion.split()), rules.long_words),
         )
-        self.people[user, arm] = self.people.get((user, arm), _Answered()).and_(answered)
+        self.people[place] = self.people.get(place, _Answered()).and_(answered)
 
     def and_(self, newer: _Tally) -> _Tally:
         """Return both as one: who was met in this one was met here first."""
@@ -190,6 +193,7 @@ def _kept(database: db.Database, experiment: Experiment, settings: ExperimentSet
             experiment.share,
             settings.slow_seconds,
             settings.long_words,
+            settings.people_per_network,
             connection.execute(erased).scalar_one(),
         )
     place = (str(database.url), experiment.agent_id)
@@ -244,14 +248,17 @@ def measured(
         recent.read(database, experiment, settings)
         tally = settled.and_(recent)
     opinions: dict[_Place, list[float]] = defaultdict(list)  # by who voted
-    heard_on: dict[_Place, str] = {}  # who voted -> the user on whose answers they count
+    heard_on: dict[_Place, str] = {}  # who voted -> on whose answers they count
     heard: dict[_Place, set[str]] = defaultdict(set)  # interactions with any feedback
     downs: dict[_Place, set[str]] = defaultdict(set)  # and those with a thumb down
     for vote in _votes(database, experiment):
         user, arm = vote.user_id or vote.session_id, vote.arm
-        if (user, arm) not in tally.people or (vote.share or 0.0) != experiment.share:
+        if user is None or (vote.share or 0.0) != experiment.share:
             continue
         voter = vote.rater_id or user
+        user = counted_as(user, vote.network, settings.people_per_network)
+        if (user, arm) not in tally.people:
+            continue
         said = opinions[voter, arm]
         if heard_on.setdefault((voter, arm), user) == user:
             heard[user, arm].add(vote.interaction_id)
@@ -427,10 +434,11 @@ def _interactions(
 def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
     f, i = db.effective_feedback.c, db.interactions.c
     share = i.sampling["challenger_share"].as_float().label("share")
+    network = i.sampling["network"].as_string().label("network")
     query = (
         sa.select(
             *(f.interaction_id, f.kind, f.number, f.rater_id),
-            *(i.user_id, i.session_id, i.arm, share),
+            *(i.user_id, i.session_id, i.arm, share, network),
         )
         .select_from(
             db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)

@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import (
     PipelineError,
     PromptRefused,
 )
-from rlhf_pipeline.records import Interaction, Prompt, now, uuid7
+from rlhf_pipeline.records import Interaction, Prompt, hashed, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
@@ -144,6 +144,7 @@ class Gateway:
         interaction_id: str | None = None,
         session_id: str | None = None,
         user_id: str | None = None,
+        network: str | None = None,
         others: int = 0,
         note: Callable[[str, Sequence[str]], Mapping[str, Any]] | None = None,
         at_once: bool = False,
@@ -152,6 +153,8 @@ class Gateway:
 
         `at_once` says that each piece is shown as it comes. Where it is not, nothing is yielded
         before all of it is checked, so that the baseline can still answer.
+        `network` marks where somebody came from whom nothing but a cookie knows; it is kept of
+        answers in an experiment alone, as a mark that no other experiment has.
         `others` more completions are drawn beside it, in the same batch; those that fail are left
         out. `note` gets the text and them once it is shown, and returns what is to be stored with
         the sampling settings.
@@ -166,6 +169,10 @@ class Gateway:
             trial = await asyncio.to_thread(self.trials.meeting, agent_id, unit)
             if trial and not self.champions.prepared(agent_id, "challenger", trial.challenger):
                 trial = None  # nobody waits for it to load, and nothing counts until it has
+            if trial is None:
+                network = None
+            elif network is not None:
+                network = hashed("network", trial.experiment_id, network)[:16]
             if trial is not None and self.trials.is_challenged(trial, unit):
                 arm = "challenger"
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
@@ -193,6 +200,7 @@ class Gateway:
                     "challenger_share": trial.share,
                     "ending": draft.ending,
                     "fell_back": draft.arm != arm or first is not None,  # broke off, or was cut off
+                    **({} if network is None else {"network": network}),
                 }
             return Interaction(
                 interaction_id=interaction_id,
@@ -257,7 +265,9 @@ class Gateway:
                     done = draft
                     break
         if trial and unit and arms[0] == "challenger":  # an unsafe request does not reach it
-            await asyncio.to_thread(self.trials.tell, trial, unit, fell_back=first is not None)
+            await asyncio.to_thread(
+                self.trials.tell, trial, unit, fell_back=first is not None, network=network
+            )
         if done is None and cut is not None:  # better than nothing
             cut.text, cut.ending, done = cut.text[: cut.sound], "content_filter", cut
             yield cut.text

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from rlhf_pipeline.experiment.assignment import arm_of
+from rlhf_pipeline.experiment.assignment import arm_of, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.watch import is_trouble
 
@@ -64,7 +64,9 @@ class Trials:
         """Say whether the user meets the challenger."""
         return arm_of(experiment.experiment_id, user_id, experiment.share) == "challenger"
 
-    def tell(self, experiment: Experiment, user_id: str, *, fell_back: bool) -> None:
+    def tell(
+        self, experiment: Experiment, user_id: str, *, fell_back: bool, network: str | None = None
+    ) -> None:
         """Hear of an answer asked of the challenger; too many that it failed at end the experiment.
 
         It failed where the answer broke off, or the baseline had to give it.
@@ -73,12 +75,13 @@ class Trials:
         if settings is None:
             settings = self._rules[experiment.experiment_id] = self.settings_of(experiment.agent_id)
         most, share = settings.trouble_answers, settings.trouble_share
+        who = counted_as(user_id, network, settings.people_per_network)
         with self._lock:
             heard = self._heard.setdefault(experiment.experiment_id, _Heard(deque(maxlen=most)))
             heard.answers.append(fell_back)
             people = heard.people
-            people.pop(user_id, None)
-            people[user_id] = fell_back
+            people.pop(who, None)
+            people[who] = fell_back
             if len(people) > most:
                 del people[next(iter(people))]
             failed, met = sum(heard.answers), sum(people.values())

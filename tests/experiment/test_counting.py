@@ -145,6 +145,14 @@ def test_a_rule_that_changes_and_an_erasure_count_all_anew(store: FeedbackStore)
     short = SETTINGS.model_copy(update={"long_words": 6})
     arms, _ = live.measured(store.database, experiment, short)
     assert arms["length"].challenger.mean == 0.5
+    assert arms["length"].challenger.users == 2
+    met = {"challenger_share": experiment.share, "network": "office"}
+    more = [replace(answer(experiment, user), sampling=met) for user in ("cid", "dot")]
+    store.add_interactions(more)
+    for most, people in ((1, 3), (None, 4)):
+        rule = short.model_copy(update={"people_per_network": most})
+        arms, _ = live.measured(store.database, experiment, rule)
+        assert arms["length"].challenger.users == people
 
     person, claims = Person(AGENT, ann), ClaimBook(store.database)
     token = claims.claim(AGENT, "erasure", 0, holder="erasure", asked_by="erasure").token
@@ -152,5 +160,5 @@ def test_a_rule_that_changes_and_an_erasure_count_all_anew(store: FeedbackStore)
         held = raters.held(connection, person)
     assert raters.remove(store.database, person, held, token, counts={}, snapshots=(), versions=())
     arms, _ = live.measured(store.database, experiment, short)
-    assert arms["fallbacks"].challenger.users == 1
+    assert arms["fallbacks"].challenger.users == 2
     assert arms["fallbacks"].challenger.mean == 0

@@ -406,6 +406,53 @@ def test_many_accounts_that_praise_one_person_s_answers_are_one_opinion(
     assert champion(ledger) == 0
 
 
+@pytest.mark.parametrize(
+    ("likes", "end", "state"),
+    [((0.0, 1.0), "promote", "promoted"), ((1.0, 0.0), "roll_back", "rolled_back")],
+)
+@pytest.mark.parametrize("most", [1, 3, None])
+def test_who_comes_again_and_again_as_somebody_else_is_as_many_as_one_network_may_be(
+    store: FeedbackStore,
+    ledger: PromotionLedger,
+    likes: tuple[float, float],
+    end: str,
+    state: str,
+    most: int | None,
+) -> None:
+    """The challenger is no better and no worse: the crowd of one network would have it either."""
+    book, experiment = begin(store, 0.5)
+    settings = SETTINGS.model_copy(update={"people_per_network": most})
+    meet(store, experiment, range(240), likes=(0.6, 0.6))
+    meet(store, experiment, range(1000, 1240), likes=likes, answers=1, network="a mark")
+    verdict, _ = look(book, ledger, experiment, settings)
+    found = verdict.differences["satisfaction"]
+    if most is None:
+        assert (verdict.action, book.history(AGENT)[0].state) == (end, state)
+        return
+    assert verdict.action == "continue", verdict.reasons
+    honest = sum(challenged(experiment, n) for n in range(240))
+    counted = found.challenger_users, found.champion_users
+    assert counted == (honest + most, 240 - honest + most)
+    _, [step] = measured(store.database, experiment, settings)
+    assert step.challenger + step.champion == 480  # each met an arm, whoever they are
+
+
+def test_people_of_one_network_are_heard_as_their_mean(store: FeedbackStore) -> None:
+    _, experiment = begin(store, 0.5)
+    met = {"challenger_share": experiment.share, "network": "office"}
+    said = [answered(experiment, f"user-{n}", sampling=met) for n in range(4)]
+    store.add_interactions(said)
+    for n, number in enumerate((1.0, 0.0, 0.0)):  # the fourth without a vote
+        vote = Feedback(AGENT, FeedbackKind.thumbs, uuid7(), interaction_id=said[n].interaction_id)
+        store.append([replace(vote, number=number, rater_id=f"user-{n}")])
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    found = {
+        name: arms[name].challenger for name in ("satisfaction", "thumbs_down", "feedback_rate")
+    }
+    assert {sample.users for sample in found.values()} == {1}
+    assert [sample.mean for sample in found.values()] == pytest.approx([1 / 3, 2 / 4, 3 / 4])
+
+
 def test_a_vote_sent_again_without_a_name_is_no_second_thumb_down(store: FeedbackStore) -> None:
     """Events without a rater are one vote each, and stay so."""
     _, experiment = begin(store, 0.5)
@@ -661,6 +708,22 @@ def test_trouble_that_one_person_has_among_many_ends_nothing(
     begun = book.start(AGENT, champion=0, challenger=1, share=0.5, actor="test")
     for _ in range(SETTINGS.trouble_answers):
         trials.tell(begun, "mallory", fell_back=True)
+    assert book.history(AGENT)[0].state == "rolled_back"
+
+
+def test_trouble_of_one_network_is_that_of_one(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    """Who asks for what no answer may hold, as somebody else each time."""
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, lambda _: SETTINGS)
+    for n in range(10):
+        trials.tell(experiment, f"user-{n}", fell_back=False, network=f"home {n}")
+    for n in range(3 * SETTINGS.trouble_answers):
+        trials.tell(experiment, f"mallory-{n}", fell_back=True, network="one line")
+    assert book.history(AGENT)[0].state == "running"
+    for n in range(SETTINGS.trouble_answers):
+        trials.tell(experiment, f"user-{n}", fell_back=True, network=f"home {n}")
     assert book.history(AGENT)[0].state == "rolled_back"
 
 

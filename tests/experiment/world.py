@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config import ExperimentSettings
 from rlhf_pipeline.experiment.assignment import arm_of
@@ -55,12 +56,14 @@ def meet(
     silent: bool = False,
     rater: str | None = None,
     unsafe: float = 0.0,
+    network: str | None = None,
     seed: int = 0,
 ) -> None:
     """Let users chat and vote; `likes` are the rates of thumbs-up of champion and challenger.
 
     Silent users chat and do not vote; with a `rater` that one person judges everybody's answers.
-    `unsafe` is the share of requests, in either arm, that the baseline answers.
+    `unsafe` is the share of requests, in either arm, that the baseline answers. All are of the
+    `network`, where one is given.
     """
     rng = random.Random(seed)
     said: list[Interaction] = []
@@ -73,7 +76,8 @@ def meet(
         for _ in range(answers):
             failed = arm == "challenger" and rng.random() < fallbacks
             turned = unsafe > 0 and rng.random() < unsafe
-            told = {"fell_back": failed or turned} if unsafe else {}
+            told: dict[str, Any] = {"fell_back": failed or turned} if unsafe else {}
+            told |= {"network": network} if network else {}
             interaction = Interaction(
                 interaction_id=uuid7(),
                 agent_id=AGENT,

@@ -315,7 +315,16 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             yield (waiting, "", "", *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
-            for piece in desk.answer(agent, prompt, session_id=session, person=who, pair=pair_mode):
+            client = getattr(request, "client", None)
+            pieces = desk.answer(
+                agent,
+                prompt,
+                session_id=session,
+                person=who,
+                network=visitors.network(client.host) if client else None,
+                pair=pair_mode,
+            )
+            for piece in pieces:
                 if isinstance(piece, Answer):
                     yield _finished(gr, piece, history, question, pair_mode)
                 elif not pair_mode:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 ABOUT_ONE = (
     *("disagreement", "reward_disagreement", "reward_model", "events"),
-    *("challenger_share", "ending", "fell_back"),
+    *("challenger_share", "ending", "fell_back", "network"),
 )
 """What an answer's sampling holds that is not so of another answer drawn with it."""
 
@@ -90,7 +90,14 @@ class Desk:
     # -- answering ------------------------------------------------------------------------------
 
     def answer(
-        self, agent_id: str, prompt: Prompt, *, session_id: str, person: str, pair: bool = False
+        self,
+        agent_id: str,
+        prompt: Prompt,
+        *,
+        session_id: str,
+        person: str,
+        network: str | None = None,
+        pair: bool = False,
     ) -> Iterator[str | Answer]:
         """Yield the champion's answer piece by piece, then the stored `Answer`.
 
@@ -112,6 +119,7 @@ class Desk:
             Wishes(),
             session_id=session_id,
             user_id=hash_rater(agent_id, person),
+            network=network,
             others=others,
             note=note,
             at_once=not pair,

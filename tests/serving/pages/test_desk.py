@@ -39,6 +39,7 @@ from rlhf_pipeline.records import (
     Interaction,
     RewardInput,
     hash_rater,
+    hashed,
     now,
     user_prompt,
 )
@@ -60,7 +61,7 @@ from rlhf_pipeline.serving.pages.desk import Answer, Desk
 from rlhf_pipeline.serving.pages.visitors import Visitors
 from tests.serving.pages.world import made_desk
 
-ASKED: dict[str, Any] = {"session_id": "s", "person": "ann"}
+ASKED: dict[str, Any] = {"session_id": "s", "person": "ann", "network": "home"}
 EMPTY = "Not stored: nothing is written yet."
 
 
@@ -230,6 +231,26 @@ def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_th
     assert last[-1 - len(chat_page.UNSAID) : -1] == (None, "", "", 0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("host", ["8.8.8.7", "10.0.0.7", None])
+def test_the_page_says_of_which_network_a_question_is_where_there_is_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    told: list[str | None] = []
+
+    def answer(*args: Any, network: str | None, **more: Any) -> Iterator[str]:
+        told.append(network)
+        yield "It"
+
+    gr = SimpleNamespace(skip=lambda: "same", update=lambda **c: c, Request=SimpleNamespace)
+    monkeypatch.setattr(desk, "answer", answer)
+    visitors = Visitors(b"s" * 32)
+    client = SimpleNamespace(host=host) if host else None
+    request = SimpleNamespace(cookies={}, client=client)
+    list(chat_page._say(gr, desk, visitors)("how much?", [], "shop", "s", False, request))
+    assert told == [visitors.network(host) if host else None]
+    assert (told[0] is not None) is (host == "8.8.8.7")
+
+
 def test_what_is_shown_is_what_was_written() -> None:
     text = 'if a < b & c:\n    return "<b>&lt;</b>"\n\tx'
     shown = inspect.cleandoc(chat_page._said("user", text)["content"])  # as Gradio cleans it
@@ -393,6 +414,7 @@ def test_two_answers_to_one_question_are_one_in_an_experiment(desk: Desk, tmp_pa
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
     until = time.monotonic() + 60
     while (answer := ask(desk, pair=True)[1]).interaction.experiment is None:
+        assert "network" not in answer.interaction.sampling
         assert time.monotonic() < until  # the challenger loads meanwhile
         time.sleep(0.05)
     assert answer.other is not None
@@ -406,7 +428,14 @@ def test_two_answers_to_one_question_are_one_in_an_experiment(desk: Desk, tmp_pa
     arms, _ = measured(desk.store.database, begun, desk.settings.experiments)
     rate = arms["feedback_rate"]
     assert max(rate.challenger.mean, rate.champion.mean) == 1.0
-    assert not {"challenger_share", "ending", "fell_back"} & set(answer.other.sampling)
+    own = {"challenger_share", "ending", "fell_back", "network"}
+    assert own <= set(answer.interaction.sampling)
+    assert not own & set(answer.other.sampling)
+    # Of another experiment's marks it says nothing.
+    assert (
+        answer.interaction.sampling["network"]
+        == hashed("network", begun.experiment_id, "home")[:16]
+    )
 
 
 def with_heads(desk: Desk, heads: int) -> LearnedReward:
