@@ -63,6 +63,7 @@ class Part:
     added: float
     baseline_added: float
     below_floor: bool
+    baseline_below_floor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +306,7 @@ def _parts(weights: Mapping[str, float], here: Breakdown, other: Breakdown) -> t
             here.pieces[name].added,
             other.pieces[name].added,
             here.pieces[name].below_floor,
+            other.pieces[name].below_floor,
         )
         for name, weight in weights.items()
     )

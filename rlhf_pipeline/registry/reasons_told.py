@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.feedback.datasets import Job
+from rlhf_pipeline.reward.composite import BELOW_FLOOR
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.registry.reasons import Reasons
+    from rlhf_pipeline.registry.reasons import Part, Reasons
 
 ALIKE_NATS = 0.05  # shifts within this are called no difference
+FLOORED = f"below a floor a completion gets {BELOW_FLOOR:g} at most, whatever else adds to it"
 JUDGES: Mapping[Job, str] = {
     "proxy": "what training maximised",
     "stopping": "chose the checkpoint",
@@ -62,6 +64,13 @@ def _likelihood(found: Reasons) -> str:
     )
 
 
+def below_floor(part: Part) -> str:
+    """Return which of the two completions is below the function's floor, in words; mostly none."""
+    both = {"this": part.below_floor, "the baseline's": part.baseline_below_floor}
+    who = " and ".join(name for name, is_below in both.items() if is_below)
+    return f"{who} below its floor" if who else ""
+
+
 def to_json(found: Reasons) -> dict[str, Any]:
     """Return plain JSON values, sums and sentences with them."""
     values = asdict(found)
@@ -95,8 +104,10 @@ def to_text(found: Reasons) -> str:
     if f.composite is not None:
         lines.append(_row("composite", *f.composite))
     for part in f.parts:
-        below = "  below its floor" if part.below_floor else ""
-        lines.append(_row(f"  {part.name}, added", part.added, part.baseline_added) + below)
+        row = _row(f"  {part.name}, added", part.added, part.baseline_added)
+        lines.append(f"{row}  {below_floor(part)}".rstrip())
+    if any(map(below_floor, f.parts)):
+        lines.append(f"  {FLOORED}")
     if f.left_out:
         lines.append(f"  {', '.join(f.left_out)}: left out, nothing to compare with is known")
     lines += ["", f"Tokens (nats at temperature {f.temperature:g})"]

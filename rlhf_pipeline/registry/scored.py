@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf_pipeline import stages
 from rlhf_pipeline.records import Interaction, RewardInput
 from rlhf_pipeline.registry.reasons import turn_of, with_references
+from rlhf_pipeline.registry.reasons_told import FLOORED
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def to_text(found: Sequence[Scored]) -> str:
             lines.append(
                 _line(piece.name, *shown) + (" below its floor" if piece.below_floor else "")
             )
+        if any(piece.below_floor for piece in one.pieces):
+            lines.append(FLOORED)
         if one.left_out:
             lines.append(f"left out, nothing to compare with is known: {', '.join(one.left_out)}")
         blocks.append("\n".join(lines))

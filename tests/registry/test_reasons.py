@@ -147,8 +147,9 @@ def test_an_answers_score_is_taken_apart_with_what_trained_its_version(
     assert (length.weight, length.added) == (0.5, told.pieces["length"].added)
     words = pieces_told([one])
     assert "“<b>no</b> not so so" in words  # one line, shortened
-    assert len(words.splitlines()) == 5
+    assert len(words.splitlines()) == 6
     assert "below its floor" in words
+    assert "-5 at most" in words
     assert "left out, nothing to compare with is known: rouge-l" in words
     with pytest.raises(RegistryError, match=r"version 0 of .* was trained by no reward"):
         scored(registry, settings, [replace(asked, model_version=0)])

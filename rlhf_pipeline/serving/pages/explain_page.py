@@ -21,7 +21,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, PipelineError
 from rlhf_pipeline.records import prompt_from_json
 from rlhf_pipeline.registry.reasons import Judgement, Reasons, need_interaction, reasons
-from rlhf_pipeline.registry.reasons_told import verdict
+from rlhf_pipeline.registry.reasons_told import FLOORED, below_floor, verdict
 from rlhf_pipeline.serving.pages.parts import (
     STYLE,
     Html,
@@ -175,14 +175,16 @@ def _rewards(found: Reasons) -> str:
     if found.composite is not None:
         rows.append(_scored(Html("<b>composite</b>"), *found.composite))
     for part in found.parts:
-        name = f"{part.name}, added" + (" (below its floor)" if part.below_floor else "")
+        below = below_floor(part)
+        name = f"{part.name}, added" + (f" ({below})" if below else "")
         rows.append(_scored(name, part.added, part.baseline_added))
+    floored = f"<p>{FLOORED.capitalize()}.</p>" if any(map(below_floor, found.parts)) else ""
     left_out = (
         f"<p>{inert(', '.join(found.left_out))}: left out, nothing to compare with is known.</p>"
         if found.left_out
         else ""
     )
-    return table(head, rows) + left_out
+    return table(head, rows) + floored + left_out
 
 
 def _of_judge(judged: Judgement) -> list[tuple[str, ...]]:

@@ -100,6 +100,27 @@ def test_tokens_are_coloured_by_shift_and_told_in_numbers_too(
         assert told in page
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (True, False, "this below its floor"),
+        (False, True, "the baseline's below its floor"),
+        (True, True, "this and the baseline's below its floor"),
+        (False, False, ""),
+    ],
+)
+def test_a_score_that_a_floor_made_is_explained(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, ours: bool, theirs: bool, told: str
+) -> None:
+    part = Part("length", 0.5, 0.8, 0.4, 0.4, 0.2, ours, theirs)
+    found = replace(FOUND, parts=(part,), composite=(-5.0, 0.7))
+    monkeypatch.setattr(explain_page, "reasons", lambda *_, **__: found)
+    page = client.get("/explain/interaction/i1").text.replace("&#x27;", "'")
+    for words in (to_text(found), page):
+        assert told in words
+        assert ("below a floor a completion gets -5 at most" in words.lower()) == bool(told)
+
+
 def test_steps_of_colour() -> None:
     shifts = (0.05, 0.1, -0.1, 0.5, -1.9, 2.0, -7.0)
     assert [explain_page.step_of(s) for s in shifts] == ["", "u1", "d1", "u2", "d2", "u3", "d3"]
