@@ -824,6 +824,19 @@ class RetentionSettings(Section):
         description="Dagster's finished runs, with their events and logs.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _what_is_left_out_is_as_usual(cls, told: Any) -> Any:
+        if not isinstance(told, Mapping):
+            return told
+        usual = {name: field.default for name, field in cls.model_fields.items()}
+        return {
+            name: {**usual[name].model_dump(), **one}
+            if isinstance(usual.get(name), KeptSettings) and isinstance(one, Mapping)
+            else one
+            for name, one in told.items()
+        }
+
     @model_validator(mode="after")
     def _traces_outlast_their_votes(self) -> RetentionSettings:
         if self.traces.days < 30:

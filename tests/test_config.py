@@ -15,6 +15,7 @@ from rlhf_pipeline.config import (
     PRESETS,
     RECIPES,
     SHARED_WITH_PPO,
+    KeptSettings,
     Settings,
     load_settings,
     recipe_names,
@@ -416,6 +417,14 @@ def test_what_a_recipe_has_otherwise_is_told_by_name(recipe: Any) -> None:
         "retention.turns.days": 5.0,
         "of_an_older_release": {"on": True},
     }
+
+
+def test_of_what_is_kept_a_recipe_may_name_one_number(recipe: Any) -> None:
+    usual = Settings().retention
+    found = load_settings(recipe("retention: {turns: {days: 5}, runs: {newest: 2}}")).retention
+    assert found.turns == KeptSettings(newest=usual.turns.newest, days=5)
+    assert found.runs == KeptSettings(newest=2, days=usual.runs.days)
+    assert (found.traces, found.rewards) == (usual.traces, usual.rewards)
 
 
 def test_settings_are_frozen() -> None:
