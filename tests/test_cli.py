@@ -885,6 +885,9 @@ def test_an_export_replaces_nothing_unless_it_is_told_to(rlhf: Run, tmp_path: Pa
     assert json.loads(letter.read_text())["kind"] == "thumbs"
     (tmp_path / "empty").mkdir()
     rlhf("feedback", "export", str(tmp_path / "empty"), "--agent", "tea")
+    told = rlhf("feedback", "export", "-", "--agent", "tea")
+    assert told.stdout == letter.read_text()  # and nothing else, for whatever reads it
+    assert told.stderr == "1 events of agent tea in -\n"
 
 
 def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ def export(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="name.jsonl, name.csv, or a folder for a Hugging Face data set."
+            metavar="OUT",
+            help="name.jsonl, name.csv, a folder for a Hugging Face data set, or - for JSON lines "
+            "on standard output.",
         ),
     ],
     agent: Agent,
@@ -176,6 +178,7 @@ def export(
     force: Force = False,
 ) -> None:
     """Write an agent's feedback to a file or a data set folder; `rlhf ingest` takes it back."""
+    from rlhf_pipeline.feedback.export import STDOUT
     from rlhf_pipeline.feedback.export import export as write
 
     if pairs and (history or by_interaction):
@@ -190,7 +193,7 @@ def export(
     rows = write(
         here.database, agent, out, what=what, history=history, by_interaction=by_interaction
     )
-    typer.echo(f"{rows:,} {what} of agent {agent} in {out}")
+    typer.echo(f"{rows:,} {what} of agent {agent} in {out}", err=out == STDOUT)
 
 
 def quarantine(

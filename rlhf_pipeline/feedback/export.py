@@ -3,6 +3,7 @@
 | written to | what it is |
 |---|---|
 | `name.jsonl` | a JSON object a line |
+| `-` | the same, to standard output |
 | `name.csv` | a line each, cells that a spreadsheet would run made inert; events only |
 | a folder | a Hugging Face data set: `datasets.load_dataset(folder)` |
 
@@ -16,8 +17,10 @@ prompt, conversational.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +37,7 @@ from rlhf_pipeline.files import new_folder
 
 What = Literal["events", "pairs"]
 CHUNK_ROWS = 5_000
+STDOUT = Path("-")
 CARD = """---
 configs:
 - config_name: default
@@ -67,6 +71,8 @@ def export(
             f"needed {what} of agent {agent_id!r} to write, found none; send feedback first"
         )
     rows = _with_first(first, rows)
+    if out == STDOUT:
+        return _write_lines(codecs.getwriter("utf-8")(sys.stdout.buffer), rows)
     if out.suffix == ".jsonl":
         with _new_file(out) as file:
             return _write_lines(file, rows)
