@@ -25,7 +25,7 @@ from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, now
-from rlhf_pipeline.registry.comparison import learned_per_thousand
+from rlhf_pipeline.registry.comparison import baseline_of, learned_per_thousand
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.store import FeedbackStore
@@ -80,6 +80,7 @@ class Standing:
     spread: float | None = None  # its standard deviation between prompts
     learned: float | None = None  # score over the champion of its day, for 1,000 more votes
     mlflow_version: str | None = None
+    baseline: int | None = None  # the version that score and KL are counted from
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ def _standing(
 ) -> Standing:
     compared = version.lineage.get("evaluation", {})
     judged = {} if version.gate is None else {r["rule"]: r for r in version.gate["results"]}
+    baseline = baseline_of(version, known)
     enough = len(said) >= FEWEST
     mean = fmean(said) if enough else None
     margin = None
@@ -228,6 +230,7 @@ def _standing(
         spread=compared.get("score_std"),
         learned=learned_per_thousand(version, known),
         mlflow_version=version.mlflow_version,
+        baseline=None if baseline is None else baseline.version,
     )
 
 

@@ -37,9 +37,17 @@ def compared_with(version: ModelVersion, known: Sequence[ModelVersion]) -> Model
 
     `known` are the agent's versions, oldest first.
     """
-    place = str(version.lineage.get("started_from") or "")
+    return _at(version.lineage.get("started_from"), known)
+
+
+def baseline_of(version: ModelVersion, known: Sequence[ModelVersion]) -> ModelVersion | None:
+    """Return the baseline from which the version's score and KL are counted; None where unknown."""
+    return _at(version.lineage.get("baseline"), known)
+
+
+def _at(place: str | None, known: Sequence[ModelVersion]) -> ModelVersion | None:
     # The end of the path, as the state folder may have been elsewhere on that day.
-    found = (v for v in reversed(known) if place.endswith("/".join(v.path.parts[-3:])))
+    found = (v for v in reversed(known) if (place or "").endswith("/".join(v.path.parts[-3:])))
     return next(found, None)
 
 

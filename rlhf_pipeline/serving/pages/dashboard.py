@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -121,6 +122,9 @@ def render(
         picture(versions_figure(o.standings), "score, KL, satisfaction and learning by version")
         if len(o.standings) > 1 or any(s.satisfaction is not None for s in o.standings)
         else "",
+        "<p>Dashed: the baseline was reset. Scores and KL before it count from another one.</p>"
+        if resets(o.standings[::-1])
+        else "",
         _versions(o.standings, o.agent_id, links.get("MLflow")),
         "<h2>Experiment</h2>",
         _experiment(o),
@@ -216,11 +220,20 @@ def versions_figure(standings: Sequence[Standing]) -> Figure:
             axes.set_yticks([])
             axes.text(0.5, 0.5, "not known yet", ha="center", transform=axes.transAxes)
         axes.set_xlim(-0.5, len(seen) - 0.5)
+    for n in resets(seen):
+        for axes in places[:2]:
+            axes.axvline(n - 0.5, color="grey", linestyle="--")
     ticks = range(0, len(seen), max(1, len(seen) // 12))
     for axes in places[2:]:
         axes.set_xticks(ticks, [str(seen[n].version) for n in ticks])
         axes.set_xlabel("version")
     return figure
+
+
+def resets(seen: Sequence[Standing]) -> list[int]:
+    """Return the places of versions, oldest first, that have another baseline than those before."""
+    known = [(n, s.baseline) for n, s in enumerate(seen) if s.baseline is not None]
+    return [n for (_, before), (n, after) in pairwise(known) if before != after]
 
 
 def experiment_figure(o: Overview) -> Figure:

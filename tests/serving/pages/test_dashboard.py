@@ -32,6 +32,8 @@ from rlhf_pipeline.serving.pages.dashboard import (
     _run,
     _versions,
     add_dashboard,
+    render,
+    resets,
     versions_figure,
     votes_figure,
 )
@@ -251,6 +253,35 @@ def test_versions_over_time_have_score_spread_and_what_a_vote_taught(
         ["not known yet"],
         [],
     )
+
+
+def test_where_the_baseline_was_reset_is_marked(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    def train(number: int, baseline: Path) -> Path:
+        path = tmp_path / "turns" / str(number) / "ppo" / "policy"
+        files = {"a": str(number) * 64}
+        lineage = {"baseline": str(baseline)}
+        ledger.add_version(
+            "tea", label="v", path=path, files=files, lineage=lineage, gate=None, fingerprint=None
+        )
+        return path
+
+    first = train(2, tmp_path / "v")
+    told = render(overview(store, ledger, "tea"), (), ["tea"], {}, waiting=0, nonce="n")
+    assert "the baseline was reset" not in told
+    train(3, first)
+    found = overview(store, ledger, "tea")
+    assert [s.baseline for s in found.standings] == [2, 1, None, None]  # 1 lies where 0 does
+    assert resets(found.standings[::-1]) == [3]
+    figure = versions_figure(found.standings)
+    marks = [
+        [np.asarray(line.get_xdata())[0] for line in axes.lines if line.get_linestyle() == "--"]
+        for axes in figure.axes
+    ]
+    assert marks == [[2.5], [2.5], [], []]
+    told = render(found, (), ["tea"], {}, waiting=0, nonce="n")
+    assert "the baseline was reset" in told
 
 
 def test_few_votes_are_counted_in_whole_numbers(
