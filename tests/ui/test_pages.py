@@ -344,6 +344,18 @@ def test_every_control_has_a_name_and_code_keeps_its_shape(
     assert "    pass" in page.inner_text("#talk .md >> nth=0")
 
 
+def test_what_the_page_says_is_read_out(page: Any, service: tuple[str, Path]) -> None:
+    """By a screen reader, of which nothing leads into a box that nobody can write in."""
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    page.click("#up")
+    eventually(lambda: page.inner_text("#spoken[role=status]").startswith("Thank you"))
+    page.goto(f"{service[0]}/ui/review/")
+    page.click("#start")
+    eventually(lambda: page.inner_text("#spoken[role=status]").startswith("A name is needed"))
+    assert page.locator("#spoken[role=status]").bounding_box()["height"] <= 1
+
+
 def test_who_uses_the_keyboard_sees_which_slider_it_moves(
     page: Any, service: tuple[str, Path]
 ) -> None:

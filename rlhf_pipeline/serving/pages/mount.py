@@ -59,8 +59,21 @@ footer { display: none !important }
 #talk .md, textarea { unicode-bidi: plaintext }
 input[type=range]:focus-visible { outline: auto !important }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }
+#spoken { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%) }
 textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
 """
+
+# What is written into a text box is no change of the page, of which a screen reader would tell.
+SPOKEN = """<script>
+const spoken = document.createElement('div');
+spoken.id = 'spoken';
+spoken.setAttribute('role', 'status');
+setInterval(() => {
+  if (!spoken.isConnected) document.body.append(spoken);
+  const said = document.querySelector('#notice textarea, #notice input')?.value ?? '';
+  if (spoken.textContent !== said) spoken.textContent = said;
+}, 300);
+</script>"""
 
 
 class PageHeaders:
@@ -95,8 +108,8 @@ def mount_pages(
     visitors = Visitors(Keys(desk.settings.state_dir).signing_secret())
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     for path, page, may, head in (
-        ("/ui/review", review_page(desk), may_review, SHORTCUTS),
-        ("/ui", chat_page(desk, visitors), may_chat, None),  # after what lies below it
+        ("/ui/review", review_page(desk), may_review, SPOKEN + SHORTCUTS),
+        ("/ui", chat_page(desk, visitors), may_chat, SPOKEN),  # after what lies below it
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(
