@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from rlhf_pipeline import backup
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands import conversation, models
 from rlhf_pipeline.commands.batch import _answered, read_prompts
@@ -360,6 +363,34 @@ def test_a_damaged_store_is_told_in_one_line(kept: int, rlhf: Run, tmp_path: Pat
     assert told.startswith("error: needed a sound database, found: ")
     assert told.endswith("take one back with `rlhf restore`\n")
     assert len(told.splitlines()) == 1
+
+
+def test_a_full_disk_is_told_in_one_line(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = str(write(tmp_path / "votes.jsonl", THUMBS))
+    rlhf("ingest", votes, "--agent", "tea")
+    store = open_database(f"sqlite:///{tmp_path}/state/feedback.db")
+    with store.read() as connection:
+        connection.exec_driver_sql("PRAGMA max_page_count=1")  # as large as it is, and no larger
+    large = write(tmp_path / "large.jsonl", THUMBS.replace("Because.", "x" * 100_000))
+    line = "error: needed room on the disk, found: {}; make room, and do it again\n"
+    told = rlhf("ingest", str(large), "--agent", "tea", code=1).stderr
+    assert told == line.format("database or disk is full")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    told = rlhf("feedback", "export", str(tmp_path / "o.csv"), "--agent", "tea", code=1).stderr
+    assert told == line.format("[Errno 28] No space left on device")
+
+    def busy(*_: Any) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(backup, "_copy_database", busy)
+    told = rlhf("backup", str(tmp_path / "copy"), code=1).stderr
+    assert told == "error: database is locked\n"
 
 
 def test_a_key_is_for_an_agent_that_can_be(rlhf: Run) -> None:

@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it: `rlhf --help` answers in a 
 
 from __future__ import annotations
 
+import errno
 import getpass
 import logging
 import os
@@ -307,18 +308,16 @@ def _is_foreseen(error: Exception) -> bool:
         return False  # click's own
     if isinstance(error, PipelineError | OSError) or _damage(error) is not None:
         return True
-    if not type(error).__module__.startswith("sqlalchemy"):
-        return False
-    from sqlalchemy.exc import OperationalError
-
-    return isinstance(error, OperationalError)
+    return type(error).__name__ == "OperationalError"  # SQLAlchemy's, or SQLite's as it is
 
 
 def _told(error: Exception) -> str:
     """Return what went wrong and what to do, on one line."""
-    damage = _damage(error)
+    damage, said = _damage(error), _drivers(error)
+    if damage is None and not _is_full(said):
+        return one_line(said)
     if damage is None:
-        return one_line(error)
+        return f"needed room on the disk, found: {one_line(said)}; make room, and do it again"
     return (
         f"needed a sound database, found: {one_line(damage)}; put the state folder aside and take "
         "one back with `rlhf restore`"
@@ -329,8 +328,22 @@ def _damage(error: Exception) -> Exception | None:
     """Return what SQLite says of a file that is no database, or not a whole one."""
     import sqlite3
 
-    found = getattr(error, "orig", error)  # SQLAlchemy's error holds the driver's
+    found = _drivers(error)
     return found if type(found) is sqlite3.DatabaseError else None
+
+
+def _drivers(error: Exception) -> Exception:
+    """Return what the database's driver said, where SQLAlchemy puts the statement beside it."""
+    found: Exception = getattr(error, "orig", None) or error
+    return found
+
+
+def _is_full(error: Exception) -> bool:
+    import sqlite3
+
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _quiet_logs(debug: bool) -> None:
