@@ -349,10 +349,13 @@ def _forget_shown(settings: Settings, taken: Path) -> None:
     from rlhf_pipeline.registry.forgetting import asked
 
     others = [p for p in (settings.state_dir / "agents").glob("*/snapshots/[!.]*/") if p != taken]
+    # The agent's newest first: mostly it says all of it again, and the hundreds before it need not
+    # be read. Then strangers', newest first too.
+    others.sort(key=lambda p: (p.parent == taken.parent, p.stat().st_mtime), reverse=True)
     prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
     for other in others:  # one at a time: difference(*...) would hold what all of them say
-        prompts -= _prompts_of(other)
-        ngrams -= _ngrams_of(other)
+        prompts = prompts and prompts - _prompts_of(other)
+        ngrams = ngrams and ngrams - _ngrams_of(other)
     if prompts or ngrams:
         shown = Traces(asked(prompts), ngrams=ngrams)
         forget_examples(settings.state_dir / "dagster", shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import sqlite3
 import weakref
@@ -451,6 +452,28 @@ def test_what_other_snapshots_say_is_looked_at_one_snapshot_at_a_time(
         (snapshots / name).mkdir(parents=True)
     retention._forget_shown(state.settings, snapshots / "a")
     assert most == 2  # what goes, and one that stays
+
+
+def test_snapshots_are_read_no_further_than_until_all_is_said_again(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def read(taken: Path) -> frozenset[str]:
+        looked.append(f"{taken.parents[1].name}/{taken.name}")
+        return frozenset({"how much?", "when?"} if taken.name in "ac" else {"how much?"})
+
+    monkeypatch.setattr(retention, "_prompts_of", read)
+    ours, theirs = state.new_agent(), state.new_agent()
+    for age, (agent, name) in enumerate([(theirs, "d"), (ours, "e"), (ours, "c"), (ours, "b")]):
+        folder = state.settings.agent_folder(agent) / "snapshots" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    taken = state.settings.agent_folder(ours) / "snapshots" / "a"
+    shutil.rmtree(state.settings.agent_folder(ours) / "snapshots" / hashed(ours, "seeds")[:16])
+    taken.mkdir()
+    retention._forget_shown(state.settings, taken)
+    assert looked == [f"{ours}/a", f"{ours}/e", f"{ours}/c"]
 
 
 def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
