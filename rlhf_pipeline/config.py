@@ -823,6 +823,22 @@ class RetentionSettings(Section):
         KeptSettings(newest=50, days=30),
         description="Dagster's finished runs, with their events and logs.",
     )
+    chats: KeptSettings = Field(
+        KeptSettings(newest=100_000, days=730),
+        description="Answers that nobody said anything about; 30 days at least, as for traces.",
+    )
+    looks: KeptSettings = Field(
+        KeptSettings(newest=10, days=365),
+        description="Looks at experiments that ended, the last one apart; `newest` experiments.",
+    )
+    events: KeptSettings = Field(
+        KeptSettings(newest=10_000, days=365),
+        description="What the chat blocked and what failed it.",
+    )
+    quarantine: KeptSettings = Field(
+        KeptSettings(newest=1_000, days=365),
+        description="Lines in quarantine, since a person dealt with them.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -838,12 +854,14 @@ class RetentionSettings(Section):
         }
 
     @model_validator(mode="after")
-    def _traces_outlast_their_votes(self) -> RetentionSettings:
-        if self.traces.days < 30:
-            raise ValueError(
-                f"traces.days must be 30 or more, found {self.traces.days:g}: people need so long "
-                "to vote on them"
-            )
+    def _answers_outlast_their_votes(self) -> RetentionSettings:
+        for name in ("traces", "chats"):
+            days = getattr(self, name).days
+            if days < 30:
+                raise ValueError(
+                    f"{name}.days must be 30 or more, found {days:g}: people need so long to vote "
+                    "on them"
+                )
         return self
 
 

@@ -1,10 +1,11 @@
 """What may go, by age and number, and never anything the ledger points at.
 
-Four kinds of things pile up. Of each the newest stay, however old, and the young, however many:
+Eight kinds of things pile up. Of each the newest stay, however old, and the young, however many:
   checkpoints  of turns that came to their verdict: nothing resumes from them
   rewards      weights of the reward models of versions that never were champion; reports stay
   turns        that came to no version: snapshot, data sets, folders, MLflow runs
   traces       of chats in MLflow
+  chats, looks, events, quarantine: rows of the store (old_rows.py says which)
 What always stays: every registered version's own files, run, snapshot and data sets (`rlhf
 reproduce` trains from them), whatever a champion, the challenger or a running experiment is made
 of, the last turn with a verdict, and everything of an agent that is being trained: its claim is
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
+from rlhf_pipeline import old_rows
 from rlhf_pipeline.config import KeptSettings, Settings
 from rlhf_pipeline.errors import ClaimRefused, ConfigError
 from rlhf_pipeline.evaluation.facts import SUPPORT
@@ -35,6 +37,7 @@ from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import PRUNE, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.old_rows import RowKind
 from rlhf_pipeline.records import Progress, hashed, ignore_progress, now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"]
+Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"] | RowKind
 CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
 WEIGHTS = "reward/*/trunk"  # of the reward models, likewise
 MARK = 16  # digits of a fingerprint that name its folders
@@ -61,6 +64,7 @@ class Item:
     places: tuple[Path, ...] = ()  # folders
     runs: tuple[str, ...] = ()  # MLflow's ids
     traces: int = 0  # how many of MLflow's
+    rows: int = 0  # how many of the store
     bytes: int = 0  # in the folders
 
 
@@ -140,6 +144,15 @@ def _prune_agent(
         claims.check(held.token)
         if item.kind == "traces":
             forget_old_traces(registry, agent_id, *_traces_that_go(settings, at))
+        if item.kind in old_rows.KINDS:
+            old_rows.remove(
+                registry.ledger.database,
+                item.kind,
+                agent_id,
+                item.made_at,
+                _traced(registry, settings, item, at),
+                lambda: claims.check(held.token),
+            )
         forget_runs(registry, item.runs)
         for place in item.places:
             if place.parent.name == "snapshots":
@@ -175,6 +188,7 @@ def survey(
     newest, before = _traces_that_go(settings, at)
     if count := len(old_traces(registry, agent_id, newest, before)):
         found.append(Item("traces", agent_id, f"before {before:%Y-%m-%d}", before, traces=count))
+    found += _old_rows(registry, settings, agent_id, at)
     if standing.trained_by is not None:
         found = [replace(item, stays=f"{standing.trained_by} trains it") for item in found]
     return found
@@ -338,6 +352,34 @@ def _traces_that_go(settings: Settings, at: datetime) -> tuple[int, datetime]:
     """Return how many of the newest traces stay, and before when the others go."""
     kept = settings.retention.traces
     return kept.newest, at - timedelta(days=kept.days)
+
+
+def _old_rows(
+    registry: ModelRegistry, settings: Settings, agent_id: str, at: datetime
+) -> list[Item]:
+    """Return the agent's rows in the store that may go, those of a kind together."""
+    database, found = registry.ledger.database, []
+    for kind in old_rows.KINDS:
+        kept: KeptSettings = getattr(settings.retention, kind)
+        before = old_rows.bound(database, kind, agent_id, kept, at)
+        if before is None:
+            continue
+        item = Item(kind, agent_id, f"before {before:%Y-%m-%d}", before)
+        without = _traced(registry, settings, item, at)
+        if rows := old_rows.count(database, kind, agent_id, before, without):
+            found.append(replace(item, rows=rows))
+    return found
+
+
+def _traced(
+    registry: ModelRegistry, settings: Settings, item: Item, at: datetime
+) -> frozenset[str]:
+    """Return the chats that stay for a trace of theirs in MLflow stays."""
+    from rlhf_pipeline.registry.forgetting import traced
+
+    if item.kind != "chats":
+        return frozenset()
+    return traced(registry, item.agent_id, *_traces_that_go(settings, at), item.made_at)
 
 
 def _forget_shown(settings: Settings, taken: Path) -> None:

@@ -38,6 +38,7 @@ from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
+    Interaction,
     hash_rater,
     hashed,
     now,
@@ -488,6 +489,36 @@ def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
     table = CliRunner().invoke(app, ["prune", "--dry-run", "--state", str(state.folder)])
     assert "stays: among the newest 3" in table.stdout
     assert table.stdout.strip().endswith("0.0 MiB")
+
+
+def test_rows_of_an_agent_that_is_being_trained_stay_and_the_command_tells_of_them(
+    state: State, tmp_path: Path
+) -> None:
+    agent = state.new_agent()
+    store = FeedbackStore(state.database)
+    old = Interaction(f"of {agent}", agent, user_prompt("hi"), "Yes.", 1, now() - timedelta(50))
+    store.add_interactions([old])
+    tree = {"state_dir": str(state.folder), "retention": {"chats": {"newest": 0, "days": 30}}}
+    recipe = tmp_path / "brief.yaml"
+    recipe.write_text(json.dumps(tree))  # JSON is YAML
+    store.set_agent(agent, recipe=str(recipe))
+
+    def asked(*options: str) -> str:
+        return CliRunner().invoke(app, ["prune", "--state", str(state.folder), *options]).stdout
+
+    def of_chats(*options: str) -> dict[str, Any]:
+        [told] = [one for one in json.loads(asked("--json", *options)) if one["kind"] == "chats"]
+        return {name: told[name] for name in ("agent", "rows", "stays")}
+
+    state.trained(agent, "at work", state="held")
+    assert of_chats() == {"agent": agent, "rows": 1, "stays": "run run-at work trains it"}
+    assert store.interaction(old.interaction_id) == old
+    held = state.claims.held(agent)
+    assert held is not None
+    state.claims.let_go(held.token)
+    assert "1 rows" in asked("--dry-run")
+    assert of_chats() == {"agent": agent, "rows": 1, "stays": None}
+    assert store.interaction(old.interaction_id) is None
 
 
 def test_the_command_prunes_the_others_and_fails_where_a_recipe_has_gone(

@@ -55,7 +55,7 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what is old and nothing points at: checkpoints, reward models, turns, traces, runs.
+    """Remove what is old and nothing points at: checkpoints, rewards, turns, traces, runs, rows.
 
     What goes is set under `retention` in a recipe, by age and number of each kind. Whatever the
     ledger, an experiment, a training or `rlhf reproduce` needs stays, and the list says why. An
@@ -92,6 +92,7 @@ def prune(
             "bytes": item.bytes,
             "runs": len(item.runs),
             "traces": item.traces,
+            "rows": item.rows,
             "stays": item.stays,
         }
         for item in items
@@ -110,7 +111,8 @@ def _show(told: list[dict[str, Any]], word: str) -> None:
     table = Table("kind", "agent", "name", "last at work (UTC)", "MiB", "")
     for one in told:
         why = word if one["stays"] is None else f"stays: {one['stays']}"
-        size = f"{one['traces']} traces" if one["traces"] else f"{one['bytes'] / 2**20:.1f}"
+        many = [f"{one[name]} {name}" for name in ("traces", "rows") if one[name]]
+        size = many[0] if many else f"{one['bytes'] / 2**20:.1f}"
         moment = one["made_at"][:16].replace("T", " ")
         table.add_row(one["kind"], one["agent"], one["name"], moment, size, why)
     console().print(table)

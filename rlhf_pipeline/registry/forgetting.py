@@ -75,6 +75,22 @@ def old_traces(registry: ModelRegistry, agent_id: str, newest: int, before: date
     return [info for info in found[newest:] if int(info.request_time) < moment]
 
 
+def traced(
+    registry: ModelRegistry, agent_id: str, newest: int, before: datetime, until: datetime
+) -> frozenset[str]:
+    """Return the interactions from before `until` with a trace that `old_traces` does not name."""
+    gone = {info.trace_id for info in old_traces(registry, agent_id, newest, before)}
+    moment = int(until.timestamp() * 1000)
+    with mlflow_refusals("looking through traces"):
+        return frozenset(
+            info.tags[INTERACTION]
+            for info in _infos(registry, agent_id)
+            if INTERACTION in info.tags
+            and int(info.request_time) < moment
+            and info.trace_id not in gone
+        )
+
+
 def forget_old_traces(
     registry: ModelRegistry, agent_id: str, newest: int, before: datetime
 ) -> None:

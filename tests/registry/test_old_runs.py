@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
 from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, now, user_prompt
 from rlhf_pipeline.registry.forgetting import forget_old_traces, forget_runs, old_traces, runs_of
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.traces import log_interaction
+from rlhf_pipeline.retention import Item, prune
 
 
 def test_old_traces_go_but_for_the_newest(registry: ModelRegistry) -> None:
@@ -30,6 +33,39 @@ def test_old_traces_go_but_for_the_newest(registry: ModelRegistry) -> None:
     files = [path.parts for path in registry.folder.rglob("*") if path.is_file()]
     assert [any(trace_id in parts for parts in files) for trace_id in ids] == [False, True, True]
     assert old_traces(registry, "nobody", 0, now()) == []
+
+
+def test_a_chat_stays_as_long_as_its_trace(registry: ModelRegistry, tmp_path: Path) -> None:
+    """An erasure finds a person's traces by their chats."""
+    database = registry.ledger.database
+    store = FeedbackStore(database)
+    store.ensure_agent("traced")
+    prompt = user_prompt("hi")
+    said = {
+        days: Interaction(f"{days} days", "traced", prompt, "yes", 0, now() - timedelta(days=days))
+        for days in (100, 99, 95)
+    }
+    store.add_interactions(list(said.values()))
+    for days in (100, 95):
+        log_interaction(registry, said[days])
+    rules = RetentionSettings(
+        traces=KeptSettings(newest=1, days=30), chats=KeptSettings(newest=0, days=30)
+    )
+    settings = Settings(state_dir=tmp_path, retention=rules)
+    at = now()
+
+    def pruned(*, dry_run: bool) -> list[Item]:
+        return prune(registry, lambda _: settings, agents=["traced"], dry_run=dry_run, at=at)
+
+    told = pruned(dry_run=True)
+    assert [(item.kind, item.traces, item.rows) for item in told] == [
+        ("traces", 1, 0),
+        ("chats", 0, 2),
+    ]
+    assert all(store.interaction(f"{days} days") for days in said)
+    assert pruned(dry_run=False) == told
+    assert [days for days in said if store.interaction(f"{days} days")] == [95]
+    assert pruned(dry_run=False) == []
 
 
 def test_a_folder_copied_by_hand_deletes_nothing_of_the_one_it_came_from(
