@@ -483,9 +483,9 @@ def test_an_erasure_that_is_killed_anywhere_and_begun_again_ends_the_same(
             step()
             return replace_file(self, target)
 
-        def written(self: Database, step: Any = step) -> Any:
+        def written(self: Database, *, alone: bool = False, step: Any = step) -> Any:
             step()
-            return write(self)
+            return write(self, alone=alone)
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", moved)
