@@ -357,6 +357,7 @@ class Database:
             sa.event.listen(self.engine, "begin", _begin_as_asked)
         self._migrate_once = threading.Lock()
         self._revision: str | None = None  # that the schema was brought up to here
+        self._overtaken = False
 
     @contextmanager
     def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
@@ -415,7 +416,9 @@ class Database:
     def _refuse_if_overtaken(self, connection: sa.Connection) -> None:
         found = self.overtaken_by(connection)
         if found is not None:
-            log.error("a newer release has migrated the store: nothing is taken in here any more")
+            if not self._overtaken:  # once: senders try again and again
+                log.error("a newer release has migrated the store: no vote is taken in here now")
+            self._overtaken = True
             raise sa.exc.OperationalError(
                 None,
                 None,
