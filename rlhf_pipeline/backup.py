@@ -187,6 +187,8 @@ def _copy_modes(source: Path, target: Path) -> None:
 def _copy_database(source: Path, target: Path) -> bool:
     """Copy a database that others may be writing to, as of one instant; False where it is none.
 
+    Raises BackupError where it cannot be opened, or written anew.
+
     SQLite alone opens it. Whoever closes a file loses every lock the process has on it (POSIX),
     those of SQLite's open connections among them: the next to close the database takes its log
     away under them, and what they commit after that is lost.
@@ -204,6 +206,11 @@ def _copy_database(source: Path, target: Path) -> bool:
             raise FileNotFoundError(source) from error
         if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
             return False
+        if isinstance(error, sqlite3.OperationalError):  # damage has words of its own
+            raise BackupError(
+                f"needed a database that can be read, and room for a copy of it, found {source}: "
+                f"{error}; mend that, and back up again"
+            ) from error
         raise
     return True
 

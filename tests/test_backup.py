@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from rlhf_pipeline import backup
 from rlhf_pipeline.backup import MANIFEST, STATE, back_up, check_backup, restore
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands.common import Workspace
@@ -431,3 +432,12 @@ def _places(state: Path) -> list[tuple[str, str]]:
     database.engine.dispose()
     assert len(found) > 2
     return found
+
+
+def test_a_database_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "feedback.db"
+    database = Database(f"sqlite:///{source}")
+    database.migrate()
+    database.close()
+    with pytest.raises(BackupError, match=r"feedback\.db: unable to open database file; mend"):
+        backup._copy_database(source, tmp_path / "gone" / "feedback.db")
