@@ -207,8 +207,10 @@ def test_a_person_may_ask_for_the_same_fingerprint_again(
     assert before is not None
     assert after is not None
     assert (after.fingerprint, after.attempt) == (before.fingerprint, before.attempt + 1)
-    # The very same files from the very same votes are the version they already were.
-    assert len(loop.pipeline.ledger.versions(settled)) == 2
+    # The very same files from the very same votes, and yet a turn with a verdict of its own.
+    _, first, again = loop.pipeline.ledger.versions(settled)
+    assert (again.files, again.fingerprint) == (first.files, first.fingerprint)
+    assert again.path != first.path
 
 
 def test_votes_that_come_in_after_the_watermark_wait_for_the_next_turn(loop: Loop) -> None:
