@@ -829,27 +829,25 @@ def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
         assert (kept.model_version, kept.arm) == (0, "baseline")
 
 
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        ([b'{"choices": [{"delta": {"content": "a\xe2\x80\xa8b"}}], "usage": {}}'], "a\u2028b"),
-        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": null}}'], "a"),
-        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": [1]}'], None),
-        (
-            [b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": Infinity}}'],
-            None,
-        ),
-        ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": -1}}'], None),
-        ([b'{"choices": [{"delta": {"content": "\\ud83d"}}]}'], None),
-        ([b'{"choices": [{"delta": {"content": "a\\u0000b"}}]}'], None),
-        ([b"[" * 100_000], None),
-        ([b'{"choices": "' + b"x" * (1 << 20)] * 2, None),
-    ],
-)
-def test_what_an_upstream_must_not_send_is_the_baselines_turn(
-    world: Workspace, sent: list[bytes], said: str | None
-) -> None:
-    events = b"".join(b"data: " + one + b"\n\n" for one in [*sent, b"[DONE]"])
+WRITTEN_BY_UPSTREAMS: list[tuple[list[bytes], str | None]] = [
+    ([b'{"choices": [{"delta": {"content": "a\xe2\x80\xa8b"}}], "usage": {}}'], "a\u2028b"),
+    ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": null}}'], "a"),
+    ([b'{"choices": [{"delta": {"content": "a"}}], "usage": [1]}'], None),
+    (
+        [b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": Infinity}}'],
+        None,
+    ),
+    ([b'{"choices": [{"delta": {"content": "a"}}], "usage": {"prompt_tokens": -1}}'], None),
+    ([b'{"choices": [{"delta": {"content": "\\ud83d"}}]}'], None),
+    ([b'{"choices": [{"delta": {"content": "a\\u0000b"}}]}'], None),
+    ([b"[" * 100_000], None),
+    ([b'{"choices": "' + b"x" * (1 << 20)] * 2, None),
+]
+"""What an upstream's events may hold, and the text that comes of it; None: the baseline answers."""
+
+
+def test_what_an_upstream_must_not_send_is_the_baselines_turn(world: Workspace) -> None:
+    events = b""
 
     class Upstream(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -867,14 +865,16 @@ def test_what_an_upstream_must_not_send_is_the_baselines_turn(
     try:
         there = UpstreamSettings(url=f"http://127.0.0.1:{server.server_port}/v1", model="any")
         with serving(told(world.settings, upstreams={"shop": there}), world) as running:
-            for stream_it in (False, True):
-                answer = running.post(max_tokens=4, stream=stream_it)
-                assert answer.status_code == 200
-                first = answer.text.partition("\n")[0].removeprefix("data: ")
-                kept = world.store.interaction(json.loads(first)["id"])
-                assert kept is not None
-                assert kept.arm == ("baseline" if said is None else "champion")
-                assert said in (None, kept.completion)
+            for sent, said in WRITTEN_BY_UPSTREAMS:
+                events = b"".join(b"data: " + one + b"\n\n" for one in [*sent, b"[DONE]"])
+                for stream_it in (False, True):
+                    answer = running.post(max_tokens=4, stream=stream_it)
+                    assert answer.status_code == 200
+                    first = answer.text.partition("\n")[0].removeprefix("data: ")
+                    kept = world.store.interaction(json.loads(first)["id"])
+                    assert kept is not None
+                    assert kept.arm == ("baseline" if said is None else "champion"), sent[0][:80]
+                    assert said in (None, kept.completion)
     finally:
         server.shutdown()
         server.server_close()
