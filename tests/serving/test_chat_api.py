@@ -360,6 +360,7 @@ def test_who_comes_or_goes_is_not_kept_waiting_by_tokens_written_in_one_go(
     world: Workspace, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     monkeypatch.setattr(batching, "TOGETHER_SECONDS", 60.0)
+    monkeypatch.setattr(batching, "LINGER_SECONDS", 0.1)
     decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=2)
     write, begun, happened = decoder._write, threading.Event(), threading.Event()
     goes: list[tuple[int, int]] = []
