@@ -457,7 +457,7 @@ def _evaluation_of(turn: Turn) -> dict[str, Any]:
 
 def count_lines(path: Path) -> int:
     """Return how many lines a file has."""
-    with datasets.unpacking(path) as file:
+    with datasets.reading(path) as file:
         return sum(1 for _ in file)
 
 

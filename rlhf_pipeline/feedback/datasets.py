@@ -275,7 +275,7 @@ def writing(aside: Path, path: Path) -> Iterator[TextIO]:
         yield lines
 
 
-def unpacking(path: Path) -> TextIO:
+def reading(path: Path) -> TextIO:
     """Return a data set's file open for reading, packed or plain as its name says."""
     if path.suffix == PACKED:
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8")
@@ -301,7 +301,7 @@ def read_jsonl(path: Path, kind: type[Record]) -> list[Record]:
     if not path.exists():
         raise FeedbackError(f"needed {path}, found nothing; run the stage that writes it first")
     records = []
-    with unpacking(path) as file:
+    with reading(path) as file:
         for line in file:
             values = json.loads(line)
             values["prompt"] = tuple(Message(**message) for message in values["prompt"])

@@ -236,7 +236,7 @@ def _rewritten(path: Path, left: Callable[[str], str]) -> int:
 def _rewritten_file(path: Path, left: Callable[[str], str]) -> bool:
     aside, changed = path.with_suffix(f".{uuid7()}.partial"), False
     try:
-        with datasets.unpacking(path) as before, datasets.writing(aside, path) as after:
+        with datasets.reading(path) as before, datasets.writing(aside, path) as after:
             for line in before:
                 kept = left(line)
                 changed |= kept != line

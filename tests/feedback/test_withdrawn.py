@@ -97,7 +97,7 @@ def test_data_sets_of_an_older_release_are_cleaned_beside_those_of_this_one(tmp_
     left = {path.name: path for path in tmp_path.glob("*.jsonl*")}
     assert len(left) == 7
     for path in left.values():
-        with datasets.unpacking(path) as lines:
+        with datasets.reading(path) as lines:
             assert lines.read() == ""
 
 
