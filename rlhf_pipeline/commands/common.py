@@ -313,15 +313,15 @@ def _is_foreseen(error: Exception) -> bool:
 
 def _told(error: Exception) -> str:
     """Return what went wrong and what to do, on one line."""
-    damage, said = _damage(error), _drivers(error)
-    if damage is None and not _is_full(said):
-        return one_line(said)
-    if damage is None:
-        return f"needed room on the disk, found: {one_line(said)}; make room, and do it again"
-    return (
-        f"needed a sound database, found: {one_line(damage)}; put the state folder aside and take "
-        "one back with `rlhf restore`"
-    )
+    said = one_line(_drivers(error))
+    if _damage(error) is not None:
+        return (
+            f"needed a sound database, found: {said}; put the state folder aside and take one back "
+            "with `rlhf restore`"
+        )
+    if _is_full(_drivers(error)):
+        return f"needed room on the disk, found: {said}; make room, and do it again"
+    return said
 
 
 def _damage(error: Exception) -> Exception | None:

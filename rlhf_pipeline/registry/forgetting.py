@@ -67,28 +67,35 @@ def forget_traces(
 
 def old_traces(registry: ModelRegistry, agent_id: str, newest: int, before: datetime) -> list[Any]:
     """Return the agent's traces from before that moment, but for its `newest` ones."""
-    moment = int(before.timestamp() * 1000)
-    with mlflow_refusals("looking through traces"):
-        found = sorted(
-            _infos(registry, agent_id), key=lambda info: int(info.request_time), reverse=True
-        )
-    return [info for info in found[newest:] if int(info.request_time) < moment]
+    return _too_old(_newest_first(registry, agent_id), newest, before)
 
 
 def traced(
     registry: ModelRegistry, agent_id: str, newest: int, before: datetime, until: datetime
 ) -> frozenset[str]:
     """Return the interactions from before `until` with a trace that `old_traces` does not name."""
-    gone = {info.trace_id for info in old_traces(registry, agent_id, newest, before)}
+    found = _newest_first(registry, agent_id)
+    gone = {info.trace_id for info in _too_old(found, newest, before)}
     moment = int(until.timestamp() * 1000)
+    return frozenset(
+        info.tags[INTERACTION]
+        for info in found
+        if INTERACTION in info.tags
+        and int(info.request_time) < moment
+        and info.trace_id not in gone
+    )
+
+
+def _newest_first(registry: ModelRegistry, agent_id: str) -> list[Any]:
     with mlflow_refusals("looking through traces"):
-        return frozenset(
-            info.tags[INTERACTION]
-            for info in _infos(registry, agent_id)
-            if INTERACTION in info.tags
-            and int(info.request_time) < moment
-            and info.trace_id not in gone
+        return sorted(
+            _infos(registry, agent_id), key=lambda info: int(info.request_time), reverse=True
         )
+
+
+def _too_old(found: Sequence[Any], newest: int, before: datetime) -> list[Any]:
+    moment = int(before.timestamp() * 1000)
+    return [info for info in found[newest:] if int(info.request_time) < moment]
 
 
 def forget_old_traces(
