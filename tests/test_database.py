@@ -187,8 +187,8 @@ def test_writers_wait_for_each_other_instead_of_failing(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_reader_sees_one_state_while_another_writes(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+def test_a_reader_sees_one_state_while_another_writes(any_database: Database) -> None:
+    database = any_database
     count = sa.select(sa.func.count()).select_from(db.agents)
     with database.read() as reading:
         before = reading.execute(count).scalar_one()
@@ -196,19 +196,6 @@ def test_a_reader_sees_one_state_while_another_writes(tmp_path: Path) -> None:
             add_agent(connection, "tea")
         assert reading.execute(count).scalar_one() == before == 0
     assert agent_ids(database) == ["tea"]
-    database.close()
-
-
-def test_on_postgresql_too_a_reader_sees_one_state(postgres_url: str) -> None:
-    database = Database(postgres_url)
-    count = sa.select(sa.func.count()).select_from(db.agents)
-    with database.read() as reading:
-        before = reading.execute(count).scalar_one()
-        with database.write() as connection:
-            add_agent(connection, "tea")
-        assert reading.execute(count).scalar_one() == before == 0
-    assert agent_ids(database) == ["tea"]
-    database.close()
 
 
 def test_a_writer_sees_what_was_committed_while_it_waited(postgres_url: str) -> None:
