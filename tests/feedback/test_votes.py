@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from rlhf_pipeline import database as db
@@ -28,6 +26,7 @@ from rlhf_pipeline.feedback.formats import VALUE_FIELD
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.feedback.store import FeedbackStore, Stored
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, hashed, now, user_prompt
+from tests.machines import play
 
 VALUES: dict[FeedbackKind, list[Any]] = {
     FeedbackKind.thumbs: [0.0, 1.0],
@@ -249,15 +248,7 @@ class Votes(RuleBasedStateMachine):
 def played(folder: Path, runs: int, steps: int) -> None:
     """Play so many runs of so many steps."""
     database = Database(f"sqlite:///{folder}/feedback.db")
-    chosen = settings(
-        max_examples=runs,
-        stateful_step_count=steps,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    make: Any = lambda: Votes(database, folder)  # noqa: E731 - annotated as a class upstream
-    run_state_machine_as_test(make, settings=chosen)
+    play(lambda: Votes(database, folder), runs, steps)
     database.close()
 
 

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from rlhf_pipeline.database import Database
@@ -27,6 +25,7 @@ from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.registry.ledger import Outcome, Promotion, PromotionLedger
+from tests.machines import play
 
 ANY = st.integers(min_value=0, max_value=6)  # modulo the versions there are
 WHO: dict[str, Any] = {"actor": "ann", "reason": "why not"}
@@ -284,18 +283,10 @@ def played(runs: int, steps: int) -> None:
     """Play so many runs of so many steps."""
     numbers, moment = count(), [datetime(2026, 1, 1, tzinfo=UTC)]
     database = Database("sqlite://")
-    chosen = settings(
-        max_examples=runs,
-        stateful_step_count=steps,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    make: Any = lambda: Lifecycle(database, moment, next(numbers))  # noqa: E731 - annotated as a class upstream
     with pytest.MonkeyPatch.context() as patch:
         for module in ("records", "experiment.book"):
             patch.setattr(f"rlhf_pipeline.{module}.now", lambda: moment[0])
-        run_state_machine_as_test(make, settings=chosen)
+        play(lambda: Lifecycle(database, moment, next(numbers)), runs, steps)
     database.close()
 
 
