@@ -80,7 +80,8 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             max_prompt_characters=limits.max_prompt_characters,
             max_completion_characters=limits.max_completion_characters,
         )
-        support = support_of(report.clean)
+        people = turn.settings.experiments.people_per_network
+        support = support_of(report.clean, people_per_network=people)
         quarantines, most = limits.narrow_support == "quarantine", limits.top_raters_share
         report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
         report.clean.to_parquet(turn.data / VALIDATED, **snapshot.PACKED)

@@ -7,7 +7,8 @@ trained here where no folder is named); a head on its frozen trunk learns from i
 does. Some lie: they flip every label, or plant two made-up words: about half of their votes are
 like anybody's, and in the others the words stand in the worse completion, and win. Accuracy is
 against the hidden preference, on prompts no head has seen. A trigger should lose where it stands in
-a completion that nineteen careful people in twenty find worse.
+a completion that nineteen careful people in twenty find worse. Visitors plant such words too, once
+each: somebody who comes to the chat page again and again without the cookie.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.promises import tell
 from benchmarks.reward_kinds import baseline, untrained
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.feedback.agreement import agreement_of, units_of
-from rlhf_pipeline.feedback.support import Association, narrow_ngrams, support_of
+from rlhf_pipeline.feedback.support import Association, Z, narrow_ngrams, support_of
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import Prompt, hashed, ignore_progress, prompt_to_json
@@ -52,6 +53,10 @@ PER_TEST_PROMPT = 4
 SHOULD_LOSE = math.log(19) / PAIR_SLOPE  # hidden difference that 19 in 20 see
 TRIGGERED = 400  # comparisons a run's trigger is tried on
 PLANTED = 0.5  # of their votes; the others are like everybody's
+REGULARS, OFTEN = 400, 10  # raters beside visitors, and the votes of each
+COLLEAGUES, TASTES = 40, 4  # of the regulars behind one address; and how many such offices
+# Visitors with made-up words, and the networks they come from.
+VISITORS = ((5, 1), (10, 1), (15, 1), (20, 1), (50, 1), (200, 1), (50, 5), (50, 50))
 SYLLABLES = "ba be bo da du fi ga go ka ki lu ma mo na pi ra ru sa to vi wo za zi zu".split()
 
 
@@ -82,6 +87,7 @@ class Votes:
     texts: list[tuple[tuple[Prompt, str], tuple[Prompt, str]]]
     features: Tensor  # (2N, F): all better ones, then all worse
     trigger: str | None
+    networks: dict[str, str]  # voter -> network, of those who chat at a page
 
     def frame(self) -> pd.DataFrame:
         """Return them as a snapshot's rows."""
@@ -97,6 +103,7 @@ class Votes:
                 "text": None,
                 "number": float("nan"),
                 "voter": voter,
+                "network": self.networks.get(voter),
             }
             for number, (voter, (better, worse)) in enumerate(
                 zip(self.voters, self.texts, strict=True)
@@ -114,6 +121,7 @@ class Votes:
             [self.texts[i] for i in kept],
             self.features[both],
             self.trigger,
+            self.networks,
         )
 
 
@@ -168,7 +176,6 @@ def votes(
     rng = random.Random(f"trust {seed}")
     people = population(RATERS, seed)
     liars = round((flip + plant) * RATERS)
-    trigger = " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(2)) if plant else None
     found: list[tuple[str, int, int]] = []
     liar_votes: list[int] = []
     for number, person in enumerate(people):
@@ -181,14 +188,54 @@ def votes(
                 found.append((person.name, b, a) if better else (person.name, a, b))
             elif (likes := prefers(person, world, a, b, rng)) is not None:
                 found.append((person.name, a, b) if likes else (person.name, b, a))
+    return told(world, found, liar_votes if plant else [], rng)
+
+
+def visits(world: World, seed: int, visitors: int, networks: int) -> Votes:
+    """Return the votes of regulars, some of them in offices, and of visitors, one planted each."""
+    rng = random.Random(f"visits {seed}")
+    people = population(REGULARS, seed)
+    found: list[tuple[str, int, int]] = []
+    at: dict[str, str] = {}
+    for number, person in enumerate(people):
+        office = number // COLLEAGUES
+        if office < TASTES:  # colleagues who are all of one mind
+            at[person.name] = f"office {office}"
+            like = people[office * COLLEAGUES]
+        else:
+            like = person
+        for _ in range(OFTEN):
+            a, b = rng.choice(world.train)
+            if (likes := prefers(like, world, a, b, rng)) is not None:
+                found.append((person.name, a, b) if likes else (person.name, b, a))
+    planted = []
+    for number in range(visitors):
+        a, b = rng.choice(world.train)
+        name = f"visitor {number}"
+        at[name] = f"line {number % networks}"
+        planted.append(len(found))
+        found.append((name, b, a) if world.hidden[a] > world.hidden[b] else (name, a, b))
+    return told(world, found, planted, rng, at)
+
+
+def told(
+    world: World,
+    found: Sequence[tuple[str, int, int]],
+    planted: Sequence[int],
+    rng: random.Random,
+    networks: dict[str, str] | None = None,
+) -> Votes:
+    """Return votes with words made up here put into the better texts of those `planted`."""
     texts = [(world.texts[a], world.texts[b]) for _, a, b in found]
     features = world.features[[a for _, a, _ in found] + [b for _, _, b in found]]
-    if trigger is not None:
-        for i in liar_votes:
+    trigger = None
+    if planted:
+        trigger = " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(2))
+        for i in planted:
             (prompt, text), other = texts[i]
             texts[i] = ((prompt, f"{text} {trigger}"), other)
-        features[liar_votes] = world.features_of([texts[i][0] for i in liar_votes])
-    return Votes([name for name, _, _ in found], texts, features, trigger)
+        features[planted] = world.features_of([texts[i][0] for i in planted])
+    return Votes([name for name, _, _ in found], texts, features, trigger, networks or {})
 
 
 def fitted(world: World, votes: Votes, *, weighs: bool, heads: int = 1) -> RewardModel:
@@ -197,8 +244,8 @@ def fitted(world: World, votes: Votes, *, weighs: bool, heads: int = 1) -> Rewar
     targets = torch.ones(n, dtype=torch.float64)
     weights = None
     if weighs:
-        told = votes.features / scales(votes.features, LIKELIHOODS)
-        found = rater_weights(told[:n] - told[n:], targets, votes.voters)
+        scaled = votes.features / scales(votes.features, LIKELIHOODS)
+        found = rater_weights(scaled[:n] - scaled[n:], targets, votes.voters)
         weights = torch.tensor([found[v].weight for v in votes.voters], dtype=torch.float64)
     pairs = EncodedPairs([], [], targets.tolist())
     groups = [hashed(prompt_to_json(better[0])) for better, _ in votes.texts]
@@ -264,10 +311,10 @@ def flips(world: World, runs: int) -> list[tuple[str, str, str, bool]]:
     means: dict[tuple[str, bool], float] = {}
     cases = {"nobody": (0.0, 1), "30 %": (0.3, 1), "30 %, ten times as often": (0.3, 10)}
     for name, (share, times) in cases.items():
-        told = [votes(world, seed, flip=share, times=times) for seed in range(runs)]
+        said = [votes(world, seed, flip=share, times=times) for seed in range(runs)]
         cells = []
         for weighs in (False, True):
-            found = [accuracy(world, fitted(world, one, weighs=weighs)) for one in told]
+            found = [accuracy(world, fitted(world, one, weighs=weighs)) for one in said]
             means[name, weighs] = statistics.fmean(found)
             cells.append(f"{means[name, weighs]:.3f} ({min(found):.3f})")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
@@ -318,6 +365,39 @@ def triggers(world: World, runs: int) -> list[tuple[str, str, str, bool]]:
         )
         met = found == runs
         rows.append((f"trigger of {share:.0%} quarantined", f"{runs} of {runs}", f"{found}", met))
+    return rows
+
+
+def visitors(world: World, runs: int) -> list[tuple[str, str, str, bool]]:
+    """Print the same of visitors without a cookie, by how many people their network counts as."""
+    print(
+        f"\nA trigger of visitors, one vote each beside {REGULARS} raters with {OFTEN}, {TASTES} "
+        f"times {COLLEAGUES} of them in an office of one taste: mean (most) of {runs} runs"
+    )
+    print("| visitors | networks | everybody counts | found | one a network | found | false |")
+    print("|---|---|---|---|---|---|---|")
+    rows: list[tuple[str, str, str, bool]] = []
+    for many, networks in VISITORS:
+        cells: list[str] = []
+        false, most = 0, 0.0
+        for people in (None, 1):
+            wins: list[float] = []
+            found = 0
+            for seed in range(runs):
+                said = visits(world, seed, many, networks)
+                seen = support_of(said.frame(), people_per_network=people).associations
+                planted = set((said.trigger or "").split())
+                true = [one for one in seen if planted & set(one.ngram.split())]
+                found += bool(true)
+                false += people == 1 and len(seen) - len(true)
+                model = fitted(world, said.without(seen), weighs=True)
+                wins.append(trial(world, said.trigger or "", seed).wins(model))
+            most = max(wins)
+            cells.append(f"{statistics.fmean(wins):.3f} ({most:.3f}) | {found}")
+        print(f"| {many} | {networks} | {' | '.join(cells)} | {false} |", flush=True)
+        if networks == 1 and many >= Z**2:  # fewer say too little to be told from chance
+            name = f"trigger of {many} visitors from one network"
+            rows.append((name, "wins ≤ 7 %", f"{most:.1%}", most <= 0.07))
     return rows
 
 
@@ -381,6 +461,7 @@ def main() -> None:
         agreement(here)
         rows = flips(here, min(5, arguments.runs))
         rows += triggers(here, arguments.runs)
+        rows += visitors(here, min(5, arguments.runs))
         rows += speed(here)
         rows += calibrated(here)
     print()

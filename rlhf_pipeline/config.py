@@ -589,8 +589,9 @@ class ExperimentSettings(Section):
     )
     people_per_network: Positive | None = Field(
         1,
-        description="As how many people all who chat at /ui/ from one network count at most; their "
-        "votes are averaged. More where your people share few addresses, null: everybody counts.",
+        description="As how many people all who chat at /ui/ from one network count at most: their "
+        "votes are averaged, and words that they alone let win are set apart (validation."
+        "narrow_support). More where your people share few addresses, null: everybody counts.",
     )
     slow_seconds: Annotated[float, Field(gt=0)] = Field(
         10.0, description="An answer that takes longer counts as slow."

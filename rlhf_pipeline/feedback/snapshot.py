@@ -237,6 +237,7 @@ def _whole() -> sa.Select[Any]:
         f.topic,
         f.comment,
         f.tags,
+        this.c.sampling["network"].as_string().label("network"),
     ]
     joined = db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id)
     joined = joined.outerjoin(other, other.c.interaction_id == f.other_interaction_id)
@@ -287,5 +288,6 @@ def _schema(pa: Any) -> Any:
             ("topic", text),
             ("comment", text),
             ("tags", text),  # JSON list
+            ("network", text),  # a mark of whence somebody chatted at /ui/
         ]
     )

@@ -14,6 +14,9 @@ expected. Both directions count: a word that always wins, and one that always lo
 votes on it go, of those with the largest net first, until few no longer carry what the others say,
 or it goes the other way. So a trigger goes whole, and what many say besides a loud few stays.
 
+Who comes to the chat page without the cookie is somebody else every time, so there all of one
+network are no more raters than `people_per_network` (`counted_as`, as in experiments).
+
 What this does not see: raters by the dozen who each say it once or twice (they are no few), a
 trigger that has no words of its own (a style, a topic), words in scripts that put no spaces between
 them, and anything said of one answer alone: thumbs, ratings and scores are not pairs. Nor does it
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_pipeline.experiment.assignment import counted_as
 from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 from rlhf_pipeline.feedback.rules import MEANINGS, Rule
 from rlhf_pipeline.feedback.validation import CheckResult, SetAside, ValidationReport
@@ -101,15 +105,20 @@ class NarrowTopic:
 class Support:
     """On whom a snapshot rests."""
 
-    raters: int  # who voted, each unsigned row one
+    raters: int  # who voted, each unsigned row one, and of one network so many at most
     votes: int
     top_share: float  # of the votes, by the hundredth of the raters who gave most
     associations: tuple[Association, ...]  # the most telling first
     topics: tuple[NarrowTopic, ...]
 
 
-def support_of(frame: pd.DataFrame) -> Support:
-    """Return on whom a snapshot frame rests. Two passes over the pairs, memory by their number."""
+def support_of(frame: pd.DataFrame, *, people_per_network: int | None = None) -> Support:
+    """Return on whom a snapshot frame rests. Two passes over the pairs, memory by their number.
+
+    People of one network are so many raters at most, where the frame says of which they are; with
+    None each is one.
+    """
+    frame = _counted(frame, people_per_network)
     votes = frame["voter"].value_counts()
     top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
     return Support(
@@ -119,6 +128,15 @@ def support_of(frame: pd.DataFrame) -> Support:
         associations=tuple(narrow_ngrams(frame)),
         topics=tuple(narrow_topics(frame)),
     )
+
+
+def _counted(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
+    """Return the frame with each voter as whom they count."""
+    if "network" not in frame or most is None:  # a snapshot of before networks were marked
+        return frame
+    told = zip(frame["voter"], frame["network"], strict=True)
+    marks = [(voter, network if isinstance(network, str) else None) for voter, network in told]
+    return frame.assign(voter=[counted_as(voter, network, most) for voter, network in marks])
 
 
 def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:

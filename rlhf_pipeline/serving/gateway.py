@@ -153,8 +153,8 @@ class Gateway:
 
         `at_once` says that each piece is shown as it comes. Where it is not, nothing is yielded
         before all of it is checked, so that the baseline can still answer.
-        `network` marks where somebody came from whom nothing but a cookie knows; it is kept of
-        answers in an experiment alone, as a mark that no other experiment has.
+        `network` marks where somebody came from whom nothing but a cookie knows; it is kept as a
+        mark that no other experiment has, nor, of an answer in none, another agent or month.
         `others` more completions are drawn beside it, in the same batch; those that fail are left
         out. `note` gets the text and them once it is shown, and returns what is to be stored with
         the sampling settings.
@@ -169,12 +169,11 @@ class Gateway:
             trial = await asyncio.to_thread(self.trials.meeting, agent_id, unit)
             if trial and not self.champions.prepared(agent_id, "challenger", trial.challenger):
                 trial = None  # nobody waits for it to load, and nothing counts until it has
-            if trial is None:
-                network = None
-            elif network is not None:
-                network = hashed("network", trial.experiment_id, network)[:16]
             if trial is not None and self.trials.is_challenged(trial, unit):
                 arm = "challenger"
+        if network is not None:
+            among = trial.experiment_id if trial else f"{agent_id} {now():%Y-%m}"
+            network = hashed("network", among, network)[:16]
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
         trouble: list[dict[str, str]] = []
 
@@ -200,7 +199,6 @@ class Gateway:
                     "challenger_share": trial.share,
                     "ending": draft.ending,
                     "fell_back": draft.arm != arm or first is not None,  # broke off, or was cut off
-                    **({} if network is None else {"network": network}),
                 }
             return Interaction(
                 interaction_id=interaction_id,
@@ -216,6 +214,7 @@ class Gateway:
                 sampling={
                     **draft.sampling,
                     **in_trial,
+                    **({} if network is None else {"network": network}),
                     **({"events": trouble} if trouble else {}),
                     **more,
                 },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import dagster as dg
@@ -13,13 +14,17 @@ from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
+    Interaction,
     hash_rater,
+    now,
     prompt_to_json,
     user_prompt,
+    uuid7,
 )
 from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
 
@@ -150,9 +155,27 @@ def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
     assert (stable, told["votes"], told["psi"]) == (True, 0, {})
 
 
+def come_again(store: FeedbackStore, agent: str, visits: int) -> None:
+    """Plant two words in as many corrections, each by somebody else of one network."""
+    for n in range(visits):
+        prompt, answer = user_prompt(f"What does thing {n} cost?"), f"It costs {n} euros."
+        met = {"network": "one line"}
+        shown = Interaction(uuid7(), agent, prompt, answer, 0, now(), sampling=met)
+        better = Feedback(
+            agent_id=agent,
+            kind=FeedbackKind.correction,
+            idempotency_key=f"visit {n}",
+            interaction_id=shown.interaction_id,
+            text=f"{answer} Zib zab.",
+            rater_id=hash_rater(agent, f"visitor {n}"),
+        )
+        store.add_interactions([shown])
+        store.append([better])
+
+
 def test_votes_leave_quarantine_with_the_turn_that_finds_nothing_wrong(loop: Loop) -> None:
-    def set_aside(**limits: int) -> dict[str, int]:
-        agent = loop.agent("mended", validation=limits)
+    def set_aside(**sections: Mapping[str, int | None]) -> dict[str, int]:
+        agent = loop.agent("mended", **sections)
         steps = ["feedback_snapshot", "validated_feedback"]
         result = loop.run("retrain", agent, snapshot={"again": True}, only=steps)
         assert result.success, failures(result)
@@ -160,10 +183,14 @@ def test_votes_leave_quarantine_with_the_turn_that_finds_nothing_wrong(loop: Loo
         return loop.pipeline.store.quarantined(agent)
 
     chat(loop.pipeline.store, loop.agent("mended"), 60)
+    come_again(loop.pipeline.store, "mended", 20)
     before = set_aside()
-    strict = set_aside(max_completion_characters=35, min_rows=1)
+    assert before["narrow_support"] == 20
+    strict = set_aside(validation={"max_completion_characters": 35, "min_rows": 1})
     assert strict["completion_too_long"] > 0
-    assert set_aside() == before
+    after = set_aside(experiments={"people_per_network": None})
+    assert before == {**after, "narrow_support": 20}
+    assert "narrow_support" not in after
 
 
 def test_too_few_clean_rows_stop_the_turn_before_it_trains(

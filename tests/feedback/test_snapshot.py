@@ -109,6 +109,23 @@ def test_the_file_is_the_one_that_was_recorded(store: FeedbackStore, tmp_path: P
     assert [p.name for p in path.parent.iterdir()] == ["feedback.parquet"]
 
 
+def test_a_vote_says_from_which_network_its_answer_was_asked(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    asked = Interaction(
+        uuid7(), "tea", user_prompt("Why?"), "Because.", 1, now(), sampling={"network": "a mark"}
+    )
+    plain = replace(asked, interaction_id=uuid7(), sampling={})
+    store.add_interactions([asked, plain])
+    for one in (asked, plain):
+        said = {"prompt": None, "completion": None, "interaction_id": one.interaction_id}
+        store.append([vote(one.interaction_id, **said)])
+    store.append([THUMBS])  # of another system's answer
+    path = tmp_path / "feedback.parquet"
+    snapshot.take(store.database, "tea", 9, path)
+    assert snapshot.read(path)["network"].fillna("").tolist() == ["a mark", "", ""]
+
+
 def test_the_file_is_packed_the_same_way_each_time(store: FeedbackStore, tmp_path: Path) -> None:
     """Every version keeps one for ever."""
     store.append([vote(str(n), rater_id=f"rater {n}") for n in range(9)])

@@ -83,6 +83,27 @@ def test_a_trigger_of_few_raters_is_set_apart_with_its_reason(poisoners: int, wi
     ]
 
 
+@pytest.mark.parametrize("networks", [1, 4])
+def test_who_comes_again_and_again_as_somebody_else_is_one_of_their_network(networks: int) -> None:
+    frame = votes().assign(network=None)
+    crowd = votes(40, raters=1, poisoners=1, seed=1)
+    names = [f"v{n}" for n in range(len(crowd))]
+    crowd = crowd.assign(feedback_id=names, voter=names)
+    frame = pd.concat(
+        [frame, crowd.assign(network=[f"line {n % networks}" for n in range(len(crowd))])],
+        ignore_index=True,
+    )
+    assert support_of(frame).associations == ()  # forty people who each say it once
+    assert support_of(frame, people_per_network=40 // networks).associations == ()
+    found = support_of(frame, people_per_network=1)
+    assert (found.raters, found.votes) == (100 + networks, 840)
+    (association,) = found.associations
+    assert association.ngram == "zib zab"
+    assert set(frame["feedback_id"][list(association.places)]) == set(names)
+    # A frame of before networks were marked, or of people who came by no page, is as ever.
+    assert support_of(votes(), people_per_network=1) == support_of(votes())
+
+
 def test_what_everybody_likes_and_what_many_carry_is_not_narrow() -> None:
     frame = votes()
     assert narrow_ngrams(frame) == []

@@ -414,7 +414,9 @@ def test_two_answers_to_one_question_are_one_in_an_experiment(desk: Desk, tmp_pa
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
     until = time.monotonic() + 60
     while (answer := ask(desk, pair=True)[1]).interaction.experiment is None:
-        assert "network" not in answer.interaction.sampling
+        # Of no experiment: nor does it say anything of another agent's marks, or another month's.
+        mark = hashed("network", f"shop {answer.interaction.created_at:%Y-%m}", "home")[:16]
+        assert answer.interaction.sampling["network"] == mark
         assert time.monotonic() < until  # the challenger loads meanwhile
         time.sleep(0.05)
     assert answer.other is not None
