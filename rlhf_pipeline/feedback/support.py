@@ -14,7 +14,7 @@ expected. Both directions count: a word that always wins, and one that always lo
 votes on it go, of those with the largest net first, until few no longer carry what the others say,
 or it goes the other way. So a trigger goes whole, and what many say besides a loud few stays.
 
-Who comes to the chat page without the cookie is somebody else every time, so there all of one
+Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
 network are no more raters than `people_per_network` (`counted_as`, as in experiments).
 
 What this does not see: raters by the dozen who each say it once or twice (they are no few), a
@@ -105,7 +105,7 @@ class NarrowTopic:
 class Support:
     """On whom a snapshot rests."""
 
-    raters: int  # who voted, each unsigned row one, and of one network so many at most
+    raters: int  # who voted, each unsigned row one
     votes: int
     top_share: float  # of the votes, by the hundredth of the raters who gave most
     associations: tuple[Association, ...]  # the most telling first
@@ -115,17 +115,16 @@ class Support:
 def support_of(frame: pd.DataFrame, *, people_per_network: int | None = None) -> Support:
     """Return on whom a snapshot frame rests. Two passes over the pairs, memory by their number.
 
-    People of one network are so many raters at most, where the frame says of which they are; with
-    None each is one.
+    For its words people of one network are so many raters at most, where the frame says of which
+    they are; with None each is one.
     """
-    frame = _counted(frame, people_per_network)
     votes = frame["voter"].value_counts()
     top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
     return Support(
         raters=len(votes),
         votes=len(frame),
         top_share=float(top / len(frame)) if len(frame) else 0.0,
-        associations=tuple(narrow_ngrams(frame)),
+        associations=tuple(narrow_ngrams(_counted(frame, people_per_network))),
         topics=tuple(narrow_topics(frame)),
     )
 

@@ -96,7 +96,6 @@ def test_who_comes_again_and_again_as_somebody_else_is_one_of_their_network(netw
     assert support_of(frame).associations == ()  # forty people who each say it once
     assert support_of(frame, people_per_network=40 // networks).associations == ()
     found = support_of(frame, people_per_network=1)
-    assert (found.raters, found.votes) == (100 + networks, 840)
     (association,) = found.associations
     assert association.ngram == "zib zab"
     assert set(frame["feedback_id"][list(association.places)]) == set(names)
