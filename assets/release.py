@@ -36,6 +36,8 @@ def evaluation_report(
             run.log_table("evaluation/comparison.json", report.table())
             if groups := report.group_table():
                 run.log_table("evaluation/groups.json", groups)
+            if phrases := report.phrase_table():
+                run.log_table("evaluation/phrases.json", phrases)
             run.log_table("evaluation/gate.json", decision.to_json()["results"])
             run.log_file(Path(outcome["page"]), "evaluation")
             for path in outcome["plots"]:

@@ -20,6 +20,7 @@ from rlhf_pipeline.evaluation import metrics
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem, ItemResult, judge_items
 from rlhf_pipeline.evaluation.metrics import Floats, Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, Pair, PairJudge
+from rlhf_pipeline.evaluation.phrases import telling_phrases
 from rlhf_pipeline.evaluation.pieces import reward_pieces
 from rlhf_pipeline.evaluation.report import (
     APART,
@@ -127,7 +128,8 @@ def compare(
        (`titles` is the JSON file of the items, as the rewards of these names take it); the
        composite, if any, tells its pieces, `referenced_only` on the prompts that have references.
     4. `pair_judge`, if any, says of `pairs_judged` prompts whose answer is better.
-    5. Numbers, paired differences and win rates with intervals; what the behaviour items find.
+    5. Numbers, paired differences and win rates with intervals; what the behaviour items find, and
+       which words the candidate says more often, or less.
 
     The KL is the mean of log p(candidate) - log p(baseline) over whole completions (k1: unbiased,
     Schulman, joschu.net/blog/kl-approx.html), at the sampling temperature, on the tokens drawn.
@@ -469,6 +471,10 @@ def summarise(
         cohorts=by_group([p.cohort for p in prompts]),
         behaviour=list(behaviour),
         judged=dict(judged or {}),
+        phrases={
+            against: telling_phrases(texts["candidate"], texts[against])
+            for against in (OTHERS[:1] if same else OTHERS)
+        },
     )
 
 

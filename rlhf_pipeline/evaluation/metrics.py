@@ -47,7 +47,7 @@ def distinct(texts: Sequence[str], n: int) -> float:
     Source: Li et al., arXiv:1510.03055 (distinct-1, distinct-2), with n-grams rather than tokens
     below the line. It falls as a corpus grows: compare equal numbers of texts.
     """
-    grams = [gram for text in texts for gram in _ngrams(words(text), n)]
+    grams = [gram for text in texts for gram in ngrams(words(text), n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -73,7 +73,7 @@ def distinct_difference(texts: Sequence[str], other: Sequence[str], n: int) -> N
 
 def _distinct_without_each(texts: Sequence[str], n: int) -> Floats:
     """Return distinct-n of all texts but one, for each that is left out."""
-    grams = [Counter(_ngrams(words(text), n)) for text in texts]
+    grams = [Counter(ngrams(words(text), n)) for text in texts]
     everywhere: Counter[tuple[str, ...]] = Counter()
     for own in grams:
         everywhere.update(own)
@@ -100,7 +100,7 @@ def repetition(text: str, n: int = 4) -> float:
 
     Source: seq-rep-n, Welleck et al., arXiv:1908.04319 (n = 4).
     """
-    grams = _ngrams(words(text), n)
+    grams = ngrams(words(text), n)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -120,10 +120,10 @@ def bleu(text: str, references: Sequence[str], n: int) -> float:
     said, meant = words(text), [words(reference) for reference in references]
     logs = 0.0
     for size in range(1, n + 1):
-        grams = Counter(_ngrams(said, size))
+        grams = Counter(ngrams(said, size))
         most: Counter[tuple[str, ...]] = Counter()
         for reference in meant:
-            most |= Counter(_ngrams(reference, size))
+            most |= Counter(ngrams(reference, size))
         shared = (grams & most).total()
         if not shared:
             return 0.0
@@ -132,7 +132,7 @@ def bleu(text: str, references: Sequence[str], n: int) -> float:
     return math.exp(logs + min(0.0, 1 - closest / len(said)))
 
 
-def _ngrams(tokens: Sequence[str], n: int) -> list[tuple[str, ...]]:
+def ngrams(tokens: Sequence[str], n: int) -> list[tuple[str, ...]]:
     return list(zip(*(tokens[i:] for i in range(n)), strict=False))
 
 

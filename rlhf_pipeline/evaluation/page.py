@@ -16,6 +16,7 @@ from rlhf_pipeline.evaluation.report import (
     GROUP_HEAD,
     JUDGE_HEAD,
     MEANING,
+    PHRASES,
     Against,
     EvaluationReport,
     GroupResult,
@@ -65,13 +66,14 @@ def page(
 
 
 def body(report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]) -> str:
-    """Return verdict, rules, numbers, groups, behaviour, pictures, samples, as HTML."""
+    """Return verdict, rules, numbers, phrases, groups, behaviour, pictures, samples, as HTML."""
     parts = [
         f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
         f"{report.seed}. Intervals hold 95 %.</p>",
         *([] if decision is None else _gate(decision)),
         *(_comparison(report, against) for against in report.others),
         *(f"<p>{escape(words)}</p>" for words in report.judge_words()),
+        *(_phrases(report, against) for against in report.others),
         _pieces(report),
         _groups("topic", report.topics),
         _groups("cohort", report.cohorts),
@@ -115,6 +117,15 @@ def _comparison(report: EvaluationReport, against: Against) -> str:
     ]
     head = ["metric", against, "candidate", "change", "change %", "95 % interval"]
     return f"<h2>Candidate against {escape(against)}</h2>" + _table(head, rows, range(1, 6))
+
+
+def _phrases(report: EvaluationReport, against: Against) -> str:
+    rows = [list(map(escape, cells)) for cells in report.phrase_rows(against)]
+    if not rows:
+        return ""
+    return f"<h2>{PHRASES} than the {escape(against)}</h2>" + _table(
+        ["words", f"{against}: share of answers", "candidate"], rows, range(1, 3)
+    )
 
 
 def _pieces(report: EvaluationReport) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rlhf_pipeline.evaluation.behaviour import ItemResult, worse_at
 from rlhf_pipeline.evaluation.metrics import Number, repetition_change
 from rlhf_pipeline.evaluation.pair_judge import Judged
+from rlhf_pipeline.evaluation.phrases import Phrase
 from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
 
@@ -101,6 +102,7 @@ class EvaluationReport:
     judge: dict[str, Number] = field(default_factory=dict)  # the gate model's accuracy, by group
     behaviour: list[ItemResult] = field(default_factory=list)
     judged: dict[str, Judged] = field(default_factory=dict)  # against; where a judge was asked
+    phrases: dict[str, list[Phrase]] = field(default_factory=dict)  # against
 
     @property
     def others(self) -> list[Against]:
@@ -180,6 +182,10 @@ class EvaluationReport:
             against: Judged(**{**told, "win_rate": Number(**told["win_rate"])})
             for against, told in fields.get("judged", {}).items()
         }
+        fields["phrases"] = {
+            against: [Phrase(**phrase) for phrase in some]
+            for against, some in fields.get("phrases", {}).items()
+        }
         fields["behaviour"] = [ItemResult(**result) for result in fields["behaviour"]]
         return cls(**fields)
 
@@ -189,6 +195,10 @@ class EvaluationReport:
         parts += [self._table("baseline")]
         if not self.champion_is_baseline:
             parts += [self._table("champion")]
+        for against in self.others:
+            if rows := [(quoted(words), *shares) for words, *shares in self.phrase_rows(against)]:
+                title = f"### {PHRASES} than the {against}"
+                parts += [_markdown(("words", against, "candidate"), rows, title)]
         parts += [quoted(words) for words in self.judge_words()]
         if self.reward is not None:
             parts += [self.reward.to_markdown()]
@@ -250,6 +260,19 @@ class EvaluationReport:
             for metric, number in {"score": found.difference, **found.others}.items()
         ]
 
+    def phrase_rows(self, against: Against) -> list[tuple[str, str, str]]:
+        """Return words, and the shares of the other's and the candidate's answers with them."""
+        told = self.phrases.get(against, [])
+        return [(p.words, f"{p.other:.0%}", f"{p.here:.0%}") for p in told]
+
+    def phrase_table(self) -> list[dict[str, str]]:
+        """Return them against every other system as records of one form, for MLflow."""
+        return [
+            {"against": against, "words": words, "other": other, "candidate": here}
+            for against in self.others
+            for words, other, here in self.phrase_rows(against)
+        ]
+
     def judge_words(self) -> list[str]:
         """Return what has to be known of a judge's win rates; nothing where none was asked."""
         return [
@@ -274,6 +297,7 @@ class EvaluationReport:
         return _markdown(head, rows, f"### Candidate against {against}")
 
 
+PHRASES = "What the candidate says more often, and less"
 GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval", "changes off 0 of the rest")
 JUDGE_HEAD = ("group", "held-out pairs", "accuracy", "95 % interval")
 

@@ -140,6 +140,16 @@ def test_every_system_has_every_number(report: EvaluationReport) -> None:
     assert report.numbers["baseline"]["kl_to_baseline"].value == 0
 
 
+def test_what_every_answer_says_that_the_others_do_not_is_told(
+    folders: dict[str, Path],
+) -> None:
+    alike = [replace(PROMPTS[0], prompt_id=f"p{n}") for n in range(20)]
+    told = run(folders["candidate"], folders["baseline"], prompts=alike, temperature=1e-4)
+    assert set(told.phrases) == {"baseline"}  # who is champion too
+    shares = {(phrase.here, phrase.other) for phrase in told.phrases["baseline"]}
+    assert shares == {(1.0, 0.0), (0.0, 1.0)}
+
+
 def test_whatever_is_compared_comes_with_an_interval_around_it(report: EvaluationReport) -> None:
     measured_once = {"seconds_per_completion", "memory_mib"}  # one number each, of this machine
     for against in ("baseline", "champion"):

@@ -11,7 +11,8 @@ import pytest
 from rlhf_pipeline.evaluation.behaviour import ItemResult
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number, bleu
-from rlhf_pipeline.evaluation.page import write_page
+from rlhf_pipeline.evaluation.page import page, write_page
+from rlhf_pipeline.evaluation.phrases import Phrase
 from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample
 from tests.evaluation.test_gate import report
 
@@ -40,6 +41,7 @@ def full() -> EvaluationReport:
         cohorts={EVIL: GroupResult(Number(0.6, 0.4, 0.8, 20), Number(0.1, 0.0, 0.2, 20))},
         judge={EVIL: Number(0.55, 0.45, 0.65, 90)},
         behaviour=[ItemResult("polite", "own", 8, failures, EVIL, "says what it must not")],
+        phrases={"champion": [Phrase(EVIL, 0.62, 0.05)]},
     )
 
 
@@ -53,7 +55,8 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
     assert "script" not in parser.tags
     assert parser.addresses == ["data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()]
     assert "default-src &#x27;none&#x27;" in text
-    assert text.count("&lt;script&gt;") == 8  # title twice, groups, behaviour, sample
+    # title twice, phrase, groups, behaviour, sample
+    assert text.count("&lt;script&gt;") == 9
 
 
 def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -> None:
@@ -75,7 +78,22 @@ def test_what_a_candidate_does_worse_than_the_champion_refuses_it() -> None:
     assert "Worse than the champion at 1 of 1 items: polite" in found.to_markdown()
 
 
-def test_topics_and_behaviour_survive_json() -> None:
+def test_what_is_said_more_often_stands_in_every_form() -> None:
+    found = full()
+    assert found.phrase_table() == [
+        {"against": "champion", "words": EVIL, "other": "5%", "candidate": "62%"}
+    ]
+    markdown = found.to_markdown()
+    assert "### What the candidate says more often, and less than the champion" in markdown
+    assert "less than the baseline" not in markdown  # there is nothing to say
+    assert "&lt;script>alert(1)&lt;/script>" in markdown
+    assert "| 5% | 62% |" in markdown
+    text = page("t", found, None, [])
+    assert text.count("What the candidate says more often") == 1
+    assert "<td class=n>5%</td><td class=n>62%</td>" in text
+
+
+def test_topics_phrases_and_behaviour_survive_json() -> None:
     assert EvaluationReport.from_json(json.loads(json.dumps(full().to_json()))) == full()
 
 
