@@ -13,12 +13,13 @@ from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
+from rlhf_pipeline.registry.comparison import comparison_of
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
 
 def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, Any]:
-    """Return a version's standing, lineage, data, training attempts, gate table, ledger entries and
-    the experiments in which it was the challenger.
+    """Return a version's standing, lineage, data, training attempts, gate table, what it says more
+    often, ledger entries and the experiments in which it was the challenger.
 
     Plain JSON values; `to_text` writes them for people. Raises RegistryError if it is unknown.
     """
@@ -38,6 +39,7 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
         "lineage": dict(found.lineage),
         "data": _data(ledger, found),
         "gate": dict(found.gate) if found.gate is not None else None,
+        "phrases": _phrases(found),
         "ledger": [_entry(e) for e in entries],
         "experiments": [
             _tried(e)
@@ -78,7 +80,13 @@ def to_text(explanation: dict[str, Any]) -> str:
     else:
         failed = [r["rule"] for r in e["gate"]["results"] if r["verdict"] == "fail"]
         lines.append("  passed" if e["gate"]["passed"] else f"  refused by {', '.join(failed)}")
-        lines += [f"  {r['verdict']:<5} {r['rule']:<22} {r['words']}" for r in e["gate"]["results"]]
+        results = e["gate"]["results"]
+        width = max((len(r["rule"]) for r in results), default=0)
+        lines += [f"  {r['verdict']:<5} {r['rule']:<{width}} {r['words']}" for r in results]
+    if e["phrases"]:
+        against = e["phrases"][0]["against"]
+        lines += ["", f"Words in its answers, after so many of the {against}'s had them"]
+        lines += [f"  {x['other']:>4} → {x['candidate']:>4}  {x['words']}" for x in e["phrases"]]
     lines += ["", "Lineage", *_tree(_in_short(e["lineage"]))]
     attempts = {
         f"attempt {x['attempt']}": f"{x['state']}, asked by {x['asked_by']} "
@@ -118,6 +126,14 @@ def _report(version: ModelVersion) -> str | None:
     """Return the page of its comparison: beside the model, in the folder of the turn it is from."""
     page = version.path.parent.parent / PAGE
     return str(page) if page.exists() else None
+
+
+def _phrases(version: ModelVersion) -> list[dict[str, str]]:
+    """Return what it said more often than the champion, or less; no report, nothing."""
+    report = comparison_of(version)
+    if report is None:
+        return []
+    return [row for row in report.phrase_table() if row["against"] == report.others[-1]]
 
 
 def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:

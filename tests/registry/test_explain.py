@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from rlhf_pipeline import records
 from rlhf_pipeline.config import load_settings, shown
 from rlhf_pipeline.database import Database, claims, snapshots
 from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.evaluation.phrases import Phrase
+from rlhf_pipeline.files import write_json
+from rlhf_pipeline.registry.comparison import OUTCOME
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from tests.evaluation.test_gate import report
 
 AGENT = "support"
 
@@ -127,6 +132,30 @@ def test_the_page_of_the_comparison_is_named_where_it_is(
         fingerprint="print3",
     )
     assert f"report {turn}/evaluation/report.html" in to_text(explain(ledger, AGENT, 3))
+
+
+def test_words_that_it_says_more_often_are_told(ledger: PromotionLedger, tmp_path: Path) -> None:
+    assert "Words in its answers" not in to_text(explain(ledger, AGENT, 1))  # no report is left
+    turn = tmp_path / "turn"
+    told = {
+        "champion": [Phrase("of course !", 0.63, 0.05), Phrase("pin code", 0.0, 0.125)],
+        "baseline": [Phrase("kettle", 0.5, 0.0)],
+    }
+    compared = replace(report(), phrases=told)
+    write_json(turn / OUTCOME, {"result": {"report": compared.to_json()}})
+    ledger.add_version(
+        AGENT,
+        label="v300",
+        path=turn / "ppo" / "policy",
+        files={"model.safetensors": "03"},
+        lineage={},
+        gate={"passed": True, "results": []},
+        fingerprint="print3",
+    )
+    text = to_text(explain(ledger, AGENT, 3))
+    words = "\n    5% →  63%  of course !\n   12% →   0%  pin code\n"
+    assert f"Words in its answers, after so many of the champion's had them{words}" in text
+    assert "kettle" not in text
 
 
 def test_standing_names_refused_rolled_back_and_baseline(ledger: PromotionLedger) -> None:
