@@ -47,6 +47,9 @@ Source = Literal["human", "model", "code"]
 Split = Literal["train", "evaluation"]
 
 
+ELSEWHERE = -1  # the version of an answer by a model that the ledger does not know
+
+
 @dataclass(frozen=True, slots=True)
 class Interaction:
     """One prompt and the completion a known model version answered with; written by the server."""
@@ -55,7 +58,7 @@ class Interaction:
     agent_id: str
     prompt: Prompt
     completion: str
-    model_version: int  # the ledger's version number that answered
+    model_version: int  # the ledger's version number that answered, or ELSEWHERE
     created_at: datetime
     session_id: str | None = None
     user_id: str | None = None  # hashed

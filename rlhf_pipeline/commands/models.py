@@ -178,7 +178,8 @@ def explain(
             "--version",
             "-v",
             metavar="VERSION",
-            help="Whose preference for an interaction. Default: the version that answered.",
+            help="Whose preference for an interaction. Default: the version that answered, or the "
+            "champion where a model elsewhere did.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -34,7 +34,7 @@ import numpy as np
 
 from rlhf_pipeline.errors import ValidationFailed
 from rlhf_pipeline.files import write_json, write_text
-from rlhf_pipeline.records import prompt_from_json
+from rlhf_pipeline.records import ELSEWHERE, prompt_from_json
 from rlhf_pipeline.topics import inert_topics
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ NUMBERS = (
 WORDS = ("kind", "thumbs", "rating", "source", "signed", "topic", "word_bucket", "prompt_asks")
 FEATURES = (*NUMBERS, *WORDS)
 OF_ANSWERS = ["completion_characters", "correction_characters", "score", "thumbs", "rating"]
-ELSEWHERE = -1  # the version of answers that this pipeline did not give
 
 
 @dataclass(frozen=True, slots=True)

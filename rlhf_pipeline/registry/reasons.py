@@ -21,6 +21,7 @@ from rlhf_pipeline.feedback.nearest import Near, nearest
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
+    ELSEWHERE,
     Interaction,
     PreferencePair,
     Prompt,
@@ -73,7 +74,7 @@ class Reasons:
     interaction_id: str
     agent_id: str
     created_at: str  # ISO 8601, UTC
-    answered_by: int  # the version that answered
+    answered_by: int  # the version that answered, or ELSEWHERE
     version: int  # the version whose preference is explained
     label: str
     baseline: int  # the version it is compared with
@@ -105,15 +106,17 @@ def reasons(
     version: str | None = None,
     agent_id: str | None = None,
 ) -> Reasons:
-    """Return why `version` (default: the one that answered) prefers the interaction's completion.
+    """Return why `version` prefers the interaction's completion.
 
+    By default the one that answered; of a model elsewhere nothing is known, and the champion tells.
     Policies are loaded one after the other, then the reward models. Raises FeedbackError where
     there is no such interaction, RegistryError for a version of no turn or whose files are gone,
     HashMismatch where they are not the registered ones.
     """
     interaction = need_interaction(registry, interaction_id, agent_id)
     ledger = registry.ledger
-    asked = version or str(interaction.model_version)
+    by = interaction.model_version
+    asked = version or ("champion" if by == ELSEWHERE else str(by))
     found = ledger.find(interaction.agent_id, asked)
     turn, baseline = turn_of(registry, settings, found)
     policy = turn.settings.policy

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.feedback.datasets import Job
+from rlhf_pipeline.records import ELSEWHERE
 from rlhf_pipeline.reward.composite import BELOW_FLOOR
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ def to_json(found: Reasons) -> dict[str, Any]:
     return {"verdict": verdict(found), "shift": found.shift, **values}
 
 
+def answerer(version: int) -> str:
+    """Return who gave an answer, for a person."""
+    return "a model elsewhere" if version == ELSEWHERE else f"version {version}"
+
+
 def to_text(found: Reasons) -> str:
     """Return the reasons as text for a terminal."""
     f = found
     lines = [
         f"{f.agent_id} interaction {f.interaction_id}, {f.created_at[:19]} UTC, answered by "
-        f"version {f.answered_by}",
+        f"{answerer(f.answered_by)}",
         f"as version {f.version} ({f.label}) finds it, beside the baseline, version {f.baseline}",
         *(f"  {line}" for line in verdict(f)),
         "",

@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import (
     PipelineError,
     PromptRefused,
 )
-from rlhf_pipeline.records import Interaction, Prompt, hashed, now, uuid7
+from rlhf_pipeline.records import ELSEWHERE, Interaction, Prompt, hashed, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
@@ -44,7 +44,6 @@ log = structlog.get_logger(__name__)
 
 LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does not wait for longer
 BYTES_OF_TOKEN = 4  # of a prompt, about, where nobody tells how many tokens it has
-NO_VERSION = -1  # model_version of a reply by a model that the ledger does not know
 
 Ending = Literal["stop", "length", "content_filter"]
 
@@ -80,7 +79,7 @@ class _Draft:
 
     arm: Arm
     again: bool = False  # the first arm was blocked or failed
-    version: int = NO_VERSION
+    version: int = ELSEWHERE
     text: str = ""
     sound: int = 0  # characters at its beginning that break no rule
     ending: Ending = "stop"
@@ -444,7 +443,7 @@ class Gateway:
             "stop": list(wishes.stop) or None,
         }
         settings = {name: value for name, value in asked.items() if value is not None}
-        draft.version = NO_VERSION if upstream.version is None else upstream.version
+        draft.version = ELSEWHERE if upstream.version is None else upstream.version
         if "{version}" in upstream.model:
             draft.version = await self.served.version(agent_id, upstream, deadline)
             name = name_of(upstream, draft.version)

@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import FeedbackError, HashMismatch, RegistryError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy, load_policy
-from rlhf_pipeline.records import Interaction, PreferencePair, RewardInput, now
+from rlhf_pipeline.records import ELSEWHERE, Interaction, PreferencePair, RewardInput, now
 from rlhf_pipeline.registry.reasons import Reasons, _rewards, reasons, turn_of
 from rlhf_pipeline.registry.reasons_told import to_json, to_text, verdict
 from rlhf_pipeline.registry.scored import judged, scored
@@ -101,6 +101,20 @@ def test_reasons_are_told_in_words_and_as_json(found: Reasons) -> None:
     for line in (*verdict(found), found.completion, "gate model", found.near[0].feedback_id):
         assert line in text
     assert "likelier" in verdict(found)[0] or "less likely" in verdict(found)[0]
+
+
+def test_of_an_answer_from_elsewhere_the_champion_tells(
+    loop: Loop, asked: Interaction, found: Reasons
+) -> None:
+    upstreams = replace(asked, interaction_id="from elsewhere", model_version=ELSEWHERE)
+    loop.pipeline.store.add_interactions([upstreams])
+    settings = loop.pipeline.settings(asked.agent_id)
+    told = reasons(loop.pipeline.registry, settings, upstreams.interaction_id)
+    champion = loop.pipeline.ledger.champion(asked.agent_id)
+    assert champion is not None
+    assert (told.version, told.answered_by) == (champion.version, ELSEWHERE)
+    assert "answered by a model elsewhere\n" in to_text(told)
+    assert "answered by version 1\n" in to_text(found)
 
 
 def test_functions_tell_their_pieces_and_what_has_nothing_to_compare_with_is_left_out(

@@ -21,7 +21,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError, PipelineError
 from rlhf_pipeline.records import prompt_from_json
 from rlhf_pipeline.registry.reasons import Judgement, Reasons, need_interaction, reasons
-from rlhf_pipeline.registry.reasons_told import FLOORED, below_floor, verdict
+from rlhf_pipeline.registry.reasons_told import FLOORED, answerer, below_floor, verdict
 from rlhf_pipeline.serving.pages.parts import (
     STYLE,
     Html,
@@ -110,8 +110,9 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
 def render(found: Reasons, nonce: str) -> str:
     """Return the page of one interaction."""
     facts = (
-        f"{when_said(found.created_at)} UTC, answered by version {found.answered_by}; as version "
-        f"{found.version} ({found.label}) finds it, beside the baseline, version {found.baseline}."
+        f"{when_said(found.created_at)} UTC, answered by {answerer(found.answered_by)}; as "
+        f"version {found.version} ({found.label}) finds it, beside the baseline, version "
+        f"{found.baseline}."
     )
     questions = "".join(
         f'<p class="said"><b>{inert(role)}:</b> {inert(content)}</p>'
@@ -226,14 +227,14 @@ def _list(database: db.Database, agent_id: str, known: Sequence[str], nonce: str
                 f"{inert(row.interaction_id)}</a>"
             ),
             when(row.created_at),
-            row.model_version,
+            answerer(row.model_version),
             row.arm or "",
             prompt_from_json(row.prompt)[-1].content[:SHOWN],
         )
         for row in found
     ]
     tabs = " ".join(f'<a href="{PATH}/{quote(agent)}">{inert(agent)}</a>' for agent in known)
-    head = ("interaction", "UTC", "version", "arm", "question")
+    head = ("interaction", "UTC", "answered by", "arm", "question")
     body = f"<nav>{tabs}</nav><h1>{inert(agent_id)}: the newest answers</h1>{table(head, rows)}"
     return _whole(agent_id, body, nonce)
 
