@@ -258,18 +258,21 @@ def test_gold_questions_tell_who_is_right_where_most_are_not() -> None:
     }
     found = rater_weights(told, targets, voters, gold)
     assert {name for name, one in found.items() if one.weight < 0.5} == contrary
+    assert list(found) == sorted(found)  # raters.json is the same file each time
     assert (found["r39"].gold, found["r39"].gold_right, found["r38"].gold) == (3, 3, 0)
 
 
 def test_gold_alone_counts_where_raters_are_few() -> None:
-    told, targets = torch.randn(6, 3, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
-    voters = ["ann", "bob", "eve"] * 2
-    found = rater_weights(told, targets, voters, {"ann": Tally(4, 0), "bob": Tally(1, 3)})
+    told, targets = torch.randn(8, 3, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    voters = ["ann", "bob", "eve", "zoe"] * 2
+    asked = {"ann": Tally(4, 0), "bob": Tally(1, 3), "eve": Tally(0, 1)}
+    found = rater_weights(told, targets, voters, asked)
     # By hand: careful 0.9 x 0.95 x 0.05^3, careless 0.08 x 0.5^4, contrary 0.02 x 0.05 x 0.95^3.
     careful, careless, contrary = 0.9 * 0.95 * 0.05**3, 0.08 / 16, 0.02 * 0.05 * 0.95**3
     assert found["bob"].weight == pytest.approx(careful / (careful + careless + contrary))
     assert found["ann"].weight > 0.98
-    assert found["eve"].weight == 1.0
+    assert found["eve"].weight == pytest.approx(0.045 / (0.045 + 0.04 + 0.019))  # asked once
+    assert found["zoe"].weight == 1.0
 
 
 def test_who_votes_against_everybody_counts_for_little_however_often(
@@ -303,6 +306,8 @@ def test_a_head_that_foresees_nothing_doubts_nobody() -> None:
     voters = [f"v{i % 20}" for i in range(600)]
     found = rater_weights(noise, torch.ones(600, dtype=torch.float64), voters)
     assert min(one.weight for one in found.values()) > 0.5
+    agreement = statistics.fmean(one.agreement for one in found.values())
+    assert agreement == pytest.approx(0.5, abs=0.1)
 
 
 def test_few_raters_or_few_votes_are_not_judged_and_wide_features_are() -> None:
@@ -317,6 +322,10 @@ def test_few_raters_or_few_votes_are_not_judged_and_wide_features_are() -> None:
     assert {name for name, one in found.items() if one.weight < 0.5} == {"v03"}
     for judged in ([f"v{i % 9}" for i in range(400)], [f"v{rng.random()}" for _ in range(400)]):
         assert {one.weight for one in rater_weights(wide, targets, judged).values()} == {1.0}
+    fewest = [f"v{i % 10}" for i in range(50)]  # ten raters of five votes
+    clear = torch.tensor([[-1.0 if voter == "v3" else 1.0] for voter in fewest]).double()
+    found = rater_weights(clear, targets[:50], fewest)
+    assert {name for name, one in found.items() if one.weight < 0.5} == {"v3"}
 
 
 def test_a_rater_who_turns_is_caught_and_counts_until_then() -> None:
@@ -357,6 +366,19 @@ def test_a_careful_rater_is_seldom_taken_for_one_who_turned() -> None:
     assert statistics.median(late) <= 2
     assert turn_of([5.0] * 50) is None
     assert turn_of([-800.0] * 4) == 0
+
+
+def test_who_no_longer_looks_is_found_as_well_as_who_turns_against_the_others() -> None:
+    rng = random.Random(2)
+    missed, late = 0, []
+    for _ in range(100):
+        odds = [rng.gauss(0, 3) for _ in range(150)]
+        said = [o if rng.random() < 1 / (1 + math.exp(-o)) else -o for o in odds[:50]]
+        turned = turn_of([*said, *(rng.choice((o, -o)) for o in odds[50:])])
+        missed += turned is None
+        late.append(abs((turned or 0) - 50))
+    assert missed == 0
+    assert statistics.median(late) <= 3
 
 
 def test_a_slip_at_a_pair_the_head_is_sure_of_is_no_turn() -> None:
