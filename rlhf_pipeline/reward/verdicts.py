@@ -91,7 +91,6 @@ class Verdicts(Generic[V]):
         if found is None:
             found = self._ask(service, rules, about)
             if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
                 write_json(kept, {self._name: found})
         return found
 
@@ -146,8 +145,6 @@ class Verdicts(Generic[V]):
 
     def _kept(self, path: Path) -> V | None:
         """Return the verdict kept there; None where there is none, or one that is damaged."""
-        if not path.exists():
-            return None
         try:
             return self._one_of(read_json(path)[self._name])
         except (PipelineError, KeyError, TypeError):
