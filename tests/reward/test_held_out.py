@@ -21,12 +21,14 @@ from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.held_out import (
+    MOST_SINGLES,
     Measured,
     annotators_agree,
     is_good,
     learning_curve,
     of_like_length,
     rank_correlation,
+    some_of_each_kind,
     tells_apart,
     word_margins,
 )
@@ -59,7 +61,7 @@ def trained(
         for i, p in enumerate(planted.test[:30])
         for side, text, up in (("good", p.chosen, 1.0), ("bad", p.rejected, 0.0))
     ]
-    topics = {prompt_to_json(p.prompt): "tea" for p in test[:40]}
+    topics = {prompt_to_json(p.prompt): "tea" if i < 40 else "few" for i, p in enumerate(test[:49])}
     folder = tmp_path_factory.mktemp("held out") / "rm"
     report = train_reward_model(
         planted.base,
@@ -180,6 +182,27 @@ def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None
     assert found.low < found.share < found.high
     assert tells_apart(worse, better).share == pytest.approx(1 - found.share)
     assert tells_apart(better * 9, worse * 9).high < found.high
+    # The paper's example, 109 pictures rated from 1 to 5: 0.893 with a standard error of 0.032.
+    normal, abnormal = (33, 6, 6, 11, 2), (3, 2, 2, 11, 33)
+    rated = [
+        [float(i) for i, n in enumerate(side) for _ in range(n)] for side in (abnormal, normal)
+    ]
+    published = tells_apart(*rated)
+    assert published.share == pytest.approx(0.893, abs=0.0005)
+    assert (published.high - published.low) / 2 / 1.96 == pytest.approx(0.032, abs=0.0005)
+
+
+def test_so_many_single_votes_are_scored_of_a_kind_and_none_that_says_neither() -> None:
+    def one(kind: FeedbackKind, number: float, i: int) -> RewardExample:
+        return RewardExample(f"{kind} {i}", (), "c", kind, number, None, "v", "evaluation")
+
+    thumbs = [one(FeedbackKind.thumbs, i % 2, i) for i in range(MOST_SINGLES + 9)]
+    ratings = [one(FeedbackKind.rating, stars, stars) for stars in range(1, 6)]
+    found = some_of_each_kind([*thumbs, *ratings])
+    assert found == some_of_each_kind([*reversed(ratings), *reversed(thumbs)])
+    kinds = [example.kind for example in found]
+    assert kinds.count(FeedbackKind.thumbs) == MOST_SINGLES
+    assert {e.number for e in found if e.kind is FeedbackKind.rating} == {1, 2, 4, 5}
 
 
 def test_single_votes_are_good_bad_or_neither() -> None:
