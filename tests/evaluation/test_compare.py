@@ -18,6 +18,7 @@ from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem
 from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, Sampling, _answer, compare
 from rlhf_pipeline.evaluation.metrics import Number
+from rlhf_pipeline.evaluation.pair_judge import Judged, PairJudge
 from rlhf_pipeline.evaluation.plots import write_plots
 from rlhf_pipeline.evaluation.report import GATE_SCORE, EvaluationReport, GroupResult, group_rows
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
@@ -35,6 +36,8 @@ from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.named import named_reward
 from rlhf_pipeline.reward.rules import words_of
 from rlhf_pipeline.reward.settings import Linear
+from tests.loopback import answering
+from tests.reward.test_judge import Judges
 
 TEXTS = ["how do I bake bread", "what is the time", "tell me a story about rain"]
 PROMPTS = [
@@ -56,6 +59,7 @@ def run(
     max_prompt_tokens: int = 40,
     behaviour: Sequence[BehaviourItem] = (),
     titles: str | None = None,
+    pair_judge: PairJudge | None = None,
 ) -> EvaluationReport:
     return compare(
         candidate,
@@ -67,6 +71,8 @@ def run(
         composite=composite,
         referenced_only=composite is not None,
         titles=titles,
+        pair_judge=pair_judge,
+        pairs_judged=5,
         max_completion_tokens=8,
         max_prompt_tokens=max_prompt_tokens,
         behaviour=behaviour,
@@ -260,7 +266,14 @@ def test_a_policy_against_itself_is_a_draw(folders: dict[str, Path]) -> None:
 
 
 def test_the_first_generations_columns_coincide(folders: dict[str, Path]) -> None:
-    found = run(folders["candidate"], folders["baseline"], folders["baseline"])
+    with answering(Judges()) as server:
+        server.says = lambda body: json.dumps({"reason": "it is", "better": "tie"})
+        judge = PairJudge(server.url, model="m", question="Better?", attempts=1)
+        found = run(
+            folders["candidate"], folders["baseline"], folders["baseline"], pair_judge=judge
+        )
+    asked = Judged(Number(0.5, 0.5, 0.5, 5), 1.0, 0, "m")
+    assert found.judged == {"baseline": asked, "champion": asked}
     flat = found.metrics()
     for name, value in flat.items():
         if name.startswith("vs_champion/"):
