@@ -25,6 +25,8 @@ DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
 # What Dagster puts before the words of an error that was raised to be read.
 TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")
+# What Dagster says of a run that something else than the run itself marked as failed.
+FROM_OUTSIDE = "This run has been marked as failed from outside the execution context."
 SHORT = {MAX_RUNTIME: str(60 * 60)}  # of what keeps no heartbeat; what is done by then stays done
 
 
@@ -58,6 +60,23 @@ def why_failed(events: Sequence[dg.DagsterEvent]) -> str:
             cause = error.cause or error
             return f"{event.step_key}: {TYPE_OF_WORDS.sub('', cause.message).strip()[:600]}"
     return "no step failed"
+
+
+def why_failed_in_our_words(events: Sequence[dg.DagsterEvent], message: str) -> str:
+    """Return why the run of these events failed, for people who do not see Dagster's page.
+
+    Of a step what our own code says: another's error may quote what people wrote, and `message`,
+    the run's own, names the step. Of a killed process that says nothing; what Dagster's server
+    found does.
+    """
+    if message == FROM_OUTSIDE:
+        found = [e.message for e in events if e.event_type is dg.DagsterEventType.ENGINE_EVENT]
+        return (found and found[-1]) or message
+    errors = [e.step_failure_data.error for e in events if e.is_step_failure]
+    causes = [error.cause.message for error in errors if error is not None and error.cause]
+    if errors and all(TYPE_OF_WORDS.match(cause) for cause in causes):
+        return why_failed(events)
+    return message
 
 
 LIGHT = dg.in_process_executor  # a step's own process costs seconds; training has one anyway

@@ -24,6 +24,7 @@ from automation.jobs import (
     retrain,
     stamp_of,
     unfit_to_take,
+    why_failed_in_our_words,
 )
 from resources.pipeline import (
     AGENT,
@@ -335,6 +336,8 @@ def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     run, settings = context.dagster_run, pipeline.settings()
     log.error("run failed", job=run.job_name, run=run.run_id, agent=run.tags.get(AGENT, ""))
     text = f"{run.job_name} of {run.tags.get(AGENT, 'no agent')} failed"
-    message = context.failure_event.message or ""
+    logs = context.instance.all_logs(run.run_id)
+    events = [entry.dagster_event for entry in logs if entry.dagster_event is not None]
+    message = why_failed_in_our_words(events, context.failure_event.message or "")
     outbox.keep(settings, {"text": text, "run": run.run_id, "message": message})
     outbox.send_kept(settings)

@@ -22,14 +22,14 @@ from dagster._core.remote_origin import (
     RemoteRepositoryOrigin,
 )
 
-from assets.common import GPU
+from assets.common import GPU, Materialized
 from automation import outbox, sensors
 from automation.jobs import DROPPED, WATERMARK
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.continuous import BACK_OFF
 from rlhf_pipeline.definitions import definitions
-from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.errors import NotEnoughData, RegistryError
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
@@ -822,6 +822,11 @@ def fail(ticks: Ticks, agent_id: str) -> None:
     """Let a run fail and the sensor hear of it."""
     run = ticks.start_run(agent_id)
     ticks.instance.report_run_failed(run, message="the disk is full")
+    hear_of(ticks, run)
+
+
+def hear_of(ticks: Ticks, run: dg.DagsterRun) -> None:
+    """Let the sensor hear of a run that failed."""
     [entry] = ticks.instance.all_logs(run.run_id, of_type=dg.DagsterEventType.RUN_FAILURE)
     assert entry.dagster_event is not None
     failed = ticks.instance.get_run_by_id(run.run_id)
@@ -855,6 +860,50 @@ def test_people_hear_of_a_failed_run_by_webhook_and_log(
         body["run"],
     )
     assert "secret-path" not in str(logs)
+
+
+def test_people_hear_what_killed_a_run(ticks: Ticks, hook: tuple[str, type[Hook]]) -> None:
+    """Dagster's server says it before it ends the run, whose own message is of no help."""
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    run = ticks.start_run("killed")
+    ticks.instance.report_engine_event("Run execution process was terminated by signal 9", run)
+    ticks.instance.report_run_failed(run)
+    hear_of(ticks, run)
+    assert [body["message"] for body in kept.received] == [
+        "Run execution process was terminated by signal 9"
+    ]
+
+
+def test_people_hear_why_a_step_failed_in_our_words_alone(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    unfit = dg.AssetCheckSpec("rows", asset="judged", blocking=True)
+
+    @dg.asset
+    def model() -> None:
+        raise NotEnoughData("needed 5 pairs, found 2")
+
+    @dg.asset(check_specs=[unfit])
+    def judged() -> Materialized:
+        found = dg.AssetCheckResult(passed=False, check_name="rows", description="found 3 rows")
+        return dg.MaterializeResult(check_results=[found])
+
+    @dg.asset
+    def elsewhere() -> None:
+        raise ValueError("ann wrote this")
+
+    for asset in (model, judged, elsewhere):
+        result = dg.materialize(
+            [asset], instance=ticks.instance, run_config=QUIET, raise_on_error=False
+        )
+        hear_of(ticks, result.dagster_run)
+    by_step, by_check, by_another = [body["message"] for body in kept.received]
+    assert by_step == "model: needed 5 pairs, found 2"
+    assert by_check == "rows: found 3 rows"
+    assert by_another.endswith("Steps failed: ['elsewhere'].")
 
 
 def test_without_a_webhook_the_log_has_it(ticks: Ticks) -> None:
