@@ -6,6 +6,7 @@ Nothing is configured where the package is only imported.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -23,3 +24,19 @@ def plain_lines() -> list[Any]:
     plain = structlog.dev.plain_traceback
     shown = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
     return [*processors[:-1], shown]
+
+
+class Lines:
+    """Where structlog's lines go: standard error, as it is when one comes.
+
+    One that cannot be written, on a full disk for instance, is lost: the request or the thread that
+    says it goes on, as what happens next is worth more than the line.
+    """
+
+    def msg(self, line: str) -> None:
+        """Write one line."""
+        with suppress(OSError):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = msg

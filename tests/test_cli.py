@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import re
 import shlex
@@ -184,6 +185,22 @@ def test_a_logged_exception_shows_no_variables(
     assert "in answer" in told
     assert "19 characters are too many" in told
     assert written not in told
+
+
+def test_a_log_on_a_full_disk_ends_nothing(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    rlhf("config", "recipes")
+    log = structlog.get_logger()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Full())
+        log.error("reply not stored", why="OperationalError")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", with_room := io.StringIO())
+        log.error("champion not sound")
+    assert "champion not sound" in with_room.getvalue()
 
 
 def test_a_wrong_command_line_is_another_code(rlhf: Run) -> None:

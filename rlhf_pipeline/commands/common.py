@@ -10,7 +10,6 @@ import getpass
 import logging
 import os
 import re
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -350,13 +349,13 @@ def _quiet_logs(debug: bool) -> None:
     """Send log lines to stderr: warnings, and with --debug everything."""
     import structlog
 
-    from rlhf_pipeline.logs import plain_lines
+    from rlhf_pipeline.logs import Lines, plain_lines
 
     level = logging.DEBUG if debug else logging.WARNING
     structlog.configure(
         processors=plain_lines(),
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line comes
+        logger_factory=lambda *_: Lines(),
     )
     if not debug:
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
