@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ClaimLost, RegistryError
@@ -49,6 +50,7 @@ def open_client(tracking_uri: str) -> Any:
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    sa.event.listen(sa.Engine, "handle_error", _without_parameters)  # MLflow makes its own
     with warnings.catch_warnings():
         # MLflow 3.17 maps with a loader that SQLAlchemy 2.1 deprecates; delete when it does not.
         warnings.filterwarnings("ignore", message=".*noload.*loader strategy is deprecated")
@@ -61,6 +63,12 @@ def open_client(tracking_uri: str) -> Any:
         with Path(f"{file}.lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             return _open_embedded(tracking_uri)
+
+
+def _without_parameters(context: sa.ExceptionContext) -> None:
+    """Keep what a failed statement was to write out of its error: people wrote it, logs show it."""
+    if context.sqlalchemy_exception is not None:
+        context.sqlalchemy_exception.hide_parameters = True
 
 
 def _open_embedded(tracking_uri: str) -> Any:

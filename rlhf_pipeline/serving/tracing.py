@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from rlhf_pipeline.errors import RegistryError
+
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.feedback.store import FeedbackStore
@@ -57,6 +59,8 @@ class Tracing:
                 forget_traces(
                     self._registry, interaction.agent_id, {interaction.interaction_id}, ""
                 )
+        except RegistryError as error:  # a line each: MLflow may be away for days
+            log.error("trace not logged", interaction=interaction.interaction_id, why=str(error))
         except Exception:  # nobody waits for this result: the log is where it is heard
             log.exception("trace not logged", interaction=interaction.interaction_id)
         finally:

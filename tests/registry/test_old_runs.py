@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
 from rlhf_pipeline.errors import RegistryError
@@ -114,3 +117,25 @@ def test_runs_of_a_turn_go_with_their_files(registry: ModelRegistry, tmp_path: P
     assert runs_of(registry, "old", "a" * 16) == []
     assert runs_of(registry, "old", "b" * 16) == [made["b"]]
     assert runs_of(registry, "nobody", "a" * 16) == []
+
+
+def test_what_mlflow_could_not_write_stands_in_no_error(
+    registry: ModelRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is what people wrote, and errors go to logs, which no erasure reaches."""
+
+    def full(_cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT"):
+            raise sqlite3.OperationalError("database or disk is full")
+
+    written = Interaction("full", "full", user_prompt("my nougat?"), "marzipan", 0, now())
+    registry.experiment("full")
+    sa.event.listen(sa.Engine, "do_execute", full)
+    try:
+        with pytest.raises(RegistryError, match="disk is full") as refused:
+            log_interaction(registry, written)
+    finally:
+        sa.event.remove(sa.Engine, "do_execute", full)
+    told = "".join(traceback.format_exception(refused.value)) + caplog.text
+    assert "hidden" in told
+    assert not [word for word in ("nougat", "marzipan") if word in told]

@@ -617,9 +617,12 @@ def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
     monkeypatch.setattr(traces, "log_interaction", fails)
     ask(desk)
     desk.tracing.enabled = True  # as pages.log_traces says
-    _, answer = ask(desk, pair=True)
+    with capture_logs() as said:
+        _, answer = ask(desk, pair=True)
+        desk.tracing.finish()
     assert answer.other is not None
-    desk.tracing.finish()
+    assert {"MLflow is away"} == {one["why"] for one in said}
+    assert not any("exc_info" in one for one in said)  # while it is away, so many lines a day
     assert logged == [answer.interaction.interaction_id, answer.other.interaction_id]
 
 
