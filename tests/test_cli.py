@@ -425,6 +425,15 @@ def test_a_key_may_come_before_its_agents_first_vote(rlhf: Run, tmp_path: Path) 
     assert "nobody" not in rlhf(*create).stderr
 
 
+def test_an_agent_whose_first_file_was_set_aside_whole_is_known(rlhf: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "votes.csv", "kind,prompt,completion,value\nrating,hi,hello,6\n")
+    told = rlhf("ingest", str(path), "--agent", "tea", code=3).stdout
+    asked = told.splitlines()[-1].partition(": rlhf ")[2].split()  # the words that it says to type
+    assert asked == ["feedback", "quarantine", "--agent", "tea"]
+    assert "found 6.0" in rlhf(*asked).stdout
+    assert cells(rlhf("status").stdout)["quarantine"] == "1 (value_out_of_range 1)"
+
+
 def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path) -> None:
     path = str(write(tmp_path / "votes.jsonl", THUMBS))
     told = rlhf("ingest", path, "--agent", "my agent", code=2).stderr

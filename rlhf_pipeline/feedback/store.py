@@ -222,9 +222,11 @@ class FeedbackStore:
                     connection.execute(db.interactions.insert(), rows)
 
     def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
-        """Set the rows aside and return how many were not there yet."""
+        """Set the rows aside and return how many were not there yet; their agents become known."""
         added = 0
         with self.database.write(alone=True) as connection:  # two files may hold one bad line
+            for agent_id in {row.agent_id for row in rows}:
+                _make_known(connection, agent_id, now())
             for some in _chunks(rows, LOOKUP):
                 by_id = {_quarantine_id(row): row for row in some}
                 known = set(
