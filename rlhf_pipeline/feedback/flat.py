@@ -71,9 +71,11 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
     is_switch = name in SWITCHES or (name == "value" and kind == "thumbs")
     if is_switch and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if name in NUMBERS or (name == "value" and kind in NUMERIC_KINDS):
+    bounded = name == "quality" or (name == "value" and kind in NUMERIC_KINDS)
+    if bounded or name in NUMBERS:
         try:
-            return float(text)
+            # None of the bounded ones has thousands, so its comma is half the world's decimal point.
+            return float(text.replace(",", ".") if bounded else text)
         except ValueError:
             return text
     return text

@@ -793,6 +793,21 @@ def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(tmp_path: Path, 
     assert event.completion == f"Because{sign}dear"
 
 
+@pytest.mark.parametrize("sign", [";", ","])
+def test_a_spreadsheets_decimal_comma_is_read_where_it_can_be_nothing_else(
+    tmp_path: Path, sign: str
+) -> None:
+    path = tmp_path / "f.csv"
+    rows = ("kind", "value", "prompt", "completion"), ("score", '"0,25"', "Why?", "Because.")
+    more = ("rating", '"4,0"', "Why?", "No."), ("rating", '"4,5"', "Why?", "So.")
+    path.write_text("\n".join(sign.join(row) for row in (*rows, *more)))
+    events, aside = read_all(path)
+    assert [event.number for event in events] == [0.25, 4.0]
+    assert "found 4.5;" in aside[0].detail
+    path.write_text('prompt,chosen,rejected,chosen_score\nWhy?,Because.,No.,"1,250"\n')
+    assert rules_of(read_all(path)[1]) == [(2, "wrong_type")]  # a thousand, or one and a quarter
+
+
 def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,rejected\nWhy?,Because.,\nWhy?,Because.,No.\n")
