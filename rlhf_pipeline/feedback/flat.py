@@ -74,7 +74,7 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
     bounded = name == "quality" or (name == "value" and kind in NUMERIC_KINDS)
     if bounded or name in NUMBERS:
         try:
-            # None of the bounded ones has thousands, so its comma is half the world's decimal point.
+            # The bounded ones have no thousands: a comma is the decimal point of half the world.
             return float(text.replace(",", ".") if bounded else text)
         except ValueError:
             return text
