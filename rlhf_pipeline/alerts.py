@@ -83,6 +83,14 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             f"{share:.0%} of the signed votes are of the busiest hundredth; look at them with "
             "`rlhf feedback export`",
         )
+    together, most = overview.network_share, settings.experiments.people_per_network
+    if together is not None and most is not None and together > rules.network_share:
+        alert(
+            "one_network",
+            f"{together:.0%} of the newest people at the chat page are of one network, and count "
+            f"as {most}; where it is a proxy's, name that in FORWARDED_ALLOW_IPS; where people "
+            "share it, raise experiments.people_per_network; else somebody comes again and again",
+        )
     if overview.drift is not None and overview.drift["drifted"]:
         # Of those that changed beyond chance: where votes are few, another's PSI may be larger.
         # What an early release wrote does not name them.

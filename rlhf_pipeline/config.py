@@ -755,6 +755,10 @@ class AlertSettings(Section):
     busiest_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="Of the signed votes, by the busiest hundredth of 100 people or more."
     )
+    network_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5,
+        description="Of the newest people at /ui/, from one network, where they count together.",
+    )
     disk_gib: Annotated[float, Field(ge=0)] = Field(1.0, description="Free where the state lies.")
 
 

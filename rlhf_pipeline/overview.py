@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DAYS = 30
 NEWEST_VOTES = 50_000  # among which votes are counted
-NEWEST_ANSWERS = 1_000  # among which seconds to an answer are looked at
+NEWEST_ANSWERS = 1_000  # of which it is looked how long they took, and for whom they were
 LATEST_ANSWERS = 50  # among which it is looked whether the champion failed
 NEWEST_TROUBLES = 1_000
 NEWEST_ATTEMPTS = 8
@@ -103,6 +103,7 @@ class Overview:
     enough_since: datetime | None = None  # when as many votes waited as the next turn needs
     failures: Failures | None = None  # of the champion, at its latest answers
     moved: Promotion | None = None  # the ledger's newest entry
+    network_share: float | None = None  # of people at the chat page, from one; None with few
 
 
 def overview(
@@ -124,6 +125,7 @@ def overview(
     experiment = next(iter(book.history(agent_id)), None)
     history = ledger.history(agent_id)
     made = made_champion(history)
+    waits, network_share = _newest_answers(database, agent_id)
     return Overview(
         agent_id=agent_id,
         paused=row.paused_reason if row else None,
@@ -135,7 +137,7 @@ def overview(
         experiment=experiment,
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),
-        waits=_waits(database, agent_id),
+        waits=waits,
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
         enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
@@ -143,6 +145,7 @@ def overview(
             database, agent_id, most=latest, since=None if made is None else made.created_at
         ),
         moved=history[-1] if history else None,
+        network_share=network_share,
     )
 
 
@@ -270,19 +273,23 @@ def _troubles(database: db.Database, agent_id: str) -> dict[str, int]:
         return dict(Counter(connection.execute(query).scalars()).most_common())
 
 
-def _waits(database: db.Database, agent_id: str) -> Waits | None:
+def _newest_answers(database: db.Database, agent_id: str) -> tuple[Waits | None, float | None]:
+    """Return how long the newest answers took, and the busiest network's share of who got them."""
     i = db.interactions.c
     query = (
-        sa.select(i.latency_seconds)
+        sa.select(i.latency_seconds, i.user_id, i.sampling["network"].as_string())
         .where(i.agent_id == agent_id)
         .order_by(i.created_at.desc())
         .limit(NEWEST_ANSWERS)
     )
     with database.read() as connection:
-        took = sorted(t for t in connection.execute(query).scalars() if t is not None)
-    if not took:
-        return None
-    return Waits(len(took), took[len(took) // 2], took[math.ceil(0.95 * len(took)) - 1])
+        found = connection.execute(query).all()
+    took = sorted(seconds for seconds, _, _ in found if seconds is not None)
+    late = math.ceil(0.95 * len(took)) - 1
+    waits = Waits(len(took), took[len(took) // 2], took[late]) if took else None
+    people = {user: network for _, user, network in found if network is not None}
+    most = max(Counter(people.values()).values(), default=0)
+    return waits, most / len(people) if len(people) >= FEWEST else None
 
 
 def _of_snapshot(database: db.Database, agent_id: str, name: str) -> Mapping[str, Any] | None:

@@ -74,6 +74,7 @@ def test_a_calm_agent_has_none() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "nearly"),
     [
+        ("one_network", {"network_share": 0.51}, {"network_share": 0.5}),
         (
             "feedback_dried_up",
             {"votes": replace(VOTES, newest_at=AT - 49 * HOUR)},
@@ -112,6 +113,11 @@ def test_each_begins_at_its_limit(
 ) -> None:
     assert names(replace(CALM, **changes)) == [name]
     assert names(replace(CALM, **nearly)) == []
+
+
+def test_where_everybody_counts_one_network_is_nothing_to_look_at() -> None:
+    everybody = Settings.model_validate({"experiments": {"people_per_network": None}})
+    assert alerts_of(replace(CALM, network_share=1.0), everybody, at=AT) == []
 
 
 def test_a_version_that_waits_comes_with_the_way_to_decide() -> None:

@@ -135,6 +135,23 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert overview(store, ledger, "nobody").votes.counted == 0
 
 
+@pytest.mark.parametrize("people", [19, 20])
+def test_people_of_a_network_are_counted_once_each_and_no_few_of_them(
+    any_database: Database, tmp_path: Path, people: int
+) -> None:
+    store = FeedbackStore(any_database)
+
+    def answer(n: int, user: int, network: str | None) -> Interaction:
+        marked = {"network": network} if network else {}
+        made = Interaction(f"i{n}", "tea", user_prompt("hi"), "ho", 0, now(), sampling=marked)
+        return replace(made, user_id=f"person {user}")
+
+    on_the_page = [answer(n, n % people, f"n{n % people % 4}") for n in range(60)]
+    store.add_interactions([*on_the_page, *(answer(60 + n, 60 + n, None) for n in range(60))])
+    share = overview(store, PromotionLedger(any_database, tmp_path), "tea").network_share
+    assert share == (0.25 if people == 20 else None)
+
+
 def test_votes_are_counted_by_the_day_in_utc(any_database: Database) -> None:
     store = FeedbackStore(any_database)
     store.append(
