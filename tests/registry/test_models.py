@@ -92,6 +92,9 @@ def test_registering_puts_files_lineage_and_verdict_into_mlflow(
     assert entity.tags["rlhf.lineage.base_model"] == "tiny"
     assert entity.tags["rlhf.lineage.data"] == '{"pairs": 12}'
     assert (entity.tags["rlhf.gate"], entity.tags["rlhf.gate_reasons"]) == ("refused", "too far")
+    assert json.loads(entity.tags["rlhf.gate_results"]) == {
+        "kl": {"number": 25.0, "verdict": "fail"}
+    }
     assert entity.tags["rlhf.label"] == "v100"
     assert version.files["model.safetensors"] in entity.tags["rlhf.files"]
     assert entity.run_id == run.run_id == version.mlflow_run_id
@@ -265,6 +268,20 @@ def test_a_deleted_registered_model_is_made_again(registry: ModelRegistry, agent
     registry.reconcile(agent)
     assert aliases(registry, agent) == {"champion": 0}
     assert registry.client.get_registered_model(model_name(agent)).tags[PROJECTED] == "1"
+
+
+def test_lost_files_of_a_version_that_nobody_needs_stop_no_other(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    add(registry, agent, tmp_path, gate=REFUSED).path.rename(tmp_path / "lost")
+    add(registry, agent, tmp_path)
+    registry.client.delete_registered_model(model_name(agent))
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 2}
+    registry.client.delete_registered_model(model_name(agent))
+    (tmp_path / "baseline").rename(tmp_path / "lost too")
+    with pytest.raises(HashMismatch, match="version 0 of agent"):
+        registry.reconcile(agent)
 
 
 def test_an_agent_without_a_baseline_has_nothing_to_reconcile(registry: ModelRegistry) -> None:
@@ -492,6 +509,15 @@ def test_an_experiment_that_a_person_deleted_is_restored(
     registry.client.delete_experiment(registry.experiment(agent))
     with registry.run(agent, fingerprint="f4", stage="ppo", parameters={}) as run:
         run.log_metrics({"loss": 1.0})
+
+
+def test_an_experiment_that_somebody_else_made_meanwhile_is_taken(
+    registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, look = registry.experiment(agent), registry.client.get_experiment_by_name
+    looks = iter([lambda name: None])  # it was not there yet
+    monkeypatch.setattr(registry.client, "get_experiment_by_name", lambda n: next(looks, look)(n))
+    assert registry.experiment(agent) == made
 
 
 @pytest.mark.parametrize("step", ["log_model_artifacts", "create_model_version"])
