@@ -434,6 +434,19 @@ def test_an_agent_whose_first_file_was_set_aside_whole_is_known(rlhf: Run, tmp_p
     assert cells(rlhf("status").stdout)["quarantine"] == "1 (value_out_of_range 1)"
 
 
+def test_who_asks_in_another_folder_is_told_which(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    erase = ("raters", "erase", "nobody", "--yes")
+    assert rlhf(*erase, code=1).stderr.endswith(" (known agents: tea)\n")
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "elsewhere"))
+    nobody = f"none yet in {tmp_path / 'elsewhere'}"
+    for words in (erase, ("raters", "export", "ann"), ("versions", "--agent", "tea")):
+        assert f"(known agents: {nobody})" in rlhf(*words, code=1).stderr
+    assert f"known: {nobody}; `rlhf ingest`" in rlhf("status", "--agent", "tea", code=1).stderr
+
+
 def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path) -> None:
     path = str(write(tmp_path / "votes.jsonl", THUMBS))
     told = rlhf("ingest", path, "--agent", "my agent", code=2).stderr

@@ -217,8 +217,8 @@ class Workspace:
         return self.store.agent(agent_id) is not None or bool(self.ledger.versions(agent_id))
 
     def known(self) -> str:
-        """Return the agents there are, for a message."""
-        return ", ".join(self.store.agents()) or "none yet"
+        """Return the agents there are, for a message; where there are none it may be the folder."""
+        return ", ".join(self.store.agents()) or f"none yet in {self.settings.state_dir}"
 
     def need_agent(self, agent_id: str) -> None:
         """Raise FeedbackRefused unless the agent has sent feedback or has a version."""

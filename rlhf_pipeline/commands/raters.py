@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Force, need_new, workspace
+from rlhf_pipeline.commands.common import Force, Workspace, need_new, workspace
+from rlhf_pipeline.errors import UnknownRater
 
 Rater = Annotated[
     str, typer.Argument(metavar="ID", help="As it was sent, or the hash that an export shows.")
@@ -37,7 +40,8 @@ def export(
     if out is not None:
         need_new(out, force=force)
     here = workspace()
-    told = held_about(here.settings, here.registry, rater, agent)
+    with _telling_where(here):
+        told = held_about(here.settings, here.registry, rater, agent)
     text = json.dumps(told, ensure_ascii=False, indent=2)
     if out is None:
         typer.echo(text)
@@ -72,13 +76,24 @@ def erase(
 
     here = workspace()
     if not yes:
-        found = held_about(here.settings, here.registry, rater, agent)
+        with _telling_where(here):
+            found = held_about(here.settings, here.registry, rater, agent)
         for one in found["agents"]:
             typer.echo(
                 f"agent {one['agent_id']}: {len(one['feedback'])} votes, "
                 f"{len(one['interactions'])} interactions, {len(one['traces'])} traces"
             )
         typer.confirm("Erase all of it? It cannot be undone", abort=True)
-    done = take_out(here.settings, here.registry, rater, agent, unsigned=unsigned)
+    with _telling_where(here):
+        done = take_out(here.settings, here.registry, rater, agent, unsigned=unsigned)
     for line in told(done["erasures"]):
         typer.echo(line)
+
+
+@contextmanager
+def _telling_where(here: Workspace) -> Iterator[None]:
+    """Say of somebody unknown whose agents were asked: in another folder the answer is no."""
+    try:
+        yield
+    except UnknownRater as error:
+        raise UnknownRater(f"{error} (known agents: {here.known()})") from error
