@@ -54,6 +54,14 @@ def run_job(
             )
         )
     if not outcome.success:
+        claim = pipeline.claims.of_holder(outcome.run_id)
+        if claim is not None and claim.state == "held":
+            # Ctrl-C: of that Dagster tells no hook, which would let the claim go.
+            pipeline.claims.finish(claim.token, "failed", "interrupted")
+            raise PipelineError(
+                f"{job} of {agent_id} was interrupted; the same command goes on from what had "
+                "finished"
+            )
         raise PipelineError(
             f"{job} of {agent_id} failed: {why_failed(outcome.all_events)}; see "
             + (f"{folder} and `make ui`" if folder.exists() else "`make ui`")
@@ -84,6 +92,8 @@ def main() -> None:
         told = f"[red]error[/]: {escape(str(error))}"  # as `rlhf` does
         Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         sys.exit(1)
+    except KeyboardInterrupt:  # before the run began, or after it: within it, it is an error
+        sys.exit("interrupted")
     _report(pipeline, arguments.agent, console)
 
 

@@ -96,7 +96,7 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
     def run_stage(
         self, context: dg.AssetExecutionContext, stage: str, turn: Turn
     ) -> dict[str, Any]:
-        """Return the stage's result. Raises dg.Failure (retryable) when its process dies."""
+        """Return the stage's result. Raises dg.Failure, retryable when its process dies."""
         turn.work.mkdir(parents=True, exist_ok=True)
         spec_path = turn.work / f"{stage}.spec.json"
         write_json(spec_path, specification(turn))
@@ -116,6 +116,12 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
                 self.start_ahead()
             try:
                 shown = _follow(context, session, process, stage, deadline)
+            except dg.DagsterExecutionInterruptedError:
+                # Ctrl-C, or terminated in the UI: Dagster's retries would begin the step again.
+                raise dg.Failure(
+                    "interrupted; asked for again, it goes on from its last checkpoint",
+                    allow_retries=False,
+                ) from None
             finally:
                 _end(process)
         _observe(context, stage, session.get_custom_messages()[shown:])  # what came at the end

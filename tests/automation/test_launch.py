@@ -1,16 +1,20 @@
 """`make train AGENT=name` where no turn comes of it: a line says why and what to do."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 from rich.console import Console
 
 from automation import launch, processes
+from automation.jobs import bootstrap
 from resources.pipeline import Pipeline
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -53,6 +57,41 @@ def test_a_recipe_that_is_not_there_is_a_line(
     with pytest.raises(SystemExit, match="1"):
         launch.main()
     assert capsys.readouterr().err.startswith("error: needed a recipe, found no ")
+
+
+def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    pipeline = Pipeline()
+    pipeline.store.ensure_agent("tea")
+
+    @dg.op
+    def interrupted(context: dg.OpExecutionContext) -> None:
+        pipeline.claims.claim("tea", "f" * 64, 1, holder=context.run_id, asked_by="person")
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)  # the signal ends it
+
+    @dg.job(name=bootstrap.name, partitions_def=dg.DynamicPartitionsDefinition(name="agents"))
+    def a_turn() -> None:
+        interrupted()
+
+    monkeypatch.setattr(
+        "rlhf_pipeline.definitions.definitions", lambda: dg.Definitions(jobs=[a_turn])
+    )
+    with dg.DagsterInstance.ephemeral() as instance:
+        monkeypatch.setattr(dg.DagsterInstance, "get", lambda: instance)
+        monkeypatch.setattr(processes, "prepare_home", lambda state: state)
+        monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea", "--job", bootstrap.name])
+        with pytest.raises(SystemExit, match="1"):
+            launch.main()
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: bootstrap of tea was interrupted; the same command goes on")
+    assert "\n" not in told
+    [claim] = pipeline.claims.history("tea")
+    assert (claim.state, claim.reason) == ("failed", "interrupted")
+    pipeline.claims.claim("tea", "f" * 64, 1, holder="the next", asked_by="person")
+    pipeline.database.close()
 
 
 def test_a_verdict_is_told_with_where_its_reasons_are(

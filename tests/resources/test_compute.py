@@ -1,6 +1,7 @@
 """A stage in a process of its own: what comes back, what is tried again, what is ended."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -196,6 +197,28 @@ def test_a_stage_stops_when_its_claim_is_lost(loop: Loop, launcher: list[str]) -
     assert attempts(loop, result) == 1
     assert "Failure: needed claim" in failures(result)
     assert not (turn.work / "hang.json").exists()
+
+
+def test_ctrl_c_ends_the_stage_and_is_no_reason_to_try_again(
+    loop: Loop, launcher: list[str]
+) -> None:
+    """Dagster, by itself, starts a step with retries again when a person interrupts it."""
+    turn = begun(loop, "interrupted")
+    pid = turn.work / "pid"
+
+    def interrupt() -> None:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    result, _ = run(loop, launcher, "hang", turn)
+    thread.join()
+    assert not result.success
+    assert attempts(loop, result) == 1
+    assert why_failed(result.all_events).startswith("trained: interrupted; ")
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_the_databases_address_reaches_the_worker_but_no_file(
