@@ -8,6 +8,7 @@ files may change between the check and the load if someone else can write to the
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from rlhf_pipeline.policy.packed import fuse_activations
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
+HUB_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass
@@ -88,7 +90,7 @@ def load_policy(
     "auto". Raises HashMismatch if a file differs from `expected_sha256`, ModelError if the model
     cannot be used.
     """
-    source = _local_folder(source)
+    source = local_folder(source)
     if expected_sha256 is not None:
         check_sha256(source, expected_sha256)
     target = choose_device(device)
@@ -203,7 +205,7 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"a model that transformers knows, with safetensors weights, is needed at {source}; "
-            f"found: {error}; convert its weights to safetensors or choose another model"
+            f"found: {_one_line(error)}; convert its weights to safetensors or choose another model"
         ) from error
     missing = sorted(name for name in found["missing_keys"] if "pooler" not in name.split("."))
     if missing:  # but BERT's pooler, which nothing here reads
@@ -241,7 +243,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"a tokenizer is needed at {source}; found: {error}; save it beside the model"
+            f"a tokenizer is needed at {source}; found: {_one_line(error)}; save it beside the "
+            "model"
         ) from error
     end = turn_end(tokenizer)
     if end != tokenizer.eos_token:
@@ -255,8 +258,16 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _local_folder(source: str | Path) -> str | Path:
-    """Return a Path for what is a folder here, else the hub id as it was given."""
+def _one_line(error: Exception) -> str:
+    """Return what a library said on one line, as whoever reads a stage's log for its end does."""
+    return " ".join(str(error).split())
+
+
+def local_folder(source: str | Path) -> str | Path:
+    """Return a Path for what is a folder here, else the hub id as it was given.
+
+    Raises ModelError where it is no model's folder, and can be no hub id either.
+    """
     path = Path(source)
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", ADAPTER)):
@@ -270,7 +281,7 @@ def _local_folder(source: str | Path) -> str | Path:
             f"a folder or a hub id is needed here, found {source}: name it as policy.base, or "
             "take its folder with registry.bases.base_folder"
         )
-    if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
+    if isinstance(source, Path) or HUB_ID.fullmatch(source) is None:
         raise ModelError(f"a model folder is needed, found none at {source}; check the path")
     return str(source)
 
@@ -290,7 +301,7 @@ def _base_of_adapter(source: str | Path) -> str | Path | None:
             f"the adapter in {source} must name its base model, found none; set "
             f"base_model_name_or_path in {ADAPTER}"
         )
-    return _local_folder(base)
+    return local_folder(base)
 
 
 def _with_adapter(model: PreTrainedModel, folder: str | Path) -> Any:

@@ -43,6 +43,7 @@ from rlhf_pipeline.policy.loading import (
     ADAPTER,
     choose_device,
     context_length_of,
+    local_folder,
     switch_off_dropout,
 )
 from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
@@ -135,6 +136,7 @@ def read_config(source: str | Path) -> Any:
 
     An adapter's folder stands for its base. Raises ModelError where neither holds one.
     """
+    source = local_folder(source)
     if (Path(source) / ADAPTER).is_file():
         source = read_json(Path(source) / ADAPTER)["base_model_name_or_path"]
     try:

@@ -17,6 +17,7 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.chat import decode_completions, encode_completion
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.ppo.plan import read_config
 from tests.policy.test_chat import plain_tokenizer
 from tests.policy.test_families import family_model
 
@@ -225,8 +226,16 @@ def test_a_tokenizer_is_needed_with_an_end_token(tmp_path: Path) -> None:
         load_policy(tmp_path / "p")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "p" / name).unlink()
-    with pytest.raises(ModelError, match="a tokenizer is needed"):
+    with pytest.raises(ModelError, match="a tokenizer is needed") as refusal:
         load_policy(tmp_path / "p")
+    assert "\n" not in str(refusal.value)  # transformers says it in several
+
+
+@pytest.mark.parametrize("name", ["models/My model", "models/base/v1", "./base", "~/base"])
+def test_what_can_be_no_hub_id_is_a_folder_that_is_not_there(name: str) -> None:
+    for load in (load_policy, read_config):
+        with pytest.raises(ModelError, match="a model folder is needed, found none at"):
+            load(name)
 
 
 def test_a_model_ends_where_its_chat_template_ends_a_turn(tmp_path: Path) -> None:
