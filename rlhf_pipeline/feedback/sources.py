@@ -176,8 +176,8 @@ def _detect(values: Values, origin: str) -> Format:
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
         f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
-        "`events` (kind, prompt, completion, value, rater) or `pairs` (prompt, chosen, rejected), "
-        "or name the format"
+        "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
+        "`quality` (messages, label), or name the format"
     )
 
 
