@@ -2,8 +2,9 @@
 
 Dagster's default launcher notices nothing of a killed process. A run keeps its claim's heartbeat
 going from its first step to its end, so a heartbeat that stopped is a run that died, or one that a
-person terminated: of that Dagster tells no hook, which would let the claim go. What this does not
-see: a `bootstrap` that died while it waited for the pool; its deadline ends it.
+person terminated outside a training stage: of that Dagster tells no hook, which would let the claim
+go. What this does not see: a `bootstrap` that died while it waited for the pool; its deadline ends
+it.
 """
 
 from datetime import UTC, datetime, timedelta

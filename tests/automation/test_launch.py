@@ -94,6 +94,19 @@ def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
     pipeline.database.close()
 
 
+def test_ctrl_c_before_the_run_has_begun_is_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(state: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(processes, "prepare_home", interrupted)
+    monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea"])
+    with pytest.raises(SystemExit, match="interrupted"):
+        launch.main()
+
+
 def test_a_verdict_is_told_with_where_its_reasons_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
