@@ -132,12 +132,28 @@ class Command(TyperCommand):
             raise typer.Exit(1) from error
 
 
+MAKE = {"train": "make train AGENT=name", "ui": "make ui", "demo": "make demo"}
+"""What goes through Dagster, which nothing here imports: words that people try all the same."""
+
+
 class Group(TyperGroup):
     """The program itself: takes the settings options before the command's name as well."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params.extend(_settings_options())
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; raises UsageError naming the make target where that does it."""
+        if args[0] in MAKE:
+            raise click.UsageError(
+                f"needed a command of rlhf, found {args[0]!r}; in the project's folder "
+                f"`{MAKE[args[0]]}` does it",
+                ctx,
+            )
+        return super().resolve_command(ctx, args)
 
 
 class Workspace:
