@@ -8,6 +8,9 @@ of this machine.
 """
 
 import os
+import signal
+import threading
+import time
 from importlib import import_module
 from typing import Any
 
@@ -53,8 +56,26 @@ def guarded(app: ASGIApp) -> ASGIApp:
     return TrustedHostMiddleware(OwnPagesOnly(app), [*HOSTS, *others], www_redirect=False)
 
 
+def end_with_parent() -> None:
+    """End this process once the one that started it is gone, however often it has to be asked.
+
+    Linux asks once (automation/processes.py), and while Dagster starts, an interrupt may be lost:
+    the page then stayed for ever, at the port that the next one wanted.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while True:
+            time.sleep(1)
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def main() -> None:
     """Serve the page until interrupted."""
+    end_with_parent()
     cli: Any = import_module("dagster_webserver.cli")  # has no types
     made = cli.create_app_from_workspace_process_context
     # dagster-webserver takes no middleware: its application is wrapped where it is made.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -76,3 +80,38 @@ def test_the_page_is_started_behind_its_door(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(processes, "start", lambda name, command, *_: started.append(command))
     processes.start_webserver(processes.ROOT, 3000)
     assert "automation.dagster_page" in started[0]
+
+
+CHILD = """
+import signal, sys, time
+from automation import dagster_page
+
+def deaf(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+signal.signal(signal.SIGTERM, deaf)
+dagster_page.import_module = lambda name: sys.modules[__name__]
+create_app_from_workspace_process_context = None
+
+def main():
+    print("ready", flush=True)
+    time.sleep(60)
+
+dagster_page.main()
+"""
+
+
+def test_a_page_that_was_deaf_when_its_parent_was_killed_ends_all_the_same() -> None:
+    """While Dagster starts, the one signal that Linux sends may be lost."""
+    start = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", start, CHILD], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ready\n"
+    [child] = psutil.Process(parent.pid).children()
+    parent.kill()
+    try:
+        child.wait(30)
+    finally:
+        if child.is_running():
+            child.kill()
+        parent.communicate()
