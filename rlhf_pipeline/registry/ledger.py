@@ -597,7 +597,7 @@ def _withdrawn(
     versions: Collection[ModelVersion],
 ) -> dict[int, str]:
     """Return the versions that were gone back from, as champion, or lost as challenger in an
-    experiment, and were not made champion since; with the words that say so.
+    experiment, and were not made champion, or the baseline, since; with the words that say so.
 
     Versions of the same files are one model: what happened to one happened to all.
     """

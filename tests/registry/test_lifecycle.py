@@ -172,8 +172,10 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule()
     def the_champion_is_made_the_baseline(self) -> None:
-        self.ledger.reset_baseline(self.agent, **WHO)
+        outcome = self.ledger.reset_baseline(self.agent, **WHO)
         self.baselines.add(self.champion)
+        if outcome.changed:  # a person stands by it, whatever an experiment found meanwhile
+            self.out.discard(self.model[self.champion])
 
     @precondition(lambda self: self.running is None and len(self.passed) > 1)
     @rule(which=ANY)
