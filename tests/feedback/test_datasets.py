@@ -189,7 +189,7 @@ def test_a_preference_chooses_by_where_the_completions_stood(
         row(1, "preference", other_completion="B", choice=choice, shown_first=shown_first)
     ).preference_pairs
     assert (pair.chosen, {pair.chosen, pair.rejected}) == (chosen, {"A", "B"})
-    assert not pair.tie
+    assert (pair.tie, pair.corrected) == (False, False)
     assert (pair.pair_id, pair.voter, pair.prompt) == ("id-1", "voter-1", user_prompt("Why?"))
 
 
@@ -204,7 +204,7 @@ def test_ties_are_kept_as_ties_and_nobody_imitates_them(choice: str, bad: bool) 
 def test_a_correction_beats_what_it_corrects_and_is_imitated() -> None:
     found = made(row(1, "correction", text="Better."))
     (pair,) = found.preference_pairs
-    assert (pair.chosen, pair.rejected, pair.tie) == ("Better.", "A", False)
+    assert (pair.chosen, pair.rejected, pair.tie, pair.corrected) == ("Better.", "A", False, True)
     assert found.sft_examples == (SftExample(user_prompt("Why?"), "Better.", "correction"),)
     assert found.reward_examples == ()
 
@@ -262,6 +262,15 @@ def test_held_out_prompts_carry_at_most_four_good_references() -> None:
     (prompt,) = found.evaluation_prompts
     assert prompt.references == ("Good 0.", "Good 1.", "Good 2.", "Good 3.")
     assert found.sft_examples == ()
+
+
+def test_held_out_prompts_come_in_no_order_of_theirs_and_with_where_votes_came_in() -> None:
+    rows = [row(n, "thumbs", f"Why {n}?", number=1.0, origin=f"/in/{n}.csv") for n in range(9)]
+    found = made(*rows, evaluation_share=1.0).evaluation_prompts
+    assert found == made(*reversed(rows), evaluation_share=1.0).evaluation_prompts
+    assert {(p.prompt[0].content, p.cohort) for p in found} == {
+        (f"Why {n}?", f"{n}.csv") for n in range(9)
+    }
 
 
 def test_a_cap_keeps_the_same_records_whatever_their_order() -> None:
