@@ -7,8 +7,10 @@ import gzip
 import json
 import re
 import shutil
+import sqlite3
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.serving import chat_events
+from rlhf_pipeline.topics import ERASED
 from tests.assets.world import FirstTurn, Loop
 
 ANN, BOB = (hash_rater("tea", name) for name in ("ann", "bob"))
@@ -449,6 +452,25 @@ def test_samples_with_any_sign_in_them_are_cleaned(copied: World) -> None:
     path.write_text("".join(lines), encoding="utf-8")
     copied.erase()
     assert path.read_text(encoding="utf-8") == "".join(lines[:-1])
+
+
+def test_what_dagsters_pages_show_of_a_person_is_blank_and_the_rest_stays(copied: World) -> None:
+    hers = {
+        "prompt": f"{SECRET} one?",
+        "voter": ANN,
+        "found": f"'{SECRET}' wins 4",
+        "topic": SECRET,
+    }
+    others = {"prompt": "pear one?", "voter": BOB, "found": "'cherry' wins 5", "topic": "pears"}
+    event = {"__class__": "TableRecord", "rows": [hers, others]}
+    folder = copied.settings.state_dir / "dagster"
+    folder.mkdir()
+    with closing(sqlite3.connect(folder / "runs.db", isolation_level=None)) as dagster:
+        dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, event TEXT)")
+        dagster.execute("INSERT INTO event_logs (event) VALUES (?)", (json.dumps(event),))
+        copied.erase()
+        (text,) = dagster.execute("SELECT event FROM event_logs").fetchone()
+    assert json.loads(text)["rows"] == [dict.fromkeys(hers, ERASED), others]
 
 
 def _mark(world: World) -> str:
