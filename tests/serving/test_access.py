@@ -33,7 +33,7 @@ from rlhf_pipeline.feedback.rules import (
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
 from rlhf_pipeline.serving import access, chat_api, feedback_api
-from rlhf_pipeline.serving.access import COOKIE, OPEN, add_access, sign, unsign
+from rlhf_pipeline.serving.access import COOKIE, OPEN, REFUSED_LATER, add_access, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
@@ -184,6 +184,7 @@ def test_an_agents_key_writes_for_its_agent_alone(world: World) -> None:
         (other, 403),
         ({"events": [VOTE, other]}, 403),
         ({"events": []}, 403),
+        ({"events": [1]}, 403),
         (b'{"agent_id": "tea", "agent_id": "milk"}', 422),
         (b"[" * 100_000, 422),
     ):
@@ -357,12 +358,37 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     # On localhost other applications' cookies come along, some against the rules for cookies.
     for cookies in (kept, f'consent={{"ads":false}}; {kept}', f"a b=[c]; ; d; {kept}; e"):
         assert world.ask("GET", "/v1/models", cookie=cookies).status_code == 200, cookies
-    for origin, code in (("http://localhost", 200), ("http://evil.example", 403)):
+    for origin, code, closed in (  # a WebSocket is closed: nothing listens there, or refused
+        ("http://localhost", 200, 1000),
+        ("http://evil.example", 403, REFUSED_LATER),
+        ("http://localhost.evil.example", 403, REFUSED_LATER),
+    ):
         answer = world.ask("POST", "/v1/feedback", None, VOTE, cookie=kept, origin=origin)
         assert answer.status_code == code
+        assert _socket(world, cookie=kept, origin=origin, host="localhost") == closed
     assert world.ask("POST", "/v1/feedback", None, VOTE, cookie=kept).status_code == 403
     world.keys.revoke(made.key_id)
     assert world.ask("GET", "/v1/models", cookie=kept).status_code == 401
+
+
+def _socket(world: World, **headers: str) -> int:
+    """Return the code with which a WebSocket below the chat page is closed."""
+    named = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "websocket", "path": "/ui/live", "query_string": b"", "headers": named}
+    sent: list[Any] = []
+
+    async def opened() -> None:
+        async def receive() -> Any:
+            return {"type": "websocket.connect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await world.app(scope, receive, send)
+
+    asyncio.run(opened())
+    [closed] = sent
+    return int(closed["code"])
 
 
 def _sign_in(world: World, key: str, form: dict[str, str], to: str = "") -> httpx.Response:
