@@ -143,6 +143,8 @@ def test_every_route_is_refused_without_a_right_except_the_list(doors: Any) -> N
         ("GET", "/metrics", (200, 403, 403)),
         ("GET", "/openapi.json", (200, 200, 403)),
         ("GET", "/v1/models", (200, 200, 200)),
+        ("GET", "/v1/models/tea:baseline", (404, 404, 404)),  # it has none
+        ("GET", "/v1/models/milk:baseline", (404, 404, 403)),
         ("GET", "/api/policies/tea", (200, 200, 200)),
         ("GET", "/api/policies/milk", (200, 200, 403)),
         ("GET", "/v1/chat/events/milk", (404, 404, 403)),
@@ -353,6 +355,11 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     cookie = entered.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
+    assert "Secure" not in cookie
+    typed = urlencode({"key": secret}).encode()
+    over_tls = world.ask("POST", "https://localhost/sign-in", None, typed, **form)
+    assert "Secure" in over_tls.headers["set-cookie"]
+    assert _sign_in(world, "k" * 4096, form).status_code == 413
     assert secret not in cookie
     kept = f"{COOKIE}={entered.cookies[COOKIE]}"
     # On localhost other applications' cookies come along, some against the rules for cookies.
