@@ -226,6 +226,7 @@ NOTHING_ELSE = {"rolls_back": False, "experiments": False, "trains": False, "new
 
 @example(turns=[turn(promoted=True), turn()], **NOTHING_ELSE)
 @example(turns=[turn(promoted=True), turn(registered=False)], **NOTHING_ELSE)
+@example(turns=[turn(), {**turn(), "passed": False}], **NOTHING_ELSE)  # an older challenger
 @example(turns=[turn(), turn(), turn()], **{**NOTHING_ELSE, "experiments": True})
 @example(turns=[turn(promoted=True)] * 3, **{**NOTHING_ELSE, "rolls_back": True})
 @example(turns=[turn("failed", registered=False)], **{**NOTHING_ELSE, "trains": True})
