@@ -87,6 +87,7 @@ for function, panel, example in COMMANDS:
     app.command(cls=Command, rich_help_panel=panel, epilog=f"Example: {example}")(function)
 CONFIG_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (settings.show, "rlhf config show --recipe tiny"),
+    (settings.explain, "rlhf config explain reward"),
     (settings.check, "rlhf config check my-recipe.yaml"),
     (settings.recipes, "rlhf config recipes"),
     (settings.use, "rlhf config use my-recipe.yaml --agent demo"),

@@ -83,9 +83,9 @@ class TinySettings(Section):
     """The policy that is built from scratch where nothing is downloaded."""
 
     vocabulary: int = Field(1024, ge=300, description="Tokens of the byte-level BPE trained here.")
-    layers: Positive = 4
-    width: Positive = 128
-    heads: Positive = 4
+    layers: Positive = Field(4, description="Transformer layers.")
+    width: Positive = Field(128, description="Of its hidden states.")
+    heads: Positive = Field(4, description="Attention heads; they divide the width.")
     context: Positive = Field(256, description="Tokens a prompt and its completion may take.")
     encoding: str | None = Field(
         None,
@@ -107,9 +107,11 @@ class TinySettings(Section):
 class LoraSettings(Section):
     """Low-rank adapters on every linear layer instead of full weights (arXiv:2106.09685)."""
 
-    enabled: bool = False
-    rank: Positive = 16
-    alpha: Annotated[float, Field(gt=0)] = 32
+    enabled: bool = Field(False, description="Train adapters in place of all weights.")
+    rank: Positive = Field(16, description="Of the adapters.")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        32, description="What the adapters' part is scaled by, over the rank."
+    )
 
 
 class PolicySettings(Section):
@@ -129,8 +131,12 @@ class PolicySettings(Section):
         "loss, and all weights in float32.",
     )
     device: str = Field("auto", description="`auto` takes a GPU where there is one.")
-    max_prompt_tokens: Positive = 96
-    max_completion_tokens: Positive = 48
+    max_prompt_tokens: Positive = Field(
+        96, description="Longest prompt, in tokens, with the chat template's own."
+    )
+    max_completion_tokens: Positive = Field(
+        48, description="Longest completion, in tokens, its end token counted."
+    )
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(
         1.0, description="Divides the logits wherever completions are sampled or scored."
     )
@@ -171,10 +177,12 @@ class SftSettings(Section):
         description="JSONL of {messages: […]}, taken beside the snapshot's corrections, well-rated "
         "and chosen completions; or `simulated:N`, the simulated people's, where there are none.",
     )
-    epochs: Annotated[float, Field(gt=0)] = 3
-    learning_rate: Rate = 1e-3
-    batch_size: Positive = 32
-    max_examples: Positive | None = None
+    epochs: Annotated[float, Field(gt=0)] = Field(3, description="Passes over the examples.")
+    learning_rate: Rate = Field(1e-3, description="Of AdamW, at its highest.")
+    batch_size: Positive = Field(32, description="Examples per optimizer step.")
+    max_examples: Positive | None = Field(
+        None, description="Examples trained on, at most; None: all."
+    )
     lora_rank: int = Field(
         0, ge=0, description="Above 0: adapters are trained, then merged; a model from a hub only."
     )
@@ -183,7 +191,7 @@ class SftSettings(Section):
 class FeedbackSettings(Section):
     """What is taken in, and how it is split."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="False: the service takes no votes (503).")
     min_rating: int = Field(
         4, ge=1, le=5, description="Rating from which a completion is imitated."
     )
@@ -248,8 +256,10 @@ class ValidationSettings(Section):
     """When a snapshot is fit for training."""
 
     min_rows: int = Field(10, ge=1, description="Clean rows below which nothing is trained.")
-    max_prompt_characters: Positive = 20_000
-    max_completion_characters: Positive = 20_000
+    max_prompt_characters: Positive = Field(20_000, description="A longer one goes to quarantine.")
+    max_completion_characters: Positive = Field(
+        20_000, description="A longer one goes to quarantine."
+    )
     narrow_support: Literal["quarantine", "report"] = Field(
         "quarantine",
         description="What becomes of pairs decided by words whose success few raters carry "
@@ -275,9 +285,11 @@ class DriftSettings(Section):
 class RewardShares(Section):
     """Which part of the voters each reward model learns from; they never share one."""
 
-    proxy: Share = 0.6
-    stopping: Share = 0.2
-    gate: Share = 0.2
+    proxy: Share = Field(0.6, description="Of the voters, for the one that PPO maximises.")
+    stopping: Share = Field(
+        0.2, description="Of the voters, for the one that chooses the checkpoint."
+    )
+    gate: Share = Field(0.2, description="Of the voters, for the one that judges the candidate.")
 
     @model_validator(mode="after")
     def _sum_to_one(self) -> RewardShares:
@@ -333,7 +345,9 @@ class RewardSettings(Section):
         description="How several heads' scores become one; pessimistic is the mean less "
         "disagreement_weight times their deviation.",
     )
-    disagreement_weight: Annotated[float, Field(ge=0)] = 1.0
+    disagreement_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="How much disagreement a pessimistic score loses by."
+    )
     freeze_trunk: bool = Field(False, description="Train only heads on the policy's features.")
     warm_start: bool = Field(
         False,
@@ -362,9 +376,9 @@ class RewardSettings(Section):
         description="Above 0: adapters on the baseline's trunk instead of a trunk of its own each; "
         "a PPO run with adapters then keeps one base in memory for all.",
     )
-    epochs: Positive = 2
-    learning_rate: Rate = 3e-4
-    batch_size: Positive = 32
+    epochs: Positive = Field(2, description="Passes over the training pairs.")
+    learning_rate: Rate = Field(3e-4, description="Of AdamW, at its highest.")
+    batch_size: Positive = Field(32, description="Pairs per optimizer step.")
     functions: Annotated[
         Mapping[Annotated[str, Field(pattern=r"^[\w.:-]+$")], FunctionSettings],
         BeforeValidator(spelt_out),
@@ -431,11 +445,13 @@ class RewardSettings(Section):
 class TrainingSettings(Section):
     """How training runs."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="False: no turn begins.")
     stage_timeout_minutes: Positive = Field(
         720, description="A stage that takes longer is stopped."
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(
+        0, ge=0, description="Of everything that is drawn; another one is another training."
+    )
     simulated_user: Literal["shop"] | None = Field(
         None,
         description="Who answers the assistant where ppo.max_turns is above 1: `shop` is a "
@@ -469,7 +485,9 @@ class PairJudgeSettings(Section):
         None, description="Environment variable that holds the API key; None: no key."
     )
     at_once: Positive = Field(4, description="Requests under way at the same time.")
-    timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="For its answer to one question."
+    )
     structured: bool = Field(
         True, description="Ask for the verdict's schema; false for servers that refuse that."
     )
@@ -479,8 +497,8 @@ class EvaluationSettings(Section):
     """How a candidate is compared."""
 
     prompts: Positive = Field(400, description="Held-out prompts, at most.")
-    bootstrap_samples: Positive = 2000
-    samples_shown: Positive = 30
+    bootstrap_samples: Positive = Field(2000, description="Resamples behind each interval.")
+    samples_shown: Positive = Field(30, description="Prompts shown with every system's answer.")
     judge: PairJudgeSettings | None = Field(
         None,
         description="Whom to ask which of two answers is better, beside the reward models; prompts "
@@ -536,14 +554,16 @@ class PromotionSettings(Section):
 class ContinuousLearningSettings(Section):
     """When the next turn starts by itself."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="False: a turn begins where somebody asks for it.")
     min_new_feedback: Positive = Field(100, description="Effective votes that start a turn.")
     min_age_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0,
         description="Quiet time after the newest vote, so that a burst is taken whole; where votes "
         "never pause, those that have waited ten times as long are taken.",
     )
-    cool_down_minutes: Minutes = 60.0
+    cool_down_minutes: Minutes = Field(
+        60.0, description="Between the end of one turn and the start of the next."
+    )
     nightly_cron: Cron = Field("0 2 * * *", description="In UTC.")
     deadline_minutes: Positive = Field(480, description="A run that takes longer is ended.")
     gpu_minutes_per_night: Positive = Field(480, description="Turns start only within this budget.")
@@ -568,7 +588,7 @@ class ExperimentSettings(Section):
         description="Challenger users at a step of the ramp before the next; where so many do not "
         "come, fewer do after a while: all steps but the last together take half the days at most.",
     )
-    minutes_per_step: Minutes = 60.0
+    minutes_per_step: Minutes = Field(60.0, description="That a step of the ramp lasts at least.")
     days: Annotated[Days, Field(gt=0)] = Field(14.0, description="Then the champion stays.")
     promote: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.05, description="Largest chance to promote a challenger that is no better."
@@ -662,7 +682,9 @@ class GuardrailSettings(Section):
     max_prompt_characters: Positive = Field(
         20_000, description="All messages of a request together."
     )
-    max_completion_characters: Positive | None = 20_000
+    max_completion_characters: Positive | None = Field(
+        20_000, description="A longer one is blocked; None: no limit."
+    )
     pii: bool = Field(
         True,
         description="Block completions with an email address, phone, card, key or IP address that "
@@ -739,7 +761,9 @@ class ServingSettings(Section):
 class NotificationSettings(Section):
     """Who hears of failures and alerts: the log always, a webhook where one is set."""
 
-    webhook: Annotated[SecretStr, AfterValidator(_is_address)] | None = None
+    webhook: Annotated[SecretStr, AfterValidator(_is_address)] | None = Field(
+        None, description="Its address; better by RLHF_WEBHOOK, as it may be a secret."
+    )
 
 
 class AlertSettings(Section):
@@ -1248,7 +1272,7 @@ def _explain(problem: ErrorDetails, section: str = "") -> str:
     """Return a problem in words, with the nearest right key for an unknown one."""
     where = section + ".".join(str(part) for part in problem["loc"])
     if problem["type"] in _UNKNOWN:
-        near = _nearest(where)
+        near = nearest_settings(where)
         hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
         return f"unknown setting {where!r}{hint}"
     if problem["type"] == "value_error":
@@ -1257,7 +1281,7 @@ def _explain(problem: ErrorDetails, section: str = "") -> str:
     return f"{where}: {problem['msg']}, found {found}"
 
 
-def _nearest(where: str) -> list[str]:
+def nearest_settings(where: str) -> list[str]:
     """Return the settings somebody may have meant, likeliest first.
 
     A misspelt or abbreviated (lr) name of the same section; else the right name in another one;

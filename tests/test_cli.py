@@ -286,6 +286,12 @@ def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert shown.count("*****") >= 3
 
 
+def test_settings_are_explained_as_a_recipe_that_can_be_read(rlhf: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(rlhf("config", "explain", "reward").stdout)
+    assert "sound" in rlhf("config", "check", str(tmp_path / "mine.yaml")).stdout
+    assert "'reward.heads'" in rlhf("config", "explain", "reward.head", code=1).stderr
+
+
 def test_recipes_are_listed_with_what_they_are_for(rlhf: Run) -> None:
     told = rlhf("config", "recipes").stdout
     assert [name for name in recipe_names() if name in told] == recipe_names()

@@ -32,6 +32,21 @@ def show(
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).rstrip())
 
 
+def explain(
+    setting: Annotated[
+        str,
+        typer.Argument(metavar="[SETTING]", help="Such as reward or ppo.kl_coef. Default: all."),
+    ] = "",
+) -> None:
+    """Print what settings are for, with their defaults and limits: a recipe with comments.
+
+    A part of it can go into a recipe as it is. What a recipe of yours resolves to: `show`.
+    """
+    from rlhf_pipeline.settings_told import told
+
+    typer.echo(told(setting).rstrip())
+
+
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A recipe in YAML.")],
 ) -> None:

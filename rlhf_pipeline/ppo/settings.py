@@ -21,7 +21,10 @@ LARGEST_KL_ERROR = 0.2  # arXiv:1909.08593: the proportional error is clipped to
 class PpoSettings:
     """How PPO trains. Frozen; contradictions are refused with a ConfigError when it is made."""
 
-    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,  # `rlhf config explain` tells them
+    }
 
     # how long
     updates: int = 50

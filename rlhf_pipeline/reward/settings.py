@@ -19,15 +19,21 @@ LEARNED = "learned"
 CRITERION = f"{LEARNED}:"  # and a name: one criterion that people rate, as the same model learnt it
 
 
+TOLD = {"extra": "forbid", "use_attribute_docstrings": True}  # `rlhf config explain` tells them
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A weight that moves evenly from `start`, at the first update, to `end`, then stays."""
 
-    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = TOLD
 
     start: float
+    """At the first update."""
     end: float
-    updates: int  # PPO updates it takes
+    """From the last of them on."""
+    updates: int
+    """PPO updates it takes."""
 
     def __post_init__(self) -> None:
         if self.updates < 1 or not (math.isfinite(self.start) and math.isfinite(self.end)):
@@ -41,9 +47,10 @@ class Linear:
 class Stepped:
     """A weight that takes each number from its update on; the first is that of update 0."""
 
-    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = TOLD
 
-    steps: Mapping[int, float]  # updates made before -> weight
+    steps: Mapping[int, float]
+    """Updates made before -> weight."""
 
     def __post_init__(self) -> None:
         if min(self.steps, default=-1) != 0 or not all(map(math.isfinite, self.steps.values())):
@@ -80,7 +87,7 @@ def scaled(weight: Weight, factor: float) -> Weight:
 class FunctionSettings:
     """One reward function of the composite."""
 
-    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = TOLD
 
     weight: Weight = 1.0
     """A number, {start, end, updates} or {steps: {0: 0.1, 10: 0.5}}; negative: less is better."""
