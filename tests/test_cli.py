@@ -277,6 +277,14 @@ def test_a_mistake_in_a_recipe_is_named(rlhf: Run, tmp_path: Path) -> None:
     assert "found none at" in rlhf("config", "check", str(tmp_path / "no.yaml"), code=1).stderr
 
 
+@pytest.mark.parametrize("section", ["policy", "reward"])
+def test_a_model_folder_that_is_not_there_is_named(section: str, rlhf: Run, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    path = write(tmp_path / "mine.yaml", f"{section}: {{base: {gone}}}")
+    (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
+    assert f"found none at {gone}" in line
+
+
 def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@db/rlhf")
     monkeypatch.setenv("RLHF_WEBHOOK", "https://hooks.example/hunter2")

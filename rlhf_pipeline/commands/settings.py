@@ -52,9 +52,16 @@ def check(
 ) -> None:
     """Tell everything that is wrong with a recipe at once.
 
-    Unknown keys (with the nearest right one), values out of range, contradictions.
+    Unknown keys (with the nearest right one), values out of range, contradictions; then whether the
+    folders that it names hold models. Models of a hub or a registry are looked for by `rlhf plan`.
     """
     settings = workspace().load(str(need_file(file)))
+    bases = {settings.policy.base, settings.reward.base} - {"tiny", None}
+    for base in sorted(str(base) for base in bases):
+        if not base.startswith("models:/"):
+            from rlhf_pipeline.policy.loading import local_folder
+
+            local_folder(base)
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
 
 
