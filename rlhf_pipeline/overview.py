@@ -69,7 +69,7 @@ class Standing:
     version: int
     label: str
     created_at: datetime
-    roles: tuple[str, ...]  # champion, previous, baseline, challenger
+    roles: tuple[str, ...]  # the names that it has, and withdrawn where it was
     passed: bool | None  # None: not judged
     votes: int
     satisfaction: float | None  # mean of thumbs, ratings and scores, 0 to 1; None with few
@@ -186,19 +186,14 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
 def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> list[Standing]:
     """Return every version, newest first: what people, its comparison and the gate say of it."""
     opinions = _opinions(database, agent_id)
-    roles: dict[int, list[str]] = defaultdict(list)
-    standing = ledger.standing(agent_id)
-    for role, found in (
-        ("champion", standing.champion),
-        ("previous", standing.previous),
-        ("baseline", ledger.baseline(agent_id)),
-        ("challenger", standing.challenger),
-    ):
-        if found is not None:
-            roles[found.version].append(role)
-    known = ledger.versions(agent_id)
+    known, standing = ledger.versions(agent_id), ledger.standing(agent_id)
     return [
-        _standing(version, known, tuple(roles[version.version]), opinions.get(version.version, []))
+        _standing(
+            version,
+            known,
+            tuple(standing.roles(version.version)),
+            opinions.get(version.version, []),
+        )
         for version in reversed(known)
     ]
 

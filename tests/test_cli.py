@@ -670,7 +670,12 @@ def test_the_ledger_moves_although_mlflow_is_away(
     )
     rlhf("rollback", "--to", "baseline", "--reason", "a test")
     assert reconciled == ["shop", "shop"]
-    assert standing(rlhf)["0"] == "champion, baseline"
+    assert standing(rlhf) == {
+        "0": "champion, baseline",
+        "1": "withdrawn",
+        "2": "",
+        "3": "",
+    }
 
 
 def test_the_baseline_is_version_0_until_a_person_resets_it(

@@ -24,7 +24,7 @@ from rlhf_pipeline.errors import RegistryError
 
 if TYPE_CHECKING:
     from rlhf_pipeline import overview
-    from rlhf_pipeline.registry.ledger import ModelVersion, Standing
+    from rlhf_pipeline.registry.ledger import ModelVersion
 
 
 def versions(agent: Agent) -> None:
@@ -32,6 +32,7 @@ def versions(agent: Agent) -> None:
 
     Score is the gate model's on held-out prompts, with its spread between them; learned is how much
     of it came over the champion of that day for 1,000 more votes. KL is in nats a completion.
+    Withdrawn is who was rolled back from, or lost an experiment: `rlhf explain VERSION` says which.
     """
     from rich.table import Table
 
@@ -39,7 +40,6 @@ def versions(agent: Agent) -> None:
 
     here = workspace()
     here.version(agent, "0")  # says what to do where there is none
-    standing, baseline = here.ledger.standing(agent), here.ledger.baseline(agent)
     table = Table("version", "label", "standing", "gate", "registered (UTC)", "MLflow")
     for name in ("score", "KL", "learned", "satisfaction"):
         table.add_column(name, justify="right")
@@ -48,7 +48,7 @@ def versions(agent: Agent) -> None:
         table.add_row(
             str(version.version),
             version.label,
-            ", ".join(_roles(version, standing, baseline)),
+            ", ".join(seen[version.version].roles),
             _gate(version),
             f"{version.created_at:%Y-%m-%d %H:%M}",
             version.mlflow_version or "–",
@@ -297,16 +297,6 @@ def _reconcile(here: Workspace, agent_id: str) -> None:
         return
     for change in changes:
         typer.echo(f"MLflow {change}")
-
-
-def _roles(version: ModelVersion, standing: Standing, baseline: ModelVersion | None) -> list[str]:
-    roles = {
-        "champion": standing.champion,
-        "challenger": standing.challenger,
-        "previous": standing.previous,
-        "baseline": baseline,
-    }
-    return [name for name, other in roles.items() if other and other.version == version.version]
 
 
 def _gate(version: ModelVersion) -> str:

@@ -25,13 +25,12 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
     """
     found = ledger.version(agent_id, version)
     standing = ledger.standing(agent_id)
-    baseline = ledger.baseline(agent_id)
     entries = [e for e in standing.history if version in (e.version, e.previous_version)]
     return {
         "agent_id": agent_id,
         "version": version,
         "label": found.label,
-        "standing": _standing(found, standing, baseline),
+        "standing": _standing(found, standing),
         "created_at": found.created_at.isoformat(),
         "path": str(found.path),
         "report": _report(found),
@@ -102,21 +101,9 @@ def to_text(explanation: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing(
-    version: ModelVersion, standing: Standing, baseline: ModelVersion | None
-) -> list[str]:
-    found = [
-        name
-        for name, other in (
-            ("champion", standing.champion),
-            ("challenger", standing.challenger),
-            ("previous champion", standing.previous),
-            ("baseline", baseline),
-        )
-        if other is not None and other.version == version.version
-    ]
-    if version.version in standing.withdrawn:
-        found.append(standing.withdrawn[version.version].removeprefix("was "))
+def _standing(version: ModelVersion, standing: Standing) -> list[str]:
+    gone = standing.withdrawn.get(version.version, "").removeprefix("was ")
+    found = [gone if name == "withdrawn" else name for name in standing.roles(version.version)]
     if version.gate is not None and not version.passed_gate:
         found.append("refused by the gate")
     return found or ["registered"]

@@ -26,6 +26,7 @@ from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
 
 PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
 LOOK_SECONDS = 0.05
+NAMES = ("champion", "challenger", "previous", "baseline")  # that a version may have
 FORCE = "`rlhf promote --force --reason WHY`"
 
 Action = Literal["baseline", "promote", "rollback", "adopt"]
@@ -87,6 +88,13 @@ class Standing:
     previous: ModelVersion | None
     waiting: tuple[ModelVersion, ...] = ()  # passed, newer than the champion, not withdrawn
     withdrawn: Mapping[int, str] = field(default_factory=dict)  # version -> why
+    baseline: ModelVersion | None = None  # the newest `baseline` entry's: drift is measured to it
+
+    def roles(self, version: int) -> list[str]:
+        """Return what a version is now: the names that it has, and withdrawn where it was."""
+        named = {name: getattr(self, name) for name in NAMES}
+        is_now = [name for name, found in named.items() if found and found.version == version]
+        return [*is_now, "withdrawn"] if version in self.withdrawn else is_now
 
     @property
     def entry(self) -> int:
@@ -134,8 +142,8 @@ class PromotionLedger:
     def baseline(self, agent_id: str) -> ModelVersion | None:
         """Return the version that drift is measured against: the newest `baseline` entry's."""
         with self.database.read() as connection:
-            entries = [e for e in _history(connection, agent_id) if e.action == "baseline"]
-            return self._version(connection, agent_id, entries[-1].version) if entries else None
+            number = _baseline_of(_history(connection, agent_id))
+            return None if number is None else self._version(connection, agent_id, number)
 
     def challenger(self, agent_id: str) -> ModelVersion | None:
         """Return the newest version that passed the gate, is newer than the champion and was
@@ -144,14 +152,14 @@ class PromotionLedger:
         return self.standing(agent_id).challenger
 
     def standing(self, agent_id: str) -> Standing:
-        """Return history, champion, challenger and previous as of one moment."""
+        """Return the agent's history, and who stands where, as of one moment."""
         with self.database.read() as connection:
             history = _history(connection, agent_id)
             by_number = {v.version: v for v in self._versions(connection, agent_id)}
             gone = _withdrawn(connection, agent_id, history, by_number.values())
         line = _line_of_champions(history)
         champion = by_number[line[-1]] if line else None
-        before = _one_before(line, gone)
+        before, first = _one_before(line, gone), _baseline_of(history)
         waiting = [
             v
             for v in by_number.values()
@@ -164,6 +172,7 @@ class PromotionLedger:
             previous=by_number[before] if before is not None else None,
             waiting=tuple(sorted(waiting, key=lambda v: v.version)),
             withdrawn=gone,
+            baseline=by_number[first] if first is not None else None,
         )
 
     def objection(self, agent_id: str, version: int) -> str | None:
@@ -182,15 +191,13 @@ class PromotionLedger:
         """
         if name.isdecimal():
             return self.version(agent_id, int(name))
-        found = None
-        if name == "baseline":
-            found = self.baseline(agent_id)
-        elif name in ("champion", "challenger", "previous"):
+        found: ModelVersion | None = None
+        if name in NAMES:
             found = getattr(self.standing(agent_id), name)
         if found is None:
             raise RegistryError(
                 f"a version of agent {agent_id} is needed, found no {name!r}; give its number or "
-                "champion, challenger, previous, baseline (`rlhf versions` lists them)"
+                f"{', '.join(NAMES)} (`rlhf versions` lists them)"
             )
         return found
 
@@ -569,6 +576,11 @@ def _one_before(line: Sequence[int], gone: Collection[int]) -> int | None:
     """
     before = line[-2::-1]
     return next((v for v in before if v not in gone), next(iter(before), None))
+
+
+def _baseline_of(history: Sequence[Promotion]) -> int | None:
+    """Return the version that was made the baseline last."""
+    return next((e.version for e in reversed(history) if e.action == "baseline"), None)
 
 
 def _walked(history: Sequence[Promotion]) -> tuple[list[int], list[Promotion]]:

@@ -163,7 +163,7 @@ def test_standing_names_refused_rolled_back_and_baseline(ledger: PromotionLedger
     refused = to_text(explain(ledger, AGENT, 2))
     assert "never was champion" in refused
     assert "refused by kl_stop\n" in refused
-    assert explain(ledger, AGENT, 0)["standing"] == ["previous champion", "baseline"]
+    assert explain(ledger, AGENT, 0)["standing"] == ["previous", "baseline"]
     ledger.rollback(AGENT, actor="watch", reason="errors")
     assert explain(ledger, AGENT, 1)["standing"] == ["rolled back from"]
     assert explain(ledger, AGENT, 0)["standing"] == ["champion", "baseline"]
