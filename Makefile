@@ -23,11 +23,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m automation.demo
 
+# As many tests at once as there are cores, up to four, each on one core; of a file in one process,
+# for its tests share what is slow to make.
+AT_ONCE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(AT_ONCE)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(AT_ONCE) -m "not gpu"
 
 test-ui: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ui]"
