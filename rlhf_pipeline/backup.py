@@ -255,7 +255,7 @@ def _in_use(ledger: PromotionLedger, agent_id: str) -> dict[int, str]:
     standing, running = ledger.standing(agent_id), ExperimentBook(ledger.database).running(agent_id)
     used = {} if running is None else {running.challenger: "a running experiment"}
     for role, version in (
-        ("the baseline", ledger.baseline(agent_id)),
+        ("the baseline", standing.baseline),
         ("the previous champion", standing.previous),
         ("the challenger", standing.challenger),
         ("the champion", standing.champion),  # last: what it is told as, of all that it is
