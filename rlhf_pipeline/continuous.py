@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import get_args
 
-from rlhf_pipeline.config import Settings
+from rlhf_pipeline.config import RewardSettings, Settings, Trains
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
 
+TEACHING = get_args(Trains)  # kinds of votes
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
@@ -123,6 +127,22 @@ def due(
         mark = earlier[-1].fingerprint[:16]
         return NotDue(agent_id, f"{len(earlier)} attempts at {mark} failed; a person must look")
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
+
+
+def reward_lacks(votes: Mapping[str, int], reward: RewardSettings) -> str | None:
+    """Return what is too little for a reward to be learnt, however the raters fall to its models.
+
+    None where there may be enough. `votes` are effective votes by kind.
+    """
+    if reward.given is not None:
+        return None
+    least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
+    if taught >= least:
+        return None
+    others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
+    told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
+    more = f"; {told} would count where reward.kinds names them" if told else ""
+    return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
 
 
 def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:

@@ -450,6 +450,22 @@ def test_an_agent_whose_first_file_was_set_aside_whole_is_known(rlhf: Run, tmp_p
     assert cells(rlhf("status").stdout)["quarantine"] == "1 (value_out_of_range 1)"
 
 
+def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    path = str(write(tmp_path / "votes.jsonl", THUMBS))
+    told = rlhf("ingest", path, "--agent", "tea").stdout
+    lacks = cells(rlhf("status").stdout)["reward"]
+    assert told.splitlines()[-1] == f"no reward yet: {lacks}"
+    assert "thumbs 1 would count where reward.kinds names them" in lacks
+    teaches = str(write(tmp_path / "mine.yaml", "reward: {kinds: {thumbs: 1}, min_pairs: 1}"))
+    rlhf("config", "use", "--agent", "tea", teaches)
+    more = THUMBS + THUMBS.replace("Why?", "When?") + THUMBS.replace("Why?", "Where?")
+    path = str(write(tmp_path / "votes.jsonl", more))
+    assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout
+    assert "reward" not in cells(rlhf("status").stdout)
+
+
 def test_who_asks_in_another_folder_is_told_which(
     rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,17 @@ from unittest.mock import patch
 import pytest
 import sqlalchemy as sa
 
-from rlhf_pipeline.config import Settings, load_settings
-from rlhf_pipeline.continuous import BACK_OFF, COUNTED, Due, NotDue, back_off, due, minutes_since
+from rlhf_pipeline.config import RewardSettings, Settings, load_settings
+from rlhf_pipeline.continuous import (
+    BACK_OFF,
+    COUNTED,
+    Due,
+    NotDue,
+    back_off,
+    due,
+    minutes_since,
+    reward_lacks,
+)
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
@@ -345,3 +354,17 @@ def test_settings_decide_for_each_agent(agent: Agent) -> None:
     assert due(agent.database, "tea", patient, at=agent.at) == NotDue(
         "tea", "5 new votes of the 500 needed"
     )
+
+
+def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
+    pairs = RewardSettings(min_pairs=10)
+    assert reward_lacks({"preference": 20, "correction": 10, "thumbs": 500}, pairs) is None
+    told = reward_lacks({"preference": 20, "correction": 9, "thumbs": 1500, "comment": 3}, pairs)
+    assert told == (
+        "29 votes to learn from (preference, correction) of at least 30; thumbs 1,500 would count "
+        "where reward.kinds names them"
+    )
+    assert reward_lacks({"thumbs": 30}, RewardSettings(min_pairs=10, kinds={"thumbs": 1})) is None
+    none = reward_lacks({}, RewardSettings(min_pairs=10))
+    assert none == "0 votes to learn from (preference, correction) of at least 30"
+    assert reward_lacks({}, RewardSettings(given="/models/rewards")) is None

@@ -81,13 +81,16 @@ def automatic(
 
 
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
+    from rlhf_pipeline.continuous import reward_lacks
     from rlhf_pipeline.errors import ConfigError
 
     row = here.store.agent(agent_id)
     own = row.recipe if row is not None else None
     automatic: bool | None = None
+    votes, lacks = here.store.counts(agent_id), None
     try:
         settings = here.settings_of(agent_id)
+        lacks = reward_lacks(votes, settings.reward)
         automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
     except ConfigError as error:  # the other agents are shown all the same
         next_turn = f"none until its recipe loads: {error}"
@@ -100,7 +103,8 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         "recipe": own or here.settings.recipe,
         "own_recipe": own is not None,
         "automatic_promotion": automatic if chosen is None else bool(chosen),
-        "votes": here.store.counts(agent_id),
+        "votes": votes,
+        "reward_lacks": lacks,
         "quarantine": here.store.quarantined(agent_id),
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
@@ -140,6 +144,7 @@ def _print_status(values: dict[str, Any]) -> None:
     champion, challenger = values["champion"], values["challenger"]
     rows = {
         "votes": _counts(values["votes"]),
+        "reward": values["reward_lacks"] or "",
         "quarantine": _counts(values["quarantine"]),
         "champion": "none yet"
         if champion is None
@@ -156,6 +161,8 @@ def _print_status(values: dict[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows.items():
+        if name == "reward" and not text:
+            continue
         table.add_row(name, escape(text))
     console().print(table)
 

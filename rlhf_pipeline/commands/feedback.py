@@ -63,6 +63,7 @@ def ingest(
     Exit code: 0 when every row was sound, 3 when some were quarantined or a file of a folder could
     not be read (the rest is stored), 1 when a named file could not be read.
     """
+    from rlhf_pipeline.continuous import reward_lacks
     from rlhf_pipeline.feedback.ingest import ingest as take_in
     from rlhf_pipeline.feedback.rules import AGENT_ID
 
@@ -79,7 +80,8 @@ def ingest(
         summary = take_in(
             here.store, paths, agent, format, source=source, split=split, on_progress=report
         )
-    _print_summary(summary, agent)
+    lacks = reward_lacks(here.store.counts(agent), here.settings_of(agent).reward)
+    _print_summary(summary, agent, lacks)
     if summary.quarantined or summary.unreadable:
         raise typer.Exit(SOME_QUARANTINED)
 
@@ -124,7 +126,7 @@ def _bytes_of(paths: Sequence[str]) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _print_summary(summary: IngestSummary, agent_id: str) -> None:
+def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> None:
     from rich.table import Table
 
     from rlhf_pipeline.feedback.rules import MEANINGS, Rule
@@ -141,6 +143,8 @@ def _print_summary(summary: IngestSummary, agent_id: str) -> None:
     for rule, rows in summary.quarantined.items():
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
     console().print(table)
+    if summary.read and lacks is not None:
+        typer.echo(f"no reward yet: {lacks}")
     for rule, example in summary.examples.items():
         typer.echo(f"{rule}: {_printable(example)}")
     if summary.quarantined:

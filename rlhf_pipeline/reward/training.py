@@ -393,8 +393,9 @@ def check_pairs(
     decided = sum(not is_tie(pair) for pair in test_pairs)
     if decided < 2:
         raise NotEnoughData(
-            f"judging a reward model needs 2 held-out pairs that people decided, found {decided}; "
-            f"collect {2 - decided} more or raise feedback.evaluation_share"
+            "judging a reward model needs 2 preferences or corrections on held-out prompts, found "
+            f"{decided}; collect more of them (the review page asks people for some), for thumbs "
+            "on two prompts compare no answers, or raise feedback.evaluation_share"
         )
     prompts = {pair.prompt for pair in train_pairs} | {example.prompt for example in examples}
     if len(prompts) < 2:

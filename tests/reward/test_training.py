@@ -203,7 +203,11 @@ def test_what_cannot_teach_or_judge_is_refused(planted: Planted, tmp_path: Path)
         NotEnoughData, "needs 40 preference pairs, found 30; collect 10", train=pairs, min_pairs=40
     )
     refused(NotEnoughData, "found 30 ties only", train=[replace(p, tie=True) for p in pairs])
-    refused(NotEnoughData, "found 0; collect 2", test=[replace(p, both_bad=True) for p in test])
+    refused(
+        NotEnoughData,
+        "held-out prompts, found 0; collect more",
+        test=[replace(p, both_bad=True) for p in test],
+    )
     rated = [
         RewardExample(str(i), p.prompt, p.chosen, FeedbackKind.thumbs, 1.0, None, p.voter, "train")
         for i, p in enumerate(pairs)
