@@ -114,6 +114,8 @@ def reward_model(
             "doubted": reports[job]["doubted"],
             "turned": reports[job].get("turned", 0),
             "heads": reports[job]["heads"],
+            "trunk": reports[job].get("undone")
+            or ("frozen" if reports[job]["freeze_trunk"] else "trained"),
             "began with": reports[job].get("reused_from")
             or reports[job].get("began_with")
             or ": ".join(["base", *filter(None, [reports[job].get("why_cold")])]),

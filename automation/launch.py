@@ -118,7 +118,8 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
             console.print(
                 f"{job} reward model: accuracy {report['accuracy']:.3f} "
                 f"({report['interval'][0]:.3f} to {report['interval'][1]:.3f}) on {report['n']} "
-                f"held-out pairs; always the longer: {report['floors']['longer']:.3f}, random: 0.5",
+                f"held-out pairs; always the longer: {report['floors']['longer']:.3f}, random: 0.5"
+                + (f"; its trunk is as it was: {report['undone']}" if report.get("undone") else ""),
                 highlight=False,
                 soft_wrap=True,
             )

@@ -434,6 +434,26 @@ class Fitted:
     loss: float  # mean over everything said, in nats
     ridge: float
 
+    def lost(
+        self,
+        features: Tensor,
+        head: Tensor,
+        voters: Sequence[str],
+        texts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return how unlikely what was said of the texts is, in nats, all told; and their scores.
+
+        `features` (N, F) are plain ones, of all texts or of those with these numbers, and may be
+        another trunk's; `head` (F,) are weights on them. Each thing said counts by the chance that
+        its rater, of the `voters` by number, had looked.
+        """
+        told = self.likelihoods
+        looked = torch.tensor([self.careful[voter] for voter in voters], dtype=torch.float64)
+        centred = features.cpu().double() - self.mean
+        scores = centred @ head.cpu().double() / told.slope("preference")
+        likelihood, _, voter = told.said(scores, centred / self.deviation, texts)
+        return -(looked[voter] * likelihood).sum(), scores
+
 
 def score_weights(fitted: Fitted) -> Tensor:
     """Return the score's weights on plain features, (F,): margins are log-odds of a preference."""

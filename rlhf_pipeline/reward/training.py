@@ -135,6 +135,7 @@ class RewardModelReport:
     influence: tuple[PartInfluence, ...] = ()  # of each part of the raters (influence.py)
     no_influence: str | None = None  # why it is not known
     findings: Findings | None = None  # for whom it is right, beside what, and where it is not
+    undone: str | None = None  # why the trunk is as it was, although it was trained
     began_with: Path | None = None  # the earlier model; None: its base
     why_cold: str | None = None  # why it did not begin with the earlier model it was given
 
@@ -335,6 +336,7 @@ def train_reward_model(
         influence=tuple(influence),
         no_influence=unknown,
         findings=findings,
+        undone=went.undone,
         began_with=earlier if warm else None,
         why_cold=why_cold,
     )
@@ -633,7 +635,9 @@ def fit_kinds(
 ) -> tuple[Fit, dict[str, float], dict[str, int]]:
     """Fit the head on the trunk's features to everything that was said (kinds.py).
 
-    With a `descent` trunk and head are then trained on it together. What people rated by name gets
+    With a `descent` trunk and head are then trained on it together, and are what they were again
+    where that made it less likely: the likelihoods of thumbs, ratings and scores know where 0 is,
+    and too large steps move all of a trunk's scores. What people rated by name gets
     a head of its own beside it (model.criteria). Where raters turn it is fitted again to what they
     said until then. With `parts` (voter -> part) each part of the raters gets a head of its own, as
     model.combined brings them together. Returns how it went, each voter's probability of having
@@ -673,10 +677,29 @@ def fit_kinds(
 
     went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]), None if parts else without)
     if descent is not None:
+        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        before = {name: w.detach().cpu().clone() for name, w in trained.items()}
+        head_alone = went
         went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
-        if opinions.criteria:  # what is beside the score, of what the trunk reads now
+        model.eval()
+        tuned = all_features(model, rows, report)
+        lost = [
+            float(fitted.lost(some, head, opinions.voters)[0]) / opinions.count
+            for some, head in ((features, heads[0]), (tuned, model.head.weight[0].detach()))
+        ]
+        if lost[1] > lost[0]:
+            with torch.no_grad():
+                for name, w in trained.items():
+                    w.copy_(before[name])
+            undone = (
+                f"training it made what people said less likely (from {lost[0]:.2f} to "
+                f"{lost[1]:.2f} nats each); lower reward.learning_rate from "
+                f"{descent.learning_rate:g}, or set reward.freeze_trunk"
+            )
+            went = replace(head_alone, without=None, undone=undone)
+        elif opinions.criteria:  # what is beside the score, of what the trunk reads now
             fitted = fit(
-                all_features(model, rows, report),
+                tuned,
                 opinions,
                 kinds,
                 ridge=fitted.ridge,

@@ -46,6 +46,7 @@ class Fit:
     loss_curve: list[tuple[int, float]]  # (optimizer step, mean loss since the last one)
     train_accuracy: float  # on the decided training pairs, as seen in the last epoch
     without: Without | None = None  # the head without some raters, where it alone was fitted
+    undone: str | None = None  # why the trunk is as it was, although it was trained
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,7 @@ def tune_to_kinds(
     chance that its rater had looked. Returns how it went.
     """
     about = opinions.about()
-    told, slope = fitted.likelihoods.requires_grad_(False), fitted.likelihoods.slope("preference")
-    looked = torch.tensor([fitted.careful[voter] for voter in opinions.voters])
+    fitted.likelihoods.requires_grad_(False)
     model.head.bias.requires_grad_(False)  # where 0 is, is what the thresholds were fitted to
     seen: dict[int, float] = {}  # each text's latest score
 
@@ -137,10 +137,8 @@ def tune_to_kinds(
         for batch in batches_by_length(longest, tokens_at_once(model.head.weight.device) // 2):
             texts = [i for place in batch for i in about[members[place]]]
             features = model.features([rows[i] for i in texts])
-            centred = features.cpu().double() - fitted.mean
-            scores = centred @ model.head.weight[0].cpu().double() / slope
-            likelihood, _, voter = told.said(scores, centred / fitted.deviation, texts)
-            loss = -(looked[voter] * likelihood).sum() / len(members)
+            lost, scores = fitted.lost(features, model.head.weight[0], opinions.voters, texts)
+            loss = lost / len(members)
             torch.autograd.backward(loss)
             total += float(loss.detach())
             seen.update(zip(texts, scores.tolist(), strict=True))

@@ -37,9 +37,11 @@ from rlhf_pipeline.reward.kinds import (
 from rlhf_pipeline.reward.model import (
     Calibration,
     Limits,
+    encode_rows,
     load_reward_model,
     new_reward_model,
     save_reward_model,
+    score_rows,
 )
 from rlhf_pipeline.reward.named import check_function, composite_of
 from rlhf_pipeline.reward.settings import FunctionSettings
@@ -184,6 +186,33 @@ def test_scores_alone_train_a_reward_that_ranks_pairs(planted: Planted, tmp_path
             examples=examples,
             **{**settings, "kinds": {"rating": 1.0}},
         )
+
+
+def test_a_descent_that_unlearns_what_people_said_is_undone(planted: Planted) -> None:
+    examples = scored_sides(planted.train, [f"v{i}" for i in range(9)])
+
+    def fitted(learning_rate: float | None) -> tuple[str | None, list[float]]:
+        model, tokenizer = new_reward_model(planted.base, seed=0, device="cpu")
+        went, _, _ = fit_kinds(
+            model,
+            tokenizer,
+            [],
+            examples,
+            {"score": 1.0},
+            Limits(32, 40),
+            descent=None if learning_rate is None else Descent(1, learning_rate, 16, 0),
+            report=ignore_progress,
+        )
+        rows = [(pair.prompt, pair.chosen) for pair in planted.test]
+        return went.undone, score_rows(model.eval(), encode_rows(tokenizer, rows, Limits(32, 40)))
+
+    (_, alone), (kept, trained), (undone, back) = map(fitted, (None, 1e-5, 0.03))
+    assert kept is None
+    assert trained != alone
+    assert undone is not None
+    assert "less likely" in undone
+    assert "reward.learning_rate from 0.03" in undone
+    assert back == alone
 
 
 @pytest.mark.parametrize("descent", [None, Descent(1, 1e-4, 16, 0)])
