@@ -56,10 +56,10 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no s
         self.keys[:, :, -new:], self.values[:, :, -new:] = key_states, value_states
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep only these rows of the batch, and no room for others."""
         if self.buffers is not None:
-            keys, values = self.buffers[0][indices], self.buffers[1][indices]
+            keys, values = self.buffers[0][beam_idx], self.buffers[1][beam_idx]
             length = self.get_seq_length()
             self.buffers = keys, values
             self.keys, self.values = _looked_at([keys, values], keys.shape[0], length)

@@ -172,7 +172,7 @@ def decode(
                 keep = ended.int().argsort(stable=True)[:wanted].sort().values
                 if captured:
                     captured.release()
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)  # layers of a recurrent state select rows by no other
                 rows, mask, inputs = rows[keep], mask[keep], inputs[keep]
                 last, ended = last[keep], ended[keep]
         positions = last

@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GPTNeoConfig,
+    Lfm2Config,
     LlamaConfig,
     OPTConfig,
     PhiConfig,
@@ -85,6 +86,13 @@ CONFIGS = {
         sliding_window=4,
         final_logit_softcapping=5.0,
         attn_implementation="eager",
+        **COMMON,
+    ),
+    "lfm2": Lfm2Config(  # a layer that keeps a state, where others keep the past
+        **LLAMA_LIKE,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
         **COMMON,
     ),
 }
