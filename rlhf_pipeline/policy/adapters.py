@@ -1,8 +1,9 @@
 """Several sets of low-rank adapters on one base, through peft: LoRA, arXiv:2106.09685.
 
-A set has a name, such as `critic`, and sits in every linear layer of a model's trunk. Which set
-computes is decided by `only`, so one base in memory serves policy, reference (no set), critic and
-reward models. The base's weights are frozen and may be bfloat16; adapters are float32.
+A set has a name, such as `critic`, and sits in every linear layer of a model's trunk, which the
+experts of a mixture are not. Which set computes is decided by `only`, so one base in memory serves
+policy, reference (no set), critic and reward models. The base's weights are frozen and may be
+bfloat16; adapters are float32.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
 from rlhf_pipeline.policy.loading import Policy, load_policy
+from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.records import hashed
 
 POLICY = "default"  # the set that PEFT's own wrapper trains, merges and saves
 ALPHA_PER_RANK = 2.0  # adapters of SFT and reward models count alpha / rank = 2
 WEIGHTS = "adapter_model.safetensors"  # beside PEFT's adapter_config.json
+# What PEFT 0.21 takes for a mixture's router and experts (utils/transformers_weight_conversion.py).
+EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
 KEPT = "adapter"  # folder of a saved policy: its set before it was merged, for the next turn
 BASE = "base.json"  # in that folder: the digest of the base it belongs to
 
@@ -55,7 +59,7 @@ def load_base(
     adapters of this rank (they go on, with the alpha they have). Otherwise policy_dir is the base,
     with fresh adapters.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import PeftModel, get_peft_model
 
     if _goes_on(policy_dir, reference_dir, rank):
         kept = Path(policy_dir) / KEPT
@@ -72,14 +76,7 @@ def load_base(
         return SharedBase(policy, wrapper, read_json(kept / BASE)["digest"])
     policy = load_policy(policy_dir, device=device, dtype=dtype)
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        fan_in_fan_out=keeps_weights_transposed(policy.model),
-        task_type="CAUSAL_LM",
-    )
+    config = lora_config(trunk_of(policy.model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
     wrapper = get_peft_model(policy.model, config)
     return SharedBase(policy, wrapper, base_digest(policy_dir))
 
@@ -128,10 +125,26 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def lora_config(trunk: nn.Module, *, rank: int, alpha: float, task_type: str | None = None) -> Any:
+    """Return PEFT's description of a set of adapters in the trunk's linear layers."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=linear_names(trunk),
+        fan_in_fan_out=keeps_weights_transposed(trunk),
+        task_type=task_type,
+    )
+
+
 def linear_names(trunk: nn.Module) -> list[str]:
     """Return the last part of the names of the trunk's linear layers, adapted ones included.
 
-    PEFT's own "all-linear" would find the matrices of the sets that are there already.
+    PEFT's own "all-linear" would find the matrices of the sets that are there already. In a mixture
+    of experts the names in EXPERTS are left out, an expert that all tokens share among them: PEFT
+    takes them for the stacked experts', which it would build anew as wholes at every pass.
     """
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
@@ -141,6 +154,8 @@ def linear_names(trunk: nn.Module) -> list[str]:
         inside = ".lora_" in name or name.endswith("base_layer")
         if isinstance(module, (nn.Linear, Conv1D, LoraLayer)) and not inside:
             names.add(name.rpartition(".")[2])
+    if _stacks_experts(trunk):
+        names -= EXPERTS
     if not names:
         raise ModelError(
             f"adapters need a trunk with linear layers, found none in {type(trunk).__name__}; "
@@ -155,16 +170,7 @@ def add_adapters(trunk: nn.Module, name: str, *, rank: int, alpha: float, seed: 
     Fresh ones change nothing: one of their two matrices is 0. Which set computes, and which other
     sets are trained, stays as it was; the base is frozen.
     """
-    from peft import LoraConfig
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        target_modules=linear_names(trunk),
-        fan_in_fan_out=keeps_weights_transposed(trunk),
-    )
-    _inject(trunk, name, config, seed)
+    _inject(trunk, name, lora_config(trunk, rank=rank, alpha=alpha), seed)
 
 
 def load_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
@@ -250,6 +256,12 @@ def keeps_weights_transposed(model: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _stacks_experts(trunk: nn.Module) -> bool:
+    """Return whether there are mixtures, whose experts' weights are tensors of three dimensions."""
+    apart = [module for module in trunk.modules() if not isinstance(module, nn.Conv1d)]
+    return any(p.dim() == 3 for module in apart for p in module.parameters(recurse=False))
 
 
 def _goes_on(policy_dir: str | Path, reference_dir: str | Path, rank: int) -> bool:

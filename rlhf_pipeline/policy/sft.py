@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, keeps_weights_transposed
+from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, lora_config
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompt, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
@@ -151,17 +151,11 @@ def packed_loss(
 
 def _with_adapters(model: Any, rank: int, seed: int) -> Any:
     """Return PEFT's wrapper of the model with fresh adapters in float32, the rest frozen."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=ALPHA_PER_RANK * rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-        fan_in_fan_out=keeps_weights_transposed(model),
-        task_type="CAUSAL_LM",
-    )
+    alpha = ALPHA_PER_RANK * rank
+    config = lora_config(trunk_of(model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 
 

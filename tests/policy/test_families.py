@@ -46,7 +46,7 @@ def family_model(family: str, **changes: Any) -> Any:
     """Return a small model of this family with weights large enough to have opinions."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+        config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
         return AutoModelForCausalLM.from_config(config).eval()
 
 

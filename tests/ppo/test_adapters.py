@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import read_json
@@ -32,8 +33,25 @@ from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import PreferencePair, RewardInput, user_prompt
 from rlhf_pipeline.reward.model import LearnedReward, load_reward_model
 from rlhf_pipeline.reward.training import train_reward_model
+from tests.policy.test_families import family_model
 from tests.ppo.world import PROMPTS, changed, learner_at, rollouts_of, train
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 1, "num_local_experts": 4, "intermediate_size": 8},
+    # A dense layer first, and an expert shared by all: linear ones, by the names of the others.
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 8,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
 ITEMS = [RewardInput(p, c) for p in PROMPTS for c in ("please sing", "no")]
 
 
@@ -298,3 +316,32 @@ def test_layers_are_computed_again_with_the_set_that_computed_them(wide: Path) -
         assert len(found[-1]) == len(named)
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "sizes"), MIXTURES.items())
+def test_of_a_mixture_of_experts_adapters_take_what_is_no_expert_and_merge(
+    family: str, sizes: dict[str, Any], wide: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_policy(wide, device="cpu").tokenizer
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = family_model(family, vocab_size=len(tokenizer), num_experts_per_tok=2, **sizes, **ids)
+    save_policy(Policy(model, tokenizer), tmp_path / "base")
+    learner = learner_at(tmp_path / "base", changed(lora_rank=2, critic="separate"))
+    adapted = [n for n in learner.trainable() if n.endswith(".lora_A.default.weight")]
+    layers = trunk_of(model).named_modules()
+    linear = [n for n, m in layers if isinstance(m, nn.Linear) and ".mlp." not in n]
+    assert len(adapted) == len(linear)
+    for name, weight in learner.trainable().items():
+        if ".lora_B." in name:
+            nn.init.normal_(weight)
+    save_policy(
+        Policy(learner.saved_model, tokenizer), tmp_path / "policy", base_digest=learner.base_digest
+    )
+    read = torch.arange(2, 9)[None]
+    with torch.no_grad():
+        before, trained = model(read).logits, learner.policy.model(read).logits
+        assert not torch.allclose(trained, before, atol=0.1)
+        merged = load_policy(tmp_path / "policy", device="cpu").model(read).logits
+        torch.testing.assert_close(merged, trained, atol=1e-4, rtol=0)
+        gone_on = load_base(tmp_path / "policy", tmp_path / "base", rank=2, alpha=16.0, seed=0)
+        torch.testing.assert_close(gone_on.policy.model(read).logits, trained)
