@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from itertools import combinations
 from typing import Any
 
@@ -219,10 +219,9 @@ def _moment(values: Values) -> datetime | None:
             refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
     if moment.tzinfo is None:
         refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told)
-    try:
-        return moment.astimezone(UTC)
-    except OverflowError:
-        refuse(Rule.bad_time, "a moment between the years 1 and 9999 in UTC", told)
+    if not MINYEAR < moment.year < MAXYEAR:  # in another zone it may be of no year that there is
+        refuse(Rule.bad_time, f"a moment after the year {MINYEAR} and before {MAXYEAR}", told)
+    return moment.astimezone(UTC)
 
 
 def _tags(values: Values) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Stored, target_of
 from rlhf_pipeline.records import (
     Feedback,
@@ -153,6 +155,31 @@ def test_topic_and_time_are_part_of_what_a_key_was_used_for(
     one, two = (answer.feedback_id for answer in first or answers[:2])
     assert [answer.feedback_id for answer in answers] == [one, two, one, two, one]
     assert stored_keys(store) == ["timed", "bare"]
+
+
+def test_no_moment_is_taken_that_postgresql_gives_back_as_none(postgres_url: str) -> None:
+    """A server tells moments in its own zone, where it may be the year 10,000 or one before 1."""
+    zone = "Pacific/Kiritimati"  # 14 hours before UTC, and in the year 1 as many after it as Hawaii
+    database = Database(postgres_url)
+    with database.engine.begin() as connection:
+        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+        connection.exec_driver_sql(f"ALTER DATABASE {name} SET timezone = '{zone}'")
+    database.close()  # the next session has it
+    store, said = FeedbackStore(database), {"kind": "thumbs", "value": 1, "prompt": "Why?"}
+    taken: list[Feedback] = []
+    for told in (
+        "0001-01-01T00:00Z",
+        "0002-01-01T00:00+23:59",
+        "9998-12-31T23:59-23:59",
+        "9999-12-31T23:59Z",
+    ):
+        row = {**said, "completion": "So.", "occurred_at": told, "idempotency_key": told[:4]}
+        with suppress(FeedbackRefused):
+            taken += events(Row(row, "tea", "api", "human"))
+    first = store.append(taken)
+    assert [one.feedback_id for one in store.append(taken)] == [one.feedback_id for one in first]
+    assert [event.idempotency_key for event in taken] == ["0002", "9998"]
+    database.close()
 
 
 def test_what_is_refused_can_be_handed_over_instead(store: FeedbackStore) -> None:
