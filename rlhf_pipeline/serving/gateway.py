@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does not wait for longer
+COLDEST = 1e-4
+"""A temperature below it is 0, the likeliest token: logits divided by next to nothing are infinite,
+and so look like those of a damaged model, which would count against it."""
 BYTES_OF_TOKEN = 4  # of a prompt, about, where nobody tells how many tokens it has
 
 Ending = Literal["stop", "length", "content_filter"]
@@ -373,10 +376,11 @@ class Gateway:
         asked = wishes.max_completion_tokens or limits.max_completion_tokens
         seed = random.SystemRandom().randrange(2**31) if wishes.seed is None else wishes.seed
         seed += draft.again  # where both arms are one version it must not write the same again
+        temperature = limits.temperature if wishes.temperature is None else wishes.temperature
         sampling = Sampling(
             max_completion_tokens=min(asked, limits.max_completion_tokens),
             max_prompt_tokens=limits.max_prompt_tokens,
-            temperature=limits.temperature if wishes.temperature is None else wishes.temperature,
+            temperature=temperature if temperature >= COLDEST else 0.0,
             top_p=1.0 if wishes.top_p is None else wishes.top_p,
             seed=seed,
             stop=wishes.stop,
