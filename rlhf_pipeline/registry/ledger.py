@@ -189,7 +189,7 @@ class PromotionLedger:
         """Return the version that a person means: champion, challenger, previous, baseline or a
         number. Raises RegistryError where there is none.
         """
-        if name.isdecimal():
+        if name.isdecimal() and len(name) < 10:  # no column holds a longer one
             return self.version(agent_id, int(name))
         found: ModelVersion | None = None
         if name in NAMES:
