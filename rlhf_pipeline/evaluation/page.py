@@ -27,14 +27,18 @@ from rlhf_pipeline.files import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
 STYLE = """
+:root{color-scheme:light dark}
 body{font:15px/1.45 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0} img{max-width:100%} small,.off{color:#777}
+table{border-collapse:collapse;margin:1rem 0} img{max-width:100%} small,.off{color:#6b6b6b}
 td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
 .n{text-align:right;font-variant-numeric:tabular-nums} td.n{white-space:nowrap}
 .scroll{overflow-x:auto}
 .pass{color:#1b7837} .fail{color:#b2182b;font-weight:bold} .pause,.warn{color:#b35806}
 .sample{border-left:3px solid #ccc;padding-left:1rem;margin:1.2rem 0} .said{white-space:pre-wrap}
 .sample table{width:100%;table-layout:fixed} .sample td{vertical-align:top;overflow-wrap:anywhere}
+.wide{min-width:16rem} @media (max-width:40rem){.scroll img{max-width:none}}
+@media (prefers-color-scheme:dark){td,th{border-color:#444} small,.off{color:#a0a0a0}
+.pass{color:#7fd495} .fail{color:#ff9a9a} .pause,.warn{color:#f0b070}}
 """
 
 
@@ -59,6 +63,7 @@ def page(
     """Return the page: its title, and the body below it."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
         f"<body>\n<h1>{escape(title)}</h1>\n{body(report, decision, pictures)}\n</body></html>\n"
@@ -91,11 +96,10 @@ def _gate(decision: GateDecision) -> list[str]:
     verdict = "lets it through" if decision.passed else "refuses it"
     rows = [
         [
-            escape(r.rule),
-            escape(r.words.partition(": needed")[0]),
+            _named(r.rule, r.words.partition(": needed")[0]),
+            f'<span class="{escape(r.verdict)}">{escape(r.verdict)}</span>',
             "not measured" if r.number is None else f"{r.number:.4g}",
             "–" if r.limit is None else f"{SIGNS[r.comparison]} {r.limit:g}",
-            f'<span class="{escape(r.verdict)}">{escape(r.verdict)}</span>',
         ]
         for r in decision.results
     ]
@@ -103,14 +107,14 @@ def _gate(decision: GateDecision) -> list[str]:
     return [
         f"<h2>The gate {verdict}</h2>",
         "".join(f"<p>{escape(words)}</p>" for words in said),
-        _table(["rule", "what", "number", "limit", "verdict"], rows, numbers=(2, 3)),
+        _table(["rule", "verdict", "number", "limit"], rows, numbers=(2, 3)),
     ]
 
 
 def _comparison(report: EvaluationReport, against: Against) -> str:
     rows = [
         [
-            f"{escape(row.name)}<br><small>{escape(MEANING.get(row.name, ''))}</small>",
+            _named(row.name, MEANING.get(row.name, "")),
             *map(escape, (row.other, row.here, row.change, row.percent, row.interval)),
         ]
         for row in report.rows(against)
@@ -138,7 +142,10 @@ def _pieces(report: EvaluationReport) -> str:
 
 
 def _groups(word: str, groups: Mapping[str, GroupResult]) -> str:
-    rows = [list(map(escape, cells)) for cells in group_rows(groups)]
+    rows = [
+        [*map(escape, cells), f'<div class="wide">{escape(rest)}</div>']
+        for *cells, rest in group_rows(groups)
+    ]
     if not rows:
         return ""
     return f"<h2>By {word}, against the champion</h2>" + _table(
@@ -159,20 +166,26 @@ def _behaviour(report: EvaluationReport) -> str:
     systems = ["candidate", *report.others]
     rows = [
         [
-            escape(result.kind),
+            escape(result.kind.replace("_", " ")),
             escape(result.name),
             *(f"{result.failures[system]} of {result.tries}" for system in systems),
             escape(f"{result.wrong}: {result.example}" if result.example is not None else ""),
         ]
         for result in report.behaviour
     ]
-    head = ["kind", "item", *(f"{system} fails" for system in systems), "the candidate's first"]
+    head = [
+        "kind",
+        "item",
+        *(f"{system} fails" for system in systems),
+        "the candidate's first failure",
+    ]
     return "<h2>Behaviour</h2>" + _table(head, rows, range(2, 2 + len(systems)))
 
 
 def _picture(path: Path) -> str:
     encoded = base64.b64encode(path.read_bytes()).decode()
-    drawn = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{encoded}">'
+    words = escape(path.stem.replace("_", " "))
+    drawn = f'<img alt="{words}" src="data:image/png;base64,{encoded}">'
     return f'<div class="scroll">{drawn}</div>'
 
 
@@ -181,6 +194,12 @@ def _sample(sample: Sample) -> str:
     head = [f"{system} ({sample.scores[system]:.2f})" for system in sample.completions]
     said = [f'<div class="said">{escape(text)}</div>' for text in sample.completions.values()]
     return f'<div class="sample">{"<br>".join(asked)}{_table(head, [said], ())}</div>'
+
+
+def _named(name: str, meaning: str) -> str:
+    """Return a name that may break at its underscores, and below it what it means."""
+    told = f"<br><small>{escape(meaning)}</small>" if meaning else ""
+    return escape(name).replace("_", "_<wbr>") + told
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:

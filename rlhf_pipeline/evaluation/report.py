@@ -22,6 +22,8 @@ APART = "_disagreement"  # after a reward model's job: deviation among its heads
 
 MEANING = {
     GATE_SCORE: "score of the gate's reward model, which nothing was trained or chosen by",
+    "proxy_score": "score of the reward model that training maximised",
+    "stopping_score": "score of the reward model that chose the checkpoint",
     f"proxy{APART}": "deviation among the heads of the model that training maximised",
     f"gate{APART}": "deviation among the heads of the gate's reward model",
     "empathy": "of three kinds of phrases (reacts, has understood, asks), the share that is there",
@@ -38,6 +40,8 @@ MEANING = {
     "seconds_per_completion": "of wall time, in the batches of this comparison",
     "memory_mib": "most on the GPU, or what the process held, as it answered",
     KL: "nats per completion, estimated on the system's own completions",
+    "win rate": "share of prompts, ties half; the change is from one half, the interval the rate's",
+    "win rate, length-controlled": "the same, were both answers equally long",
 }
 
 
@@ -225,7 +229,9 @@ class EvaluationReport:
             if other is None:
                 continue
             change = here.value - other.value
-            percent = f"{100 * change / abs(other.value):+.1f} %" if other.value else "–"
+            # A score has no zero of its own, so a share of one says nothing.
+            shares = other.value and not metric.endswith("_score")
+            percent = f"{100 * change / abs(other.value):+.1f} %" if shares else "–"
             interval = _interval(self.differences[against].get(metric), "+.3f")
             row = (f"{other.value:.3f}", f"{here.value:.3f}", f"{change:+.3f}", percent, interval)
             found.append(Row(metric, *row))
@@ -298,7 +304,7 @@ class EvaluationReport:
 
 
 PHRASES = "What the candidate says more often, and less"
-GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval", "changes off 0 of the rest")
+GROUP_HEAD = ("prompts", "win rate", "score change", "95 % interval", "what else surely changed")
 JUDGE_HEAD = ("group", "held-out pairs", "accuracy", "95 % interval")
 
 

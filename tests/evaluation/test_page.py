@@ -61,12 +61,24 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
 
 def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -> None:
     text = write_page(tmp_path / "r.html", "t", full(), decide(full()), []).read_text()
-    cells = ["0.500", "1.000", "+0.500", "+100.0 %", "+0.200 to +0.600"]
+    cells = ["0.500", "1.000", "+0.500", "–", "+0.200 to +0.600"]  # a score is no share of another
     assert "</td>" + "</td>".join(f"<td class=n>{cell}" for cell in cells) in text
+    assert "+0.0 %" in text  # other numbers are
     assert "<th class=n>change %</th>" in text  # above its numbers
     assert text.count('<div class="scroll"><table>') == text.count("<table>")
     assert "8 of 8" in text
     assert "The gate refuses it" in text
+    # Of a rule its words stand below its name, so that number and verdict fit beside them.
+    rules = text.partition("<th>rule</th>")[2].partition("</table>")[0]
+    assert rules.startswith("<th>verdict</th><th class=n>number</th><th class=n>limit</th></tr>")
+    assert "score_<wbr>vs_<wbr>champion<br><small>held-out score minus" in rules
+
+
+def test_the_page_fits_a_phone_and_the_dark() -> None:
+    text = page("t", full(), None, [Path(__file__).parents[2] / "docs/images/chat.png"])
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "color-scheme:light dark" in text
+    assert '<img alt="chat" src="data:' in text
 
 
 def test_what_a_candidate_does_worse_than_the_champion_refuses_it() -> None:

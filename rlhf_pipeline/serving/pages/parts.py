@@ -34,8 +34,7 @@ img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; g
 .scroll { overflow-x: auto; overflow-wrap: break-word }
 @media (max-width: 40rem) { .scroll img { max-width: none } }
 @media (prefers-color-scheme: dark) { td, th, .facts div { border-color: #444 }
-       .bad, .fail { color: #ff9a9a } .good, .pass { color: #7fd495 }
-       .pause, .warn { color: #f0b070 } }
+       .bad { color: #ff9a9a } .good { color: #7fd495 } }
 """
 
 

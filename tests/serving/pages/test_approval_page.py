@@ -102,7 +102,8 @@ def test_a_person_promotes_after_a_look_at_thirty_answers_side_by_side(shop: Sho
     assert "<script" not in page
     assert "It was compared with version 0, the champion." in page
     for rule, verdict in (("kl_stop", "pass"), ("score_vs_champion", "pass")):
-        assert re.search(rf"<td>{rule}</td>.*?<span class=\"{verdict}\">", page)
+        named = rule.replace("_", "_<wbr>")
+        assert re.search(rf"<td>{named}<br>.*?<span class=\"{verdict}\">", page)
     sent = shop.form(page)
     not_looked = shop.client.post("/candidates/tea", data=sent)
     assert (not_looked.status_code, shop.champion) == (409, 0)
