@@ -344,6 +344,35 @@ def test_every_control_has_a_name_and_code_keeps_its_shape(
     assert "    pass" in page.inner_text("#talk .md >> nth=0")
 
 
+CONTRASTS = """colours => colours.map(pair => {
+  const [a, b] = pair.map(colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(part => {
+      const c = part / 255;
+      return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  });
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+})"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_main_button_and_what_a_box_asks_for_are_legible(
+    page: Any, service: tuple[str, Path], scheme: str
+) -> None:
+    """4.5 to 1 is what WCAG 2.2 wants of text (1.4.3)."""
+    page.emulate_media(color_scheme=scheme)
+    page.goto(service[0])
+    page.wait_for_selector("#question textarea")
+    button = page.locator("#send").evaluate(
+        "e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor]"
+    )
+    box = page.locator("#question textarea").evaluate(
+        "e => [getComputedStyle(e, '::placeholder').color, getComputedStyle(e).backgroundColor]"
+    )
+    assert min(page.evaluate(CONTRASTS, [button, box])) >= 4.5
+
+
 def test_what_the_page_says_is_read_out(page: Any, service: tuple[str, Path]) -> None:
     """By a screen reader, of which nothing leads into a box that nobody can write in."""
     ask(page, service[0], "hello there")
@@ -365,8 +394,13 @@ def test_who_uses_the_keyboard_sees_which_slider_it_moves(
     page.focus("#relevance input[type=number]")
     page.keyboard.press("Tab")  # to what resets it
     page.keyboard.press("Tab")
-    around = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert (page.evaluate("document.activeElement.type"), around) == ("range", "auto")
+    around = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(f"[document.activeElement.type, {around}]") == ["range", "auto"]
+    page.keyboard.press("Tab")  # to the next one's number; a radio is seen as well
+    assert page.evaluate(f"[document.activeElement.type, {around}]") == ["number", "auto"]
+    page.focus("#stars input >> nth=0")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(f"[document.activeElement.type, {around}]") == ["radio", "auto"]
 
 
 def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
@@ -375,6 +409,17 @@ def test_it_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:
     page.wait_for_selector("#up")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("#send").bounding_box()["height"] >= 30
+
+
+def test_a_long_notice_is_whole_on_a_phone(page: Any, service: tuple[str, Path]) -> None:
+    page.set_viewport_size({"width": 375, "height": 740})
+    page.goto(service[0])
+    notice = page.locator("#notice textarea")
+    words = "The answer ends here because it has reached its greatest length. Was it good? " * 3
+    notice.evaluate(
+        "(e, words) => { e.value = words; e.dispatchEvent(new Event('input')); }", words
+    )
+    eventually(lambda: notice.evaluate("e => e.scrollHeight - e.clientHeight") <= 1)
 
 
 def test_a_long_name_fits_a_phone(page: Any, service: tuple[str, Path]) -> None:

@@ -27,7 +27,7 @@ from rlhf_pipeline.serving.pages.visitors import Visitors
 
 CRITERIA = ("relevance", "helpfulness", "safety")
 WANTS = ("shorter", "kinder", "safer", "more precise")
-STARS = [("★" * n, n) for n in range(1, 6)]
+STARS = [(f"{n} ★", n) for n in range(1, 6)]  # read out, five of them are a number
 MIDDLE = 0.5  # where a score begins
 UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
 """The stars, the better answer, the comment and the scores before anything is said of an answer."""
@@ -35,6 +35,7 @@ SHOWN_EVERY_SECONDS = 0.1  # what was written: each time costs more, the longer 
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 WHICH = "Which answer is better?"
+ALIKE = "This time no second answer says anything else."
 CUT_OFF = {
     "length": "The answer ends here because it has reached its greatest length.",
     "content_filter": "The answer ends here because what followed must not be shown.",
@@ -83,7 +84,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             show_label=False,
             container=False,
             interactive=False,
-            max_lines=2,
+            max_lines=8,  # of a phone: as many as the longest refusal needs
             elem_id="notice",
         )
         with gr.Row():
@@ -358,6 +359,8 @@ def _finished(
     if hides:
         messages[-1] = _said("assistant", "(two answers below)")
     ask = "" if other is None else WHICH
+    if not ask and pair_mode:
+        ask = ALIKE
     if not ask and answer.asks:
         ask = "Was this a good answer? Your vote teaches the assistant."
     if answer.ending in CUT_OFF and not hides:

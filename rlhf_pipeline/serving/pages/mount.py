@@ -51,13 +51,27 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
 )
+# Gradio's own are 1.9 (what a box asks for) and 2.8 to 1 (its main button) on what is behind them.
+LEGIBLE = {
+    "button_primary_background_fill": "*primary_700",
+    "button_primary_background_fill_dark": "*primary_700",
+    "button_primary_background_fill_hover": "*primary_800",
+    "button_primary_background_fill_hover_dark": "*primary_800",
+    "button_primary_border_color": "*primary_700",
+    "button_primary_border_color_dark": "*primary_700",
+    "input_placeholder_color": "*neutral_500",
+    "input_placeholder_color_dark": "*neutral_400",
+    "body_text_color_subdued": "*neutral_500",
+}
 STYLE = """
 footer { display: none !important }
 .gradio-container { width: 100%; max-width: 60rem !important; margin: 0 auto }
 #agent:not(:focus-within) [role=listbox] { display: none }
 #talk .md { white-space: pre-wrap }
 #talk .md, textarea { unicode-bidi: plaintext }
-input[type=range]:focus-visible { outline: auto !important }
+input:focus-visible, textarea:focus-visible { outline: auto !important }
+@media (prefers-reduced-motion: reduce) {
+  * { animation: none !important; transition: none !important } }
 #pieces textarea { font-family: monospace; white-space: pre; overflow-x: auto }
 #spoken { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%) }
 textarea:disabled, input:disabled { -webkit-text-fill-color: var(--body-text-color); opacity: 1 }
@@ -107,6 +121,7 @@ def mount_pages(
 
     visitors = Visitors(Keys(desk.settings.state_dir).signing_secret())
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    theme.set(**LEGIBLE)
     for path, page, may, head in (
         ("/ui/review", review_page(desk), may_review, SPOKEN + SHORTCUTS),
         ("/ui", chat_page(desk, visitors), may_chat, SPOKEN),  # after what lies below it

@@ -686,3 +686,13 @@ def test_a_person_is_told_why_an_answer_ends_where_it_does() -> None:
     assert "must not be shown" in told(replace(plain, ending="content_filter"))
     asked = told(replace(plain, ending="length", asks=True))
     assert asked.startswith("The answer ends here because it has reached its greatest length. Was")
+
+
+def test_who_wants_two_answers_is_told_where_there_is_one_to_see() -> None:
+    def told(*, pair: bool, asks: bool = False) -> str:
+        said = Interaction("i-1", "tea", user_prompt("what now?"), "nothing", 1, now())
+        gr = SimpleNamespace(update=dict, skip=dict)
+        return str(chat_page._finished(gr, Answer(said, asks), [], "what now?", pair)[2])
+
+    assert told(pair=True) == told(pair=True, asks=True) == chat_page.ALIKE
+    assert told(pair=False) == ""
