@@ -48,8 +48,8 @@ from rlhf_pipeline.serving.feedback_api import (
 )
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
 from rlhf_pipeline.serving.limits import Buckets
+from rlhf_pipeline.serving.pages.parts import FORMS, STYLE, inert, new_nonce, whole
 from rlhf_pipeline.serving.pages.parts import answer as page_of
-from rlhf_pipeline.serving.pages.parts import inert, new_nonce, whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -464,10 +464,19 @@ def _right_of(key: ApiKey) -> Right:
 
 def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
-    if refusal.status_code == 401 and wants_page and scope.get("method") == "GET":
+    if refusal.status_code in (401, 403) and wants_page and scope.get("method") == "GET":
         asked = scope.get("query_string", b"").decode("latin-1")
         to = scope["path"] + (f"?{asked}" if asked else "")
-        return RedirectResponse(f"/sign-in?{urlencode({'to': to})}", 303)
+        sign_in = f"/sign-in?{urlencode({'to': to})}"
+        if refusal.status_code == 401:
+            return RedirectResponse(sign_in, 303)
+        nonce = new_nonce()
+        body = (
+            f"<h1>Not with this key</h1><p>{inert(refusal.detail)}</p>"
+            f'<p><a href="{inert(sign_in)}">Sign in with another key</a>, or go to the '
+            '<a href="/ui/">chat</a>.</p>'
+        )
+        return page_of(whole("Not with this key", body, nonce), nonce, 403)
     return JSONResponse({"error": refusal.detail}, refusal.status_code, headers=refusal.headers)
 
 
@@ -479,7 +488,7 @@ def _sign_in_page(said: str, to: str, status: int = 200) -> Response:
         f'</label> <input type="hidden" name="to" value="{inert(to)}"><button>Sign in</button>'
         "</form><p>Who runs this service makes keys with <code>rlhf keys create</code>.</p>"
     )
-    return page_of(whole("Sign in", body, nonce), nonce, status, forms=True)
+    return page_of(whole("Sign in", body, nonce, style=STYLE + FORMS), nonce, status, forms=True)
 
 
 def _with_headers(send: Send) -> Send:

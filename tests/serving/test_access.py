@@ -333,6 +333,16 @@ def test_what_was_signed_holds_for_its_purpose_and_its_time() -> None:
     assert unsign(b"s" * 32, "feedback", sign(b"s" * 32, "feedback", {}, -1)) is None
 
 
+def test_a_browser_whose_key_does_not_reach_a_page_is_led_to_another_key(world: World) -> None:
+    page = world.ask("GET", "/dashboard/tea", world.client, accept="text/html")
+    assert page.status_code == 403
+    assert "needed an admin&#x27;s key, found a client&#x27;s" in page.text
+    assert '<a href="/sign-in?to=%2Fdashboard%2Ftea">' in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    told = world.ask("GET", "/dashboard/tea", world.client)
+    assert told.json() == {"error": "needed an admin's key, found a client's"}
+
+
 def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) -> None:
     sent = world.ask("GET", "/ui/", accept="text/html")
     assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in?to=%2Fui%2F")

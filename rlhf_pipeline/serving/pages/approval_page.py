@@ -22,8 +22,9 @@ from rlhf_pipeline.evaluation.page import STYLE as REPORT
 from rlhf_pipeline.evaluation.page import body
 from rlhf_pipeline.registry.comparison import compared_with, comparison_of, pictures_of
 from rlhf_pipeline.serving.access import sign, unsign
-from rlhf_pipeline.serving.pages.data_page import FORMS, form, form_of
+from rlhf_pipeline.serving.pages.data_page import form, form_of
 from rlhf_pipeline.serving.pages.parts import (
+    FORMS,
     STYLE,
     answer,
     inert,

@@ -22,7 +22,15 @@ from starlette.responses import Response
 from rlhf_pipeline.erasure import erase, held_about, told
 from rlhf_pipeline.errors import UnknownRater
 from rlhf_pipeline.serving.access import right_in, sign, unsign
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table, whole
+from rlhf_pipeline.serving.pages.parts import (
+    FORMS,
+    STYLE,
+    answer,
+    inert,
+    new_nonce,
+    table,
+    whole,
+)
 from rlhf_pipeline.serving.pages.visitors import Visitors
 from rlhf_pipeline.serving.raters_api import REFUSALS, refusal
 
@@ -52,12 +60,6 @@ COUNTED = {
     "said in MLflow": "assessments",
     "answers nobody signed": "unsigned_interactions",
 }
-FORMS = """
-form { margin: 1rem 0 } input, select, button { font: inherit; padding: .3rem .6rem;
-       max-width: 100%; box-sizing: border-box }
-label { display: block; margin: .6rem 0 } .erase { background: #b2182b; color: #fff; border: 0;
-       border-radius: .3rem; padding: .5rem 1rem }
-"""
 
 Asked = Mapping[str, str]
 """Whose data: `rater`, `agent` ("" for every one), `unsigned` ("yes": their unsigned chats too)."""

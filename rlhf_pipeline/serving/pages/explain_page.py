@@ -79,7 +79,8 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
                 found = reasons(registry, settings, interaction_id, version=version)
         except PipelineError as error:
             status = 404 if isinstance(error, FeedbackError) else 409
-            body = f"<h1>Not explained</h1><p>{inert(str(error))}</p>"
+            nav = f'<nav><a href="{PATH}">Answers</a></nav>'
+            body = f"{nav}<h1>Not explained</h1><p>{inert(str(error))}</p>"
             return answer(_whole("Not explained", body, nonce), nonce, status)
         return answer(render(found, nonce), nonce)
 
@@ -224,17 +225,16 @@ def _list(database: db.Database, agent_id: str, known: Sequence[str], nonce: str
         (
             Html(
                 f'<a href="{PATH}/interaction/{quote(row.interaction_id)}">'
-                f"{inert(row.interaction_id)}</a>"
+                f"{inert(prompt_from_json(row.prompt)[-1].content[:SHOWN].strip() or '…')}</a>"
             ),
-            when(row.created_at),
             answerer(row.model_version),
             row.arm or "",
-            prompt_from_json(row.prompt)[-1].content[:SHOWN],
+            when(row.created_at),
         )
         for row in found
     ]
     tabs = " ".join(f'<a href="{PATH}/{quote(agent)}">{inert(agent)}</a>' for agent in known)
-    head = ("interaction", "UTC", "answered by", "arm", "question")
+    head = ("question", "answered by", "arm", "UTC")
     body = f"<nav>{tabs}</nav><h1>{inert(agent_id)}: the newest answers</h1>{table(head, rows)}"
     return _whole(agent_id, body, nonce)
 

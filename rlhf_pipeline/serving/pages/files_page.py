@@ -26,8 +26,8 @@ from rlhf_pipeline.errors import ConfigError, FeedbackError
 from rlhf_pipeline.feedback.export import What
 from rlhf_pipeline.feedback.rules import AGENT_ID, MEANINGS, Rule
 from rlhf_pipeline.serving.access import LONGEST_BODY, sign, unsign
-from rlhf_pipeline.serving.pages.data_page import FORMS, form_of
-from rlhf_pipeline.serving.pages.parts import STYLE, answer, inert, new_nonce, table, whole
+from rlhf_pipeline.serving.pages.data_page import form_of
+from rlhf_pipeline.serving.pages.parts import FORMS, STYLE, answer, inert, new_nonce, table, whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -36,6 +36,12 @@ img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; g
 @media (prefers-color-scheme: dark) { td, th, .facts div { border-color: #444 }
        .bad { color: #ff9a9a } .good { color: #7fd495 } }
 """
+FORMS = """
+form { margin: 1rem 0 } input, select, button { font: inherit; padding: .3rem .6rem;
+       max-width: 100%; box-sizing: border-box }
+label { display: block; margin: .6rem 0 } .erase { background: #b2182b; color: #fff; border: 0;
+       border-radius: .3rem; padding: .5rem 1rem }
+"""
 
 
 class Html(str):
@@ -54,7 +60,7 @@ def whole(title: str, body: str, nonce: str, *, style: str = STYLE, head: str = 
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">{head}'
-        f'<style nonce="{nonce}">{style}</style></head><body>{body}</body></html>'
+        f'<style nonce="{nonce}">{style}</style></head><body><main>{body}</main></body></html>'
     )
 
 

@@ -128,11 +128,12 @@ def test_steps_of_colour() -> None:
 
 def test_the_newest_answers_are_listed_and_errors_are_pages(client: TestClient) -> None:
     listed = client.get("/explain")  # leads to the first agent
-    assert 'href="/explain/interaction/i1"' in listed.text
+    assert '<a href="/explain/interaction/i1">&lt;' in listed.text  # named by what was asked
     assert "<script" not in listed.text
     assert client.get("/explain/nobody").status_code == 404
     gone = client.get("/explain/interaction/%3Cb%3E")
     assert gone.status_code == 404
+    assert '<a href="/explain">Answers</a>' in gone.text
     assert "found none with the id &#x27;&lt;b&gt;&#x27;" in gone.text
     unknown = client.get("/explain/interaction/i2")  # of a version that nobody registered
     assert unknown.status_code == 409
