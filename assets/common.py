@@ -27,7 +27,8 @@ def plots(paths: list[str] | list[Path], *, most: int = 6) -> dict[str, dg.Metad
     shown: dict[str, dg.MetadataValue] = {}
     for path in [Path(p) for p in paths][:most]:
         encoded = base64.b64encode(path.read_bytes()).decode()
-        shown[path.stem] = dg.MetadataValue.md(f"![{path.stem}](data:image/png;base64,{encoded})")
+        name = path.stem.replace("_", " ")
+        shown[name] = dg.MetadataValue.md(f"![{name}](data:image/png;base64,{encoded})")
     return shown
 
 

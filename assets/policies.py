@@ -127,7 +127,7 @@ def reward_model(
     calibration = max(r["ece"] for r in reports.values())
     return dg.MaterializeResult(
         metadata={
-            "accuracy": reports["proxy"]["accuracy"],
+            "accuracy": round(reports["proxy"]["accuracy"], 4),
             "held-out accuracy": table(rows),
             "held-out accuracy by group": table(groups_of(reports)),
             "influence of parts of the raters": influence_of(reports["proxy"]),
@@ -187,8 +187,8 @@ def ppo_policy(
             "updates": len(result["reward_history"]),
             "chosen update": result["chosen_update"],
             "stopped because": result["stopped_because"],
-            "score": result["final_reward_mean"],
-            "kl": chosen["kl"],
+            "score": round(result["final_reward_mean"], 4),
+            "KL, nats per completion": round(chosen["kl"], 4),
             "samples of the chosen update": table(chosen["samples"]),
             **plots(images),
         },

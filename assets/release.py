@@ -44,7 +44,7 @@ def evaluation_report(
                 run.log_file(Path(path), "evaluation")
     return dg.MaterializeResult(
         metadata={
-            "win rate": report.win_rates["baseline"].value,
+            "win rate over the baseline": round(report.win_rates["baseline"].value, 4),
             "gate": dg.MetadataValue.md(outcome["gate_markdown"]),
             "comparison": dg.MetadataValue.md(outcome["markdown"]),
             "page": dg.MetadataValue.path(outcome["page"]),

@@ -19,10 +19,13 @@ DEPS = [validated_feedback, feedback_profile]
     name="training_data",
     partitions_def=agents,
     specs=[
-        dg.AssetSpec("preference_pairs", deps=DEPS, group_name="data", kinds={"json"}),
-        dg.AssetSpec("reward_examples", deps=DEPS, group_name="data", kinds={"json"}),
-        dg.AssetSpec("sft_examples", deps=DEPS, group_name="data", kinds={"json"}),
-        dg.AssetSpec("evaluation_prompts", deps=DEPS, group_name="data", kinds={"json"}),
+        dg.AssetSpec(name, description=words, deps=DEPS, group_name="data", kinds={"json"})
+        for name, words in {
+            "preference_pairs": "Two completions of one prompt, and which one a person preferred.",
+            "reward_examples": "One completion, and what one person said about it alone.",
+            "sft_examples": "Completions worth imitating.",
+            "evaluation_prompts": "Prompts that no training stage ever sees.",
+        }.items()
     ],
 )
 def training_data(

@@ -11,7 +11,12 @@ from rlhf_pipeline.records import QuarantinedRow
 log = structlog.get_logger()
 
 
-@dg.sensor(target=None, minimum_interval_seconds=60, default_status=dg.DefaultSensorStatus.RUNNING)
+@dg.sensor(
+    target=None,
+    minimum_interval_seconds=60,
+    default_status=dg.DefaultSensorStatus.RUNNING,
+    description="Take in as feedback what people assess in MLflow.",
+)
 def assessments_in_mlflow(
     context: dg.SensorEvaluationContext, pipeline: Pipeline
 ) -> dg.SensorResult | dg.SkipReason:

@@ -17,6 +17,7 @@ def nightly_schedule() -> dg.ScheduleDefinition:
         job=retrain,
         cron_schedule=load_settings().continuous_learning.nightly_cron,
         default_status=dg.DefaultScheduleStatus.RUNNING,
+        description="Ask for a turn of every agent with new feedback, however little.",
     )
     def nightly(
         context: dg.ScheduleEvaluationContext, pipeline: Pipeline
@@ -42,6 +43,7 @@ def retention_schedule() -> dg.ScheduleDefinition:
         name="retention",
         job=prune_state,
         cron_schedule=rules.cron,
+        description="Remove what is old and nothing points at, where the settings say so.",
         default_status=(
             dg.DefaultScheduleStatus.RUNNING if rules.enabled else dg.DefaultScheduleStatus.STOPPED
         ),

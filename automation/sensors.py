@@ -50,7 +50,12 @@ RUNNING = dg.DefaultSensorStatus.RUNNING
 SETTLED = timedelta(minutes=1)  # since a dropped file was written to: longer than a writer's pause
 
 
-@dg.sensor(jobs=[retrain], minimum_interval_seconds=5, default_status=RUNNING)
+@dg.sensor(
+    jobs=[retrain],
+    minimum_interval_seconds=5,
+    default_status=RUNNING,
+    description="Ask for a turn when an agent has enough new effective votes.",
+)
 def enough_new_feedback(
     context: dg.SensorEvaluationContext, pipeline: Pipeline
 ) -> dg.SensorResult | dg.SkipReason:
@@ -110,7 +115,12 @@ def _why_wait(failed: Sequence[dg.RunRecord], words: str, *, is_over: bool) -> s
     return f"{words}; next in {wait}" if wait > timedelta() else None
 
 
-@dg.sensor(job=ingest_file, minimum_interval_seconds=15, default_status=RUNNING)
+@dg.sensor(
+    job=ingest_file,
+    minimum_interval_seconds=15,
+    default_status=RUNNING,
+    description="Take in JSONL files that lie in the inbox folder, once they have settled.",
+)
 def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SensorResult:
     """Take in JSONL files that lie in <state>/inbox/<agent>/, once they have settled."""
     settings = pipeline.settings()
@@ -162,7 +172,12 @@ def _failed_to_take_in(instance: dg.DagsterInstance, key: str) -> Sequence[dg.Ru
     )
 
 
-@dg.sensor(jobs=[retrain, bootstrap], minimum_interval_seconds=30, default_status=RUNNING)
+@dg.sensor(
+    jobs=[retrain, bootstrap],
+    minimum_interval_seconds=30,
+    default_status=RUNNING,
+    description="End the turns that died, and ask again for those that may be tried.",
+)
 def dead_runs(
     context: dg.SensorEvaluationContext, pipeline: Pipeline
 ) -> dg.SensorResult | dg.SkipReason:
@@ -222,7 +237,12 @@ def dead_runs(
     )
 
 
-@dg.sensor(target=None, minimum_interval_seconds=60, default_status=RUNNING)
+@dg.sensor(
+    target=None,
+    minimum_interval_seconds=60,
+    default_status=RUNNING,
+    description="Keep MLflow's aliases in step with the ledger; adopt or undo a person's move.",
+)
 def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Keep MLflow's aliases in step with the ledger; a person's move is adopted or set back."""
     said: list[str] = []
@@ -239,7 +259,12 @@ def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipelin
     return dg.SkipReason("; ".join(said) or "aliases and ledger agree")
 
 
-@dg.sensor(target=None, minimum_interval_seconds=15, default_status=RUNNING)
+@dg.sensor(
+    target=None,
+    minimum_interval_seconds=15,
+    default_status=RUNNING,
+    description="Look at every running experiment, and promote, roll back, widen or end it.",
+)
 def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Look at every running experiment, and promote, roll back, widen or end it."""
     book = ExperimentBook(pipeline.database)
@@ -264,7 +289,12 @@ def live_experiments(context: dg.SensorEvaluationContext, pipeline: Pipeline) ->
     return dg.SkipReason("; ".join(said) or "no experiment is running")
 
 
-@dg.sensor(target=None, minimum_interval_seconds=30, default_status=RUNNING)
+@dg.sensor(
+    target=None,
+    minimum_interval_seconds=30,
+    default_status=RUNNING,
+    description="Roll back a champion that fails in its first days.",
+)
 def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Roll back a champion that fails in its first days."""
     said, failed = [], []
@@ -283,7 +313,12 @@ def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> 
     return dg.SkipReason("; ".join(said) or "no young champion fails")
 
 
-@dg.sensor(target=None, minimum_interval_seconds=300, default_status=RUNNING)
+@dg.sensor(
+    target=None,
+    minimum_interval_seconds=300,
+    default_status=RUNNING,
+    description="Tell people of what is worth a look, once when it begins.",
+)
 def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Tell people of what is worth a look, once when it begins; the cursor holds what was told.
 
@@ -326,7 +361,11 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
     return dg.SkipReason("; ".join([*sorted(standing), *failed]) or "nothing is worth a look")
 
 
-@dg.run_failure_sensor(minimum_interval_seconds=30, default_status=RUNNING)
+@dg.run_failure_sensor(
+    minimum_interval_seconds=30,
+    default_status=RUNNING,
+    description="Tell people that a run failed: a log line always, a webhook where one is set.",
+)
 def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     """Tell people: a log line always, a webhook where one is set.
 

@@ -85,6 +85,16 @@ def test_the_definitions_are_loadable(defs: dg.Definitions) -> None:
     dg.Definitions.validate_loadable(defs)
 
 
+def test_what_starts_things_and_every_data_set_says_what_it_is(
+    defs: dg.Definitions, specs: dict[str, dg.AssetSpec]
+) -> None:
+    """On Dagster's pages, where a name is all there is without it."""
+    repository = defs.get_repository_def()
+    starts = [*repository.sensor_defs, *repository.schedule_defs]
+    assert [one.name for one in starts if not one.description] == []
+    assert len({spec.description for spec in specs.values()}) == len(specs)
+
+
 def test_the_assets_and_their_groups(specs: dict[str, dg.AssetSpec]) -> None:
     expected = {name: group for group, names in GROUPS.items() for name in names.split()}
     assert {name: spec.group_name for name, spec in specs.items()} == expected
