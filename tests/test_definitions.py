@@ -90,7 +90,7 @@ def test_what_starts_things_and_every_data_set_says_what_it_is(
 ) -> None:
     """On Dagster's pages, where a name is all there is without it."""
     repository = defs.get_repository_def()
-    starts = [*repository.sensor_defs, *repository.schedule_defs]
+    starts: list[Any] = [*repository.sensor_defs, *repository.schedule_defs]
     assert [one.name for one in starts if not one.description] == []
     assert len({spec.description for spec in specs.values()}) == len(specs)
 

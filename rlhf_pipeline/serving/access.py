@@ -163,6 +163,9 @@ class Access:
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:18]) > LONGEST_BODY:
             raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
+        packed = headers.get("content-encoding", "identity")
+        if packed != "identity":
+            raise _Refused(415, f"needed a body as it is, found content-encoding {packed[:40]!r}")
         path, method = scope["path"], scope.get("method", "GET")
         if path in OPEN:
             return None, receive

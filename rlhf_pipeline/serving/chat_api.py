@@ -34,7 +34,7 @@ from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.access import right_in
 from rlhf_pipeline.serving.champions import Arm
-from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals
+from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals, words_of
 from rlhf_pipeline.serving.feedback_api import READ_AT_ONCE, is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import Rail
@@ -552,7 +552,7 @@ def _innermost(error: ValidationError) -> tuple[list[str], str]:
     def place(loc: tuple[int | str, ...]) -> list[str]:
         return [str(part) for part in loc if "[" not in str(part)]  # no names of our types
 
-    problems = [(place(each["loc"]), each["msg"]) for each in error.errors()]
+    problems = [(place(each["loc"]), words_of(each)) for each in error.errors()]
     first, _ = problems[0]
     return max((p for p in problems if p[0][: len(first)] == first), key=lambda p: len(p[0]))
 

@@ -89,6 +89,14 @@ def refusals(*codes: int, model: Any = Refusal) -> dict[int | str, dict[str, Any
     return {code: {"model": model, "description": WORDS[code]} for code in codes}
 
 
+def words_of(problem: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a problem; of a text that is too long it would count items."""
+    sent = problem.get("input")
+    if problem["type"] == "too_long" and isinstance(sent, str):
+        return f"needed at most {problem['ctx']['max_length']} characters, found {len(sent)}"
+    return str(problem["msg"])
+
+
 def add_contract(
     app: FastAPI, *, open_paths: Collection[str], schemas: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -103,7 +111,7 @@ def add_contract(
         assert isinstance(error, RequestValidationError)
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        words = f"{where}: {problem['msg']}; mend it and send again"
+        words = f"{where}: {words_of(problem)}; mend it and send again"
         return JSONResponse({"error": words, "rule": "wrong_type"}, 422)
 
     async def nowhere(request: Request, error: Exception) -> JSONResponse:

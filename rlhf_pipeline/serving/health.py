@@ -82,6 +82,8 @@ def add_health_routes(
         response_model=Readiness,
         responses={503: {"model": Readiness, "description": WORDS[503]}},
     )
+    for path, answer in (("/healthz", healthz), ("/readyz", readyz)):  # as wget and proxies probe
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
 
 def look(

@@ -49,7 +49,15 @@ from rlhf_pipeline.feedback.rules import (
 )
 from rlhf_pipeline.records import Feedback, FeedbackKind, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
-from rlhf_pipeline.serving.contract import KEY_HEADER, Closed, Refusal, Text, Told, refusals
+from rlhf_pipeline.serving.contract import (
+    KEY_HEADER,
+    Closed,
+    Refusal,
+    Text,
+    Told,
+    refusals,
+    words_of,
+)
 from rlhf_pipeline.serving.dagster_runs import LEARNING_RATE, MAX_RUNTIME, MAX_STEPS, WATERMARK
 from rlhf_pipeline.serving.feedback_api import (
     AWAY,
@@ -511,10 +519,12 @@ def _read(model: type[Body], body: bytes) -> Body:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        problem = error.errors(include_url=False)[0]
         name = ascii(".".join(str(part) for part in problem["loc"]))[:80]
         name = "a field's name" if problem["loc"] == () else name
         rule = {"missing": Rule.missing_field, "extra_forbidden": Rule.unknown_field}.get(
             problem["type"], Rule.wrong_type
         )
-        raise FeedbackRefused(rule, f"{name}: {problem['msg']}; mend it and send again") from error
+        raise FeedbackRefused(
+            rule, f"{name}: {words_of(problem)}; mend it and send again"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import subprocess
 import threading
@@ -426,6 +427,12 @@ def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.Monke
     for length in ("-1", "9" * 5000):
         answer = world.ask("GET", "/v1/models", world.admin, content_length=length)
         assert answer.status_code == 413
+    packed = gzip.compress(json.dumps(ABOUT).encode())
+    answer = world.ask("POST", "/v1/feedback", world.admin, packed, content_encoding="gzip")
+    assert (answer.status_code, answer.json()["error"]) == (
+        415,
+        "needed a body as it is, found content-encoding 'gzip'",
+    )
 
 
 def test_a_body_that_stops_half_way_is_not_waited_for(

@@ -29,11 +29,12 @@ from rlhf_pipeline.serving.metrics import Metrics, add_metrics
 VOTE = {"agent_id": "tea", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "hello"}
 
 
-def ask(app: FastAPI, path: str, body: Any = None) -> httpx.Response:
+def ask(app: FastAPI, path: str, body: Any = None, *, method: str | None = None) -> httpx.Response:
     async def asked() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await (client.get(path) if body is None else client.post(path, json=body))
+            how = method or ("GET" if body is None else "POST")
+            return await client.request(how, path, json=body)
 
     return asyncio.run(asked())
 
@@ -128,6 +129,8 @@ def test_ready_means_that_the_store_takes_a_write(
     assert (away.status_code, away.headers["retry-after"]) == (503, "5")
     assert "cannot be" in away.json()["checks"]["store"]
     assert ask(app, "/healthz").status_code == 200  # alive, though of no use now
+    probes = [ask(app, path, method="HEAD").status_code for path in ("/healthz", "/readyz")]
+    assert probes == [200, 503]
     sa.event.remove(database.engine, "checkout", spoil)
     database.close()
     monkeypatch.setattr(health, "ROOM_BYTES", 1 << 62)

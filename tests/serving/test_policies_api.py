@@ -229,7 +229,7 @@ def test_a_run_id_that_is_an_interactions_is_about_what_it_answered(service: Ser
         ({"runId": None}, "runId"),
         ({"response": "\ud800"}, "surrogate"),
         ({"prompt": "\x00"}, "NUL"),
-        ({"notes": "x" * 10_001}, "notes"),
+        ({"notes": "x" * 10_001}, "'notes': needed at most 10000 characters, found 10001"),
         ({"rating": 3}, "rating"),
     ],
 )
