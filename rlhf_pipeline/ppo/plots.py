@@ -25,6 +25,7 @@ DPO_CURVES = (
     ("watch/kl", "KL to reference\n(nats per completion)"),
     ("watch/length_mean", "completion length\n(tokens)"),
 )
+NUMBERED = 15  # looks, beyond about which only some of them have their number
 MARKED = 60  # points of a curve, beyond which its line alone is drawn
 
 
@@ -83,11 +84,19 @@ def _draw_over_optimisation(
     if any(e.stopping_mean is not None for e in looks):
         stopping = [math.nan if e.stopping_mean is None else e.stopping_mean for e in looks]
         axis.plot(distances, stopping, "s--", label="stopping reward (watches)")
-    for look, distance in zip(looks, distances, strict=True):
+    told = max(1, len(looks) // NUMBERED)
+    for place, (look, distance) in enumerate(zip(looks, distances, strict=True)):
+        if place % told == 0:  # the way back and forth cannot be read without
+            beside = {"textcoords": "offset points", "xytext": (4, 4), "fontsize": "x-small"}
+            axis.annotate(str(look.update), (distance, look.score_mean), **beside)
         if look.update == chosen_update:
             axis.axvline(
                 distance, color="tab:green", linestyle=":", label=f"chosen: update {look.update}"
             )
+    axis.set_title(
+        "Over-optimised where the proxy rises and\nthe stopping reward falls (numbers: updates)",
+        fontsize=10,
+    )
     axis.set_xlabel("sqrt(KL to the reference), nats per completion")
     axis.set_ylabel("mean score on the watch prompts")
     axis.grid(alpha=0.3)

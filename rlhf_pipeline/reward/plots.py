@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.reward.calibration import wilson_interval
 from rlhf_pipeline.reward.held_out import Findings, Measured
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     loss.savefig(folder / PLOTS[0])
 
     diagram, axes = _figure(
-        "confidence",
-        "accuracy",
-        f"T {report.temperature:.2f}, lapse {report.lapse:.2f}, "
-        f"ECE {report.ece:.3f} (noise {report.ece_noise:.3f})",
+        "the model's confidence that its choice is people's",
+        "how often it is, 95 % intervals",
+        f"Calibration error {report.ece:.3f}; chance alone gives {report.ece_noise:.3f}",
     )
+    for b in report.reliability:
+        axes.plot([b.confidence] * 2, wilson_interval(b.accuracy, b.n), color="C0", linewidth=1)
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle=":", label="calibrated")
     axes.scatter(
         [b.confidence for b in report.reliability],
@@ -76,7 +78,7 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
     axes.invert_yaxis()
     curve = figure.add_axes((0.74, 0.13, 0.24, 0.79))
-    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="Head on the base")
+    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="What more votes bring")
     learnt = findings.learning_curve
     for bound in ("low", "share", "high"):
         style = "o-" if bound == "share" else ":"

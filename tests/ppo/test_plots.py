@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from rlhf_pipeline.ppo.plots import CURVES, DPO_CURVES, _draw_training
+from rlhf_pipeline.ppo.plots import CURVES, DPO_CURVES, _draw_over_optimisation, _draw_training
 from tests.ppo.test_reports import RESULT
 
 PPO = {name for name, _ in CURVES}
@@ -55,3 +55,12 @@ def test_one_update_is_a_point_among_whole_numbers(chosen: int) -> None:
         assert list(line.get_xdata()) == [chosen, chosen]
         low, high = axis.get_xlim()
         assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [*range(chosen, 2)]
+
+
+@pytest.mark.parametrize(("looks", "numbered"), [(3, 3), (60, 15)])
+def test_the_way_to_over_optimisation_can_be_followed(looks: int, numbered: int) -> None:
+    figure, look = Figure(), RESULT.evaluations[0]
+    _draw_over_optimisation(figure, [replace(look, update=n) for n in range(looks)], 1)
+    told = [text.get_text() for text in figure.axes[0].texts]
+    assert told == [str(n) for n in range(0, looks, looks // numbered)]
+    assert "falls" in figure.axes[0].get_title()
