@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def load_policy(
     target = choose_device(device)
     base = _base_of_adapter(source)
     model = load_weights(AutoModelForCausalLM, base or source, dtype)
+    _check_keeps_the_past(model)
     has_tokenizer = base is None or (Path(source) / "tokenizer_config.json").is_file()
     policy = Policy(model, load_tokenizer(source if has_tokenizer else base or source))
     _give_pad_token(policy)
@@ -129,6 +131,18 @@ def save_policy(policy: Policy, directory: str | Path, *, base_digest: str | Non
             from rlhf_pipeline.policy.adapters import keep_adapters
 
             keep_adapters(policy.model, base_digest, folder)
+
+
+def _check_keeps_the_past(model: PreTrainedModel) -> None:
+    """Raise ModelError unless the model takes what it kept of earlier tokens as decoding gives it.
+
+    One that is recurrent alone (Mamba, RWKV) would take each token for the first.
+    """
+    if "past_key_values" not in signature(type(model.base_model).forward).parameters:
+        raise ModelError(
+            "a model whose past is keys and values, or these beside a recurrent state, is needed, "
+            f"found a {type(model).__name__}; take another base"
+        )
 
 
 def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:

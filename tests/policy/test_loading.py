@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
@@ -175,6 +175,14 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="must name its base model"):
         load_policy(adapter)
+
+
+def test_a_model_that_is_recurrent_alone_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=400, hidden_size=16, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "m")
+    build_tiny(TEXTS, **SIZES).tokenizer.save_pretrained(tmp_path / "m")
+    with pytest.raises(ModelError, match="found a MambaForCausalLM; take another base"):
+        load_policy(tmp_path / "m", device="cpu")
 
 
 def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
