@@ -70,6 +70,7 @@ FACTS = {
     "votes/narrow_ngrams": 0.0,
     "drift/psi": 0.1,
     "vs_champion/behaviour_worse": 0.0,
+    "vs_baseline/behaviour_worse": 0.0,
     "vs_champion/judge_win_rate_high": 0.6,
 }
 
@@ -207,6 +208,7 @@ def test_limits_are_overridden_by_name_and_switched_off_in_sight() -> None:
         ("votes/top_share", 0.11, "pause"),
         ("votes/narrow_ngrams", 1.0, "pause"),
         ("drift/psi", 0.21, "pause"),
+        ("vs_baseline/behaviour_worse", 1.0, "pause"),
     ],
 )
 def test_what_the_gate_knows_beside_the_report_is_judged_too(
@@ -227,6 +229,7 @@ def test_what_the_gate_knows_beside_the_report_is_judged_too(
         ({"length_tokens": 40.1}, "length_since_baseline_at_most"),
         ({"distinct_2": 0.59}, "diversity_since_baseline"),
         ({"repetition": 0.101}, "repetition_since_baseline"),
+        ({"truncation_rate": 0.06}, "truncation_since_baseline"),
     ],
 )
 def test_a_person_looks_where_small_changes_have_added_up(
