@@ -13,7 +13,7 @@ from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
-from rlhf_pipeline.registry.comparison import comparison_of
+from rlhf_pipeline.registry.comparison import compared_with, comparison_of
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
 
@@ -25,6 +25,7 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
     """
     found = ledger.version(agent_id, version)
     standing = ledger.standing(agent_id)
+    then = compared_with(found, ledger.versions(agent_id))
     entries = [e for e in standing.history if version in (e.version, e.previous_version)]
     return {
         "agent_id": agent_id,
@@ -37,6 +38,7 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
         "mlflow": {"version": found.mlflow_version, "run_id": found.mlflow_run_id},
         "lineage": dict(found.lineage),
         "data": _data(ledger, found),
+        "compared_with": None if then is None else then.version,  # the champion of that day
         "gate": dict(found.gate) if found.gate is not None else None,
         "phrases": _phrases(found),
         "ledger": [_entry(e) for e in entries],
@@ -78,7 +80,9 @@ def to_text(explanation: dict[str, Any]) -> str:
         lines.append("  not judged")
     else:
         failed = [r["rule"] for r in e["gate"]["results"] if r["verdict"] == "fail"]
-        lines.append("  passed" if e["gate"]["passed"] else f"  refused by {', '.join(failed)}")
+        said = "passed" if e["gate"]["passed"] else f"refused by {', '.join(failed)}"
+        beside = e["compared_with"]
+        lines.append(f"  {said}{'' if beside is None else f', compared with version {beside}'}")
         results = e["gate"]["results"]
         width = max((len(r["rule"]) for r in results), default=0)
         lines += [f"  {r['verdict']:<5} {r['rule']:<{width}} {r['words']}" for r in results]
@@ -90,6 +94,7 @@ def to_text(explanation: dict[str, Any]) -> str:
     attempts = {
         f"attempt {x['attempt']}": f"{x['state']}, asked by {x['asked_by']} "
         f"{x['created_at'][:19]}, run {x['holder']}, claim {x['token']}"
+        f"{': ' if x['reason'] else ''}{x['reason'] or ''}"
         for x in e["data"].get("attempts", ())
     }
     lines += ["", "Data", *_tree({**e["data"], "attempts": attempts or "none"})]
@@ -135,7 +140,7 @@ def _data(ledger: PromotionLedger, version: ModelVersion) -> dict[str, Any]:
             )
         ).one_or_none()
         attempts = connection.execute(
-            sa.select(c.token, c.attempt, c.state, c.holder, c.asked_by, c.created_at)
+            sa.select(c.token, c.attempt, c.state, c.holder, c.asked_by, c.created_at, c.reason)
             .where(c.agent_id == version.agent_id, c.fingerprint == version.fingerprint)
             .order_by(c.token)
         ).all()

@@ -70,6 +70,7 @@ def ledger(tmp_path: Path) -> Iterator[PromotionLedger]:
                 state="done",
                 holder="run-9",
                 asked_by="sensor",
+                reason="version 1 passed; few prompts were compared, so a person decides",
                 created_at=moment,
                 heartbeat_at=moment,
                 expires_at=moment + timedelta(minutes=1),
@@ -91,6 +92,24 @@ def test_a_champion_is_explained_from_the_feedback_to_the_decision(
     for part in ("won 62 %", "0 → 1", "kl_stop", "ppo: 7", "rows: 37", "01  model.safetensors"):
         assert part in text
     json.dumps(found)
+
+
+def test_what_its_turn_came_to_and_whom_it_was_compared_with_are_told(
+    ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    assert ": version 1 passed; few prompts were compared" in to_text(explain(ledger, AGENT, 1))
+    ledger.add_version(
+        AGENT,
+        label="v300",
+        path=tmp_path / "3",
+        files={"w": "00"},
+        lineage={"started_from": str(tmp_path / "b")},
+        gate={"passed": True, "results": []},
+        fingerprint="print3",
+    )
+    found = explain(ledger, AGENT, 3)
+    assert found["compared_with"] == 0  # version 1 is the champion by now
+    assert "\n  passed, compared with version 0\n" in to_text(found)
 
 
 def test_a_recipe_is_told_by_what_it_has_otherwise(ledger: PromotionLedger, tmp_path: Path) -> None:
