@@ -97,7 +97,11 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def begin_turn(
         self, context: dg.AssetExecutionContext, mark: str, watermark: int, *, again: bool = False
     ) -> Turn:
-        """Claim the fingerprint for this run and return the turn. Raises what `_claim` does."""
+        """Claim the fingerprint for this run and return the turn.
+
+        Raises what `_claim` does, and dg.Failure (no retry) where the files of the champion or the
+        baseline are not the ones that were registered.
+        """
         run = context.run
         claim = self._claim(
             context.partition_key,
@@ -108,9 +112,23 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             again=again,
         )
         self._keep_alive(claim.token)
+        self._check_files(claim.agent_id)
         turn = self._turn(claim, run.tags)
         remove_half_written(turn.work, turn.data)  # by an attempt that was killed
         return turn
+
+    def _check_files(self, agent_id: str) -> None:
+        """Raise dg.Failure where what a turn would start from, and be held against, was changed.
+
+        A damaged champion is easily beaten. Looked at before the turn writes down whom it begins
+        with: a person may roll back and ask again.
+        """
+        for version in (self.ledger.champion(agent_id), self.ledger.baseline(agent_id)):
+            try:
+                if version is not None:
+                    self.registry.folder_of(version)
+            except RegistryError as error:
+                raise dg.Failure(str(error), allow_retries=False) from error
 
     def _claim(
         self,

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -25,6 +26,7 @@ from resources.pipeline import (
 from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.errors import ClaimLost, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
+from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import write_recipe
@@ -325,6 +327,32 @@ def test_the_heartbeat_goes_on_between_steps_until_the_run_ends(pipeline: Pipeli
     with pytest.raises(ClaimLost):
         pipeline._keep_alive(claim.token)
     assert not beating(claim.token)
+
+
+def test_no_turn_begins_with_files_that_are_not_the_registered_ones(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    weights = folder / "w"
+    weights.write_text("as they were")
+    pipeline.store.ensure_agent("a")
+    pipeline.ledger.add_baseline(
+        "a", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="test"
+    )
+    run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
+    context: Any = SimpleNamespace(partition_key="a", run=run)
+    weights.write_text("as they were not")
+    with pytest.raises(dg.Failure, match="version 0") as failed:
+        pipeline.begin_turn(context, "f" * 64, 1)
+    assert not failed.value.allow_retries
+    held = pipeline.claims.held("a")
+    assert held is not None
+    pipeline.claims.finish(held.token, "failed")
+    assert not list(pipeline.settings().state_dir.rglob("began.json"))
+    weights.write_text("as they were")
+    assert pipeline.begin_turn(context, "f" * 64, 1).champion == folder
+    pipeline.teardown_after_execution(dg.build_init_resource_context())
 
 
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
