@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ from rlhf_pipeline.policy.packed import fuse_activations
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
+# While transformers 5.17 reads a model it takes `tie_weights` from every class (no_tie_weights in
+# its initialization.py): of two that load at once one would lack its output layer, and it may never
+# come back for those after them.
+ONE_AT_A_TIME = threading.Lock()
 HUB_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
 
 
@@ -207,7 +212,7 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
     Raises ModelError where it cannot be read, or lacks weights, which would be random ones else.
     """
     try:
-        with no_progress_bars():
+        with ONE_AT_A_TIME, no_progress_bars():
             model, found = auto_class.from_pretrained(
                 source,
                 dtype=dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
@@ -175,6 +182,16 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="must name its base model"):
         load_policy(adapter)
+
+
+def test_models_that_load_at_once_have_all_their_weights(tmp_path: Path) -> None:
+    """A service loads its champion while it loads a reward model, and explains an answer."""
+    save_policy(build_tiny(TEXTS, **SIZES), tmp_path / "p")
+    tie_weights = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(load_policy, tmp_path / "p", device="cpu") for _ in range(12)]
+    assert [load.exception() for load in loads] == [None] * 12
+    assert PreTrainedModel.tie_weights is tie_weights
 
 
 def test_a_model_that_is_recurrent_alone_is_refused(tmp_path: Path) -> None:

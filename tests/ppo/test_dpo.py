@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,7 @@ def test_a_pass_holds_no_more_tokens_than_a_microbatch_may(
     held: list[int] = []
     forward = LlamaModel.forward
 
+    @wraps(forward)  # what it takes can be read off it
     def watched(self: Any, input_ids: Any = None, **options: Any) -> Any:
         held.append(input_ids.numel() * self.training)
         return forward(self, input_ids=input_ids, **options)
