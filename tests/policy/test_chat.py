@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -143,7 +143,8 @@ def test_a_completion_ends_with_eos_only_where_it_fits() -> None:
 
 @settings(max_examples=50)
 @given(st.text(max_size=30))
-def test_any_text_round_trips(text: str) -> None:
+def test_any_text_that_spells_no_special_token_round_trips(text: str) -> None:
+    assume(not any(token in text for token in TOKENIZER.get_added_vocab()))
     ids = encode_completion(TOKENIZER, text, max_tokens=1000)
     assert decode_completions(TOKENIZER, [ids]) == [text]
 
