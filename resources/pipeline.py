@@ -123,10 +123,11 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         A damaged champion is easily beaten. Looked at before the turn writes down whom it begins
         with: a person may roll back and ask again.
         """
-        for version in (self.ledger.champion(agent_id), self.ledger.baseline(agent_id)):
+        standing = self.ledger.standing(agent_id)
+        found = [version for version in (standing.champion, standing.baseline) if version]
+        for version in {each.version: each for each in found}.values():  # often one is both
             try:
-                if version is not None:
-                    self.registry.folder_of(version)
+                self.registry.folder_of(version)
             except RegistryError as error:
                 raise dg.Failure(str(error), allow_retries=False) from error
 

@@ -144,7 +144,7 @@ def _print_status(values: dict[str, Any]) -> None:
     champion, challenger = values["champion"], values["challenger"]
     rows = {
         "votes": _counts(values["votes"]),
-        "reward": values["reward_lacks"] or "",
+        **({"reward": values["reward_lacks"]} if values["reward_lacks"] else {}),
         "quarantine": _counts(values["quarantine"]),
         "champion": "none yet"
         if champion is None
@@ -161,8 +161,6 @@ def _print_status(values: dict[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, text in rows.items():
-        if name == "reward" and not text:
-            continue
         table.add_row(name, escape(text))
     console().print(table)
 

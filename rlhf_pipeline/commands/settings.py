@@ -56,9 +56,8 @@ def check(
     folders that it names hold models. Models of a hub or a registry are looked for by `rlhf plan`.
     """
     settings = workspace().load(str(need_file(file)))
-    bases = {settings.policy.base, settings.reward.base} - {"tiny", None}
-    for base in sorted(str(base) for base in bases):
-        if not base.startswith("models:/"):
+    for base in (settings.policy.base, settings.reward.base):
+        if base not in (None, "tiny") and not base.startswith("models:/"):
             from rlhf_pipeline.policy.loading import local_folder
 
             local_folder(base)

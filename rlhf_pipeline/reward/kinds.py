@@ -434,21 +434,24 @@ class Fitted:
     loss: float  # mean over everything said, in nats
     ridge: float
 
+    def looked(self, opinions: Opinions) -> Tensor:
+        """Return each rater's probability of having looked, (R,) float64, by the rater's number."""
+        return torch.tensor([self.careful[voter] for voter in opinions.voters]).double()
+
     def lost(
         self,
         features: Tensor,
         head: Tensor,
-        voters: Sequence[str],
+        looked: Tensor,
         texts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return how unlikely what was said of the texts is, in nats, all told; and their scores.
 
         `features` (N, F) are plain ones, of all texts or of those with these numbers, and may be
         another trunk's; `head` (F,) are weights on them. Each thing said counts by the chance that
-        its rater, of the `voters` by number, had looked.
+        its rater had `looked` (R,).
         """
         told = self.likelihoods
-        looked = torch.tensor([self.careful[voter] for voter in voters], dtype=torch.float64)
         centred = features.cpu().double() - self.mean
         scores = centred @ head.cpu().double() / told.slope("preference")
         likelihood, _, voter = told.said(scores, centred / self.deviation, texts)
@@ -573,7 +576,7 @@ def fit_parts_of_kinds(
         )
     places = torch.tensor([part_of.get(text, 0) for text in range(len(features))])
     scaled = (features.double() - fitted.mean) / fitted.deviation
-    looked = torch.tensor([fitted.careful[voter] for voter in opinions.voters]).double()
+    looked = fitted.looked(opinions)
     told = Likelihoods(opinions, scaled.shape[1], kinds).double().requires_grad_(False)
     told.load_state_dict(fitted.likelihoods.state_dict())
     heads = torch.zeros(count, scaled.shape[1], dtype=torch.float64, requires_grad=True)

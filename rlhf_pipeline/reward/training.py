@@ -637,9 +637,9 @@ def fit_kinds(
 
     With a `descent` trunk and head are then trained on it together, and are what they were again
     where that made it less likely: the likelihoods of thumbs, ratings and scores know where 0 is,
-    and too large steps move all of a trunk's scores. What people rated by name gets
-    a head of its own beside it (model.criteria). Where raters turn it is fitted again to what they
-    said until then. With `parts` (voter -> part) each part of the raters gets a head of its own, as
+    and too large steps move all of a trunk's scores. What people rated by name gets a head of its
+    own beside it (model.criteria). Where raters turn it is fitted again to what they said until
+    then. With `parts` (voter -> part) each part of the raters gets a head of its own, as
     model.combined brings them together. Returns how it went, each voter's probability of having
     looked, and after how many comparisons those who did turned.
     """
@@ -683,8 +683,9 @@ def fit_kinds(
         went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
         model.eval()
         tuned = all_features(model, rows, report)
+        looked = fitted.looked(opinions)
         lost = [
-            float(fitted.lost(some, head, opinions.voters)[0]) / opinions.count
+            float(fitted.lost(some, head, looked)[0]) / opinions.count
             for some, head in ((features, heads[0]), (tuned, model.head.weight[0].detach()))
         ]
         if lost[1] > lost[0]:

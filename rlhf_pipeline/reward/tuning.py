@@ -126,7 +126,7 @@ def tune_to_kinds(
     slopes, what sets a criterion apart) stays as it was fitted, and each thing said counts by the
     chance that its rater had looked. Returns how it went.
     """
-    about = opinions.about()
+    about, looked = opinions.about(), fitted.looked(opinions)
     fitted.likelihoods.requires_grad_(False)
     model.head.bias.requires_grad_(False)  # where 0 is, is what the thresholds were fitted to
     seen: dict[int, float] = {}  # each text's latest score
@@ -137,7 +137,7 @@ def tune_to_kinds(
         for batch in batches_by_length(longest, tokens_at_once(model.head.weight.device) // 2):
             texts = [i for place in batch for i in about[members[place]]]
             features = model.features([rows[i] for i in texts])
-            lost, scores = fitted.lost(features, model.head.weight[0], opinions.voters, texts)
+            lost, scores = fitted.lost(features, model.head.weight[0], looked, texts)
             loss = lost / len(members)
             torch.autograd.backward(loss)
             total += float(loss.detach())
