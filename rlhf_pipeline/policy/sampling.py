@@ -36,7 +36,14 @@ from rlhf_pipeline.records import Progress, Prompt
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
 CAPTURED_BELOW = 0.5  # and where that costs capturing a step anew, once half of them have
 LOGITS_AT_ONCE = 2**24  # elements of a logits matrix held at a time: 64 MiB in float32
-CACHED_LOGITS = 2**17  # elements worked through at a time on a CPU: 512 KiB
+CACHED_LOGITS = 2**19  # elements worked through at a time: 2 MiB
+# A GPU is done with these sooner than Python has asked for the next, so there they are larger.
+TIMES_AT_ONCE_ON_GPU, TIMES_CACHED_ON_GPU = 16, 64
+ALIGNED = 64  # columns: of others that 8 does not divide a GPU's product takes five times as long
+
+
+Head = Callable[[Tensor], Tensor]
+"""From hidden states (..., H) to what an output layer says of them, (..., V)."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +140,12 @@ def decode(
     # A look at which rows have ended waits for a GPU to catch up, so there it is taken less often.
     look_every = 1 if device.type == "cpu" else 8
 
-    cache = empty_cache(trunk.config)
+    cache, head = empty_cache(trunk.config), aligned_head(model, device.type)
 
     def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         with stepping(trunk):
             hidden = run_trunk(trunk, ids, mask, positions, cache)[:, -1]
-        return logits_of(model, hidden)
+        return logits_of(model, hidden, head)
 
     captured: CapturedForward | None = None
     if can_capture(trunk, device):
@@ -404,21 +411,31 @@ def state_logprobs(
     tokens: Tensor,
     temperature: float,
     within: Tensor | None = None,
+    *,
+    as_on: str | None = None,
 ) -> Tensor:
-    """Return the tokens' (N,) log-probabilities after hidden states (N, H), in bounded memory."""
-    piece = max(1, LOGITS_AT_ONCE // int(output_head(model).weight.shape[0]))
+    """Return the tokens' (N,) log-probabilities after hidden states (N, H), in bounded memory.
+
+    They are computed as on the states' own kind of device, or as on another that a plan is for.
+    """
+    kind = as_on or states.device.type
+    at_once = LOGITS_AT_ONCE * (1 if kind == "cpu" else TIMES_AT_ONCE_ON_GPU)
+    piece = max(1, at_once // int(output_head(model).weight.shape[0]))
+    head = aligned_head(model, kind)
     if len(tokens) <= piece:
-        return _token_logprobs(model, states, tokens, temperature, within)
+        return _token_logprobs(model, head, states, tokens, temperature, within, kind)
     cuts = [slice(start, start + piece) for start in range(0, len(tokens), piece)]
     return torch.cat(
         [
             checkpoint(
                 _token_logprobs,
                 model,
+                head,
                 states[cut],
                 tokens[cut],
                 temperature,
                 None if within is None else within[cut],
+                kind,
                 use_reentrant=False,
             )
             for cut in cuts
@@ -428,24 +445,32 @@ def state_logprobs(
 
 def _token_logprobs(
     model: PreTrainedModel,
+    head: Head,
     states: Tensor,
     tokens: Tensor,
     temperature: float,
     within: Tensor | None,
+    kind: str,
 ) -> Tensor:
-    logits = logits_of(model, states)
+    logits = logits_of(model, states, head)
     if within is not None:
         logits = logits.masked_fill(~unpack_bits(within, logits.shape[-1]), float("-inf"))
-    return chosen_logprobs(logits, tokens, temperature or 1.0)
+    return chosen_logprobs(logits, tokens, temperature or 1.0, as_on=kind)
 
 
-def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def chosen_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float, *, as_on: str | None = None
+) -> Tensor:
     """Return log softmax(logits / temperature) at the tokens: (N, V), (N,) -> (N,) float32.
 
     Where a gradient is wanted the logits are overwritten, and its backward pass can be taken once.
+    `as_on` is `state_logprobs`'s.
     """
     apply: Callable[..., Tensor] = _ChosenLogprobs.apply
-    return apply(logits, tokens, temperature)
+    at_once = CACHED_LOGITS
+    if (as_on or logits.device.type) != "cpu":
+        at_once *= TIMES_CACHED_ON_GPU
+    return apply(logits, tokens, temperature, max(1, at_once // max(logits.shape[-1], 1)))
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -457,31 +482,32 @@ class _ChosenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, rows: int) -> Tensor:
         found = []
-        for rows, chosen in _groups(logits, tokens):
-            scaled = _wide(rows) / temperature
+        for some, chosen in _groups(rows, logits, tokens):
+            scaled = _wide(some) / temperature
             at_token = scaled.gather(-1, chosen[:, None])[:, 0]
             highest = scaled.amax(-1)
             totals = scaled.sub_(highest[:, None]).exp_().sum(-1)
             found.append(at_token - highest - totals.log())
             if ctx.needs_input_grad[0]:
-                rows.copy_(scaled.div_(totals[:, None]))
+                some.copy_(scaled.div_(totals[:, None]))
         logprobs = torch.cat(found)
         ctx.save_for_backward(logits, tokens, logprobs)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.rows = temperature, rows
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, tokens, logprobs = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
         # 1 - p of the token itself, which p has no digits for where it is near 1.
         at_tokens = -weights * logprobs.expm1()
-        for rows, chosen, some, at_some in _groups(probabilities, tokens, weights, at_tokens):
-            slopes = _wide(rows).mul_(-some[:, None])
-            rows.copy_(slopes.scatter_(-1, chosen[:, None], at_some[:, None]))
-        return probabilities, None, None
+        groups = _groups(ctx.rows, probabilities, tokens, weights, at_tokens)
+        for some, chosen, weight, at_token in groups:
+            slopes = _wide(some).mul_(-weight[:, None])
+            some.copy_(slopes.scatter_(-1, chosen[:, None], at_token[:, None]))
+        return probabilities, None, None, None
 
 
 def _wide(rows: Tensor) -> Tensor:
@@ -489,20 +515,17 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _groups(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return views of the rows, and what the others (N,) hold for them, in groups.
+def _groups(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return views of so many rows at a time of all the tensors."""
+    return zip(*(torch.split(each, rows) for each in tensors), strict=True)
 
-    They are of a few hundred KiB on a CPU, all at once on a GPU.
+
+def logits_of(model: PreTrainedModel, hidden: Tensor, head: Head | None = None) -> Tensor:
+    """Return the model's own logits for hidden states (..., H), its scaling and cap included.
+
+    `head` is what `aligned_head` returned, for whoever asks for logits more than once.
     """
-    size = max(len(logits), 1)
-    if logits.device.type == "cpu":
-        size = max(1, CACHED_LOGITS // max(logits.shape[-1], 1))
-    return zip(*(torch.split(each, size) for each in (logits, *others)), strict=True)
-
-
-def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Return the model's own logits for hidden states (..., H), its scaling and cap included."""
-    logits: Tensor = output_head(model)(hidden)
+    logits: Tensor = (head or output_head(model))(hidden)
     config = plain_model(model).config
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     if scale is not None:
@@ -530,6 +553,26 @@ def output_head(model: Any) -> nn.Linear:
             f"{type(model).__name__}; load it with load_policy"
         )
     return head
+
+
+def aligned_head(model: Any, kind: str) -> Head:
+    """Return the output layer with a number of columns that this kind of device multiplies fast.
+
+    GPT-2's 50,257 words, or any vocabulary that a pad token was added to, would keep a GPU from
+    its fast kernels. The weight is copied for that, so let it go when it changes.
+    """
+    head = output_head(model)
+    words = head.weight.shape[0]
+    filler = -words % ALIGNED
+    if kind == "cpu" or words % 8 == 0 or type(head) is not nn.Linear:
+        return head
+    weight: Tensor = head.weight
+    place = weight.device.type
+    if torch.is_autocast_enabled(place):
+        weight = weight.to(torch.get_autocast_dtype(place))
+    weight = nn.functional.pad(weight, (0, 0, 0, filler))
+    bias = None if head.bias is None else nn.functional.pad(head.bias, (0, filler))
+    return lambda states: nn.functional.linear(states, weight, bias)[..., :words]
 
 
 def trunk_of(model: Any) -> nn.Module:

@@ -549,7 +549,8 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
             return hidden.float().sum()
         tokens = torch.zeros(rows * T, dtype=torch.long, device=device)
         states = hidden.index_select(0, torch.arange(rows * T, device=device))
-        return state_logprobs(model, states, tokens, settings.temperature).sum()
+        kind = choose_device(settings.device).type
+        return state_logprobs(model, states, tokens, settings.temperature, as_on=kind).sum()
 
 
 def _decode(model: Any, settings: PpoSettings, tokens: int, *, most: int | None = None) -> None:

@@ -26,14 +26,17 @@ from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.loading import Policy, switch_off_dropout
 from rlhf_pipeline.policy.sampling import (
+    aligned_head,
     complete,
     completion_hidden,
     completion_logprobs,
     decode,
     narrow,
+    output_head,
     pack_bits,
     pad_left,
     sample,
+    state_logprobs,
     unpack_bits,
 )
 from rlhf_pipeline.policy.streaming import stream
@@ -351,6 +354,31 @@ def test_logprobs_in_pieces_have_the_same_values_and_gradients(
     pieces = value_and_gradient()
     # Sums in another order, some of thousands of terms that nearly cancel.
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi"])  # without a bias in the output layer, and with
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_fast_on_a_gpu_has_the_values_and_gradients_of_the_cpu(
+    name: str, *, autocast: bool
+) -> None:
+    model = make_model(name)
+    head = output_head(model)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, head.in_features, generator=generator)
+    tokens = torch.randint(V, (40,), generator=generator)
+    weights = torch.randn(40, generator=generator)
+
+    def value_and_gradients(kind: str) -> list[Tensor | None]:
+        model.zero_grad()
+        given = states.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logprobs = state_logprobs(model, given, tokens, 0.9, as_on=kind)
+        torch.autograd.backward(logprobs @ weights)
+        return [logprobs.detach(), *(x.grad for x in (given, *head.parameters()))]
+
+    assert aligned_head(model, "cpu") is head
+    assert aligned_head(model, "cuda") is not head  # 23 words do not make whole tiles
+    torch.testing.assert_close(value_and_gradients("cuda"), value_and_gradients("cpu"))
 
 
 def test_hidden_states_have_not_seen_the_token_they_predict() -> None:
