@@ -58,7 +58,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
     """
     settings, team = learner.settings, learner.team
     token_count = max(int(rollouts.tokens.completion_mask[members].sum()), 1)
-    sums = {"train/loss": 0.0}
+    found: list[dict[str, Tensor]] = []
     budget = settings.tokens_per_microbatch
     for some in microbatches(rollouts.tokens, team.part(members), token_budget=budget):
         tokens = rollouts.tokens.rows(some)
@@ -73,7 +73,7 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
             token_count=token_count,
             weights=None if rollouts.weights is None else rollouts.weights[some, :T],
         )
-        facts["policy/loss"] = facts["train/loss"] = float(loss.detach())
+        facts["policy/loss"] = facts["train/loss"] = loss.detach()
         if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
             # The two networks share nothing: one's activations go before the other's come.
             descend(loss, learner.scaler)
@@ -87,14 +87,14 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
                 value_clip_range=settings.value_clip_range,
                 token_count=token_count,
             )
-            facts |= {**critic_facts, "critic/loss": float(critic_loss.detach())}
-            facts["train/loss"] += settings.value_coef * facts["critic/loss"]
+            facts |= {**critic_facts, "critic/loss": critic_loss.detach()}
+            facts["train/loss"] = facts["policy/loss"] + settings.value_coef * facts["critic/loss"]
             loss = loss + settings.value_coef * critic_loss
         descend(loss, learner.scaler)
-        for name, share in facts.items():
-            sums[name] = sums.get(name, 0.0) + share
+        found.append(facts)
     team.add_gradients(trained_weights(learner))
-    return team.add_facts(sums)
+    shares = torch.stack([torch.stack(list(facts.values())) for facts in found])
+    return team.add_facts(dict(zip(found[0], shares.cpu().double().sum(0).tolist(), strict=True)))
 
 
 def without_overflow(
