@@ -58,6 +58,7 @@ def write_model(case: Case, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast, pad_token="<pad>", eos_token="<end>", padding_side="left"
     )
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where random numbers come fast
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=case.vocabulary,
@@ -73,10 +74,10 @@ def write_model(case: Case, folder: Path) -> None:
         pad_token_id=PAD,
         tie_word_embeddings=False,
     )
-    model = GPT2LMHeadModel(config)
-    with torch.no_grad():
+    with torch.device(device), torch.no_grad():
+        model = GPT2LMHeadModel(config)
         bias = model.transformer.ln_f.bias
-        bias.normal_(generator=torch.Generator().manual_seed(1))
+        bias.normal_(generator=torch.Generator(device).manual_seed(1))
         rows = model.lm_head.weight
         rows -= torch.outer(rows @ bias, bias) / bias.square().sum()  # the others ignore the bias
         others = (rows[2:] @ torch.randn(case.width, 256)).div(TEMPERATURE).exp().sum(0).mean()
