@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tests.on_device import CASES
 
@@ -42,5 +43,8 @@ def test_a_device_computes_what_the_cpu_does(told: dict[str, Any], case: str) ->
     on_cpu, on_device = told[case]
     if isinstance(on_cpu[0], str):
         assert on_device == on_cpu
+    elif case == "reward model" and torch.cuda.is_available():
+        # What a GPU trains a reward with, bfloat16 under autocast, has two digits.
+        assert on_device == pytest.approx(on_cpu, rel=2e-2, abs=5e-2)
     else:
         assert on_device == pytest.approx(on_cpu, rel=2e-3, abs=1e-4)
