@@ -102,7 +102,8 @@ def prompts_of(case: Case, updates: int) -> list[list[int]]:
 class Worker:
     """The worker's side of the protocol: wait for a line, run an update, answer with its facts.
 
-    Whatever else is printed goes to standard error.
+    The line may name environment variables, NAME=VALUE, to set first. Whatever else is printed goes
+    to standard error.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,9 @@ class Worker:
 
     def wait(self) -> bool:
         """Return True to run an update, False where the benchmark is over."""
-        return sys.stdin.readline().strip() == "go"
+        order, *switches = sys.stdin.readline().split() or ["end"]
+        os.environ |= dict(switch.split("=", 1) for switch in switches)
+        return order == "go"
 
     def answer(self, **facts: Any) -> None:
         """Send one update's facts."""

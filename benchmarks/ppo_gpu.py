@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from functools import partial
@@ -61,10 +60,9 @@ ENGINES: dict[str, dict[str, dict[str, Any]]] = {
 }
 BESIDE_TRL = {"124m", "tiny"}
 CAPPED = {"7b": 24 * GB}
-NO_GRAPHS = ", no graphs"
 
 
-def compare(name: str, peer: Path, rounds: int, device: str) -> None:
+def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> None:
     """Run a case's engines in turn and print their rows."""
     case, usual = CASES[name], {"device": device, "precision": "bfloat16"}
     here = [sys.executable, "-m", "benchmarks.ppo_gpu", "--worker", as_argument(case)]
@@ -81,14 +79,15 @@ def compare(name: str, peer: Path, rounds: int, device: str) -> None:
             options = ["--folder", str(folder), "--changes", json.dumps(usual | changes)]
             if name in CAPPED and device != "cpu":
                 options += ["--cap", str(CAPPED[name])]
-            commands[label] = commands[f"{label}{NO_GRAPHS}"] = [*here, *options]
+            commands[label] = [*here, *options]
         at_once = len(commands) if name in BESIDE_TRL else 1
         for start in range(0, len(commands), at_once):
             running = {}
             for label, command in list(commands.items())[start : start + at_once]:
-                graphs = "0" if label.endswith(NO_GRAPHS) else "1"
-                environment = {**os.environ, "RLHF_CUDA_GRAPHS": graphs}
-                running[label] = Engine(command, Path(scratch) / f"{label}.log", environment)
+                engine = Engine(command, Path(scratch) / f"{label}.log", RLHF_CUDA_GRAPHS="1")
+                running[label] = engine
+                if label in ENGINES[name] and not quick:
+                    running[f"{label}, no graphs"] = engine.switched(RLHF_CUDA_GRAPHS="0")
             take_turns(running.values(), rounds + 1)
             engines |= running
     print(
@@ -118,6 +117,7 @@ def main() -> None:
     parser.add_argument("--cases", default="124m,1.3b,7b", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3, help="updates measured of each engine")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="leave out updates without graphs")
     parser.add_argument("--peer", type=Path, default=Path(".venv-peer/bin/python"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -134,7 +134,7 @@ def main() -> None:
         raise SystemExit("needed a CUDA GPU, found none; --device cpu --cases tiny runs without")
     for name in given.cases.split(","):
         print(f"\n{name}: {CASES[name]}\n", flush=True)
-        compare(name, given.peer, given.rounds, given.device)
+        compare(name, given.peer, given.rounds, given.device, quick=given.quick)
 
 
 if __name__ == "__main__":

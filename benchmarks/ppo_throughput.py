@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -140,12 +141,10 @@ def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
 
 
 class Engine:
-    """A running worker and what it answered."""
+    """A running worker and what it answered, where it ran updates with these switches."""
 
-    def __init__(
-        self, command: list[str], log: Path, environment: dict[str, str] | None = None
-    ) -> None:
-        self.log = log
+    def __init__(self, command: list[str], log: Path, **switches: str) -> None:
+        self.log, self.switches = log, switches
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -153,15 +152,20 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=environment,
             )
         self.answers: list[dict[str, Any]] = []
+
+    def switched(self, **switches: str) -> Engine:
+        """Return the same worker with other switches, for updates to tell apart."""
+        other = copy(self)
+        other.switches, other.answers = switches, []
+        return other
 
     def update(self) -> None:
         """Run one update and keep its facts."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(" ".join(["go", *map("=".join, self.switches.items())]) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
@@ -171,8 +175,9 @@ class Engine:
         self.answers.append(json.loads(line))
 
     def close(self) -> None:
-        """Let the worker end."""
-        self.process.communicate("end\n", timeout=60)
+        """Let the worker end, if it has not."""
+        if self.process.poll() is None:
+            self.process.communicate("end\n", timeout=60)
 
     def middle(self, read: Callable[[dict[str, Any]], float]) -> float:
         """Return the median over the updates after the first."""
