@@ -213,7 +213,9 @@ class FeedbackSettings(Section):
         "page), together: whoever sends them could be one person. Raise it, or None, where nobody "
         "is named and all of them are to count.",
     )
-    evaluation_share: Share = Field(0.15, description="Prompts kept from training, by hash.")
+    evaluation_share: Share = Field(
+        0.15, description="Conversations kept from training, by a hash of how they began."
+    )
     gold_questions: str | None = Field(
         None,
         description="File of pairs whose better answer is known: how a rater answers them counts "
@@ -352,9 +354,9 @@ class RewardSettings(Section):
     warm_start: bool = Field(
         False,
         description="Begin with the turn before's reward models rather than with their base, where "
-        "they are made alike and no prompt or rater has changed sides (feedback.evaluation_share, "
-        "reward.shares); heads on a frozen trunk are fitted anew. Leave it off for a turn after "
-        "changing reward.base.",
+        "they are made alike and no conversation or rater has changed sides "
+        "(feedback.evaluation_share, reward.shares); heads on a frozen trunk are fitted anew. "
+        "Leave it off for a turn after changing reward.base.",
     )
     retrain_drop: Share | None = Field(
         None,

@@ -55,7 +55,11 @@ GOLD = "gold_answers.jsonl"
 
 MADE_BY = "settings.json"  # beside the three reward models
 MAKES_NONE = ("functions", "wish_bound", "given", "retrain_drop", "warm_start", "min_pairs")
-SPLIT_BY = ("shares", "evaluation_share")  # what says who learns from what, and what from none
+SPLIT_BY = (
+    "shares",
+    "evaluation_share",
+    "split_by",
+)  # what says who learns from what, and what from none
 
 MOST_REFERENCES = 4  # completions of one prompt that others are compared with
 CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average
@@ -287,6 +291,7 @@ def _made_by(turn: Turn) -> dict[str, Any]:
         "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
         "evaluation_share": settings.feedback.evaluation_share,
+        "split_by": "conversation",
         "max_prompt_tokens": settings.policy.max_prompt_tokens,
         "max_completion_tokens": settings.policy.max_completion_tokens,
     }
@@ -298,7 +303,8 @@ def _made_otherwise(work: Path, turn: Turn, names: Sequence[str] = ()) -> bool:
     Of what turns did not write down nobody knows.
     """
     file, now = work / "reward" / MADE_BY, _made_by(turn)
-    then = {**now, **(read_json(file) if file.exists() else {})}
+    # Earlier releases, which wrote no `split_by`, held prompts out one by one.
+    then = {**now, "split_by": "prompt", **(read_json(file) if file.exists() else {})}
     return any(then[name] != now[name] for name in names or now)
 
 

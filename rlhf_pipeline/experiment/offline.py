@@ -1,10 +1,11 @@
 """Offline A/B: two versions answer the same logged prompts, and a judge neither trained on decides.
 
-The prompts are what people asked, in chats and in votes, those first that neither version nor any
-it began from was trained on (by pair, example or imitation). The judge is the gate reward model of
-the newer version's turn: other raters taught it than the models that were maximised or chose a
-checkpoint. What this does not tell: what people would say of the answers (`rlhf experiment start`
-asks them); and a version that its own gate let through is a little ahead by having been chosen.
+The prompts are what people asked, in chats and in votes, those first of whose conversations neither
+version nor any it began from was trained on a turn (by pair, example or imitation). The judge is
+the gate reward model of the newer version's turn: other raters taught it than the models that were
+maximised or chose a checkpoint. What this does not tell: what people would say of the answers
+(`rlhf experiment start` asks them); and a version that its own gate let through is a little ahead
+by having been chosen.
 Seed conversations, which version 0 imitated, do not count as seen.
 """
 
@@ -21,19 +22,19 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.errors import EvaluationError, RegistryError
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.feedback import datasets
-from rlhf_pipeline.feedback.datasets import JOBS, unit_interval
+from rlhf_pipeline.feedback.datasets import JOBS, opening_of, unit_interval
 from rlhf_pipeline.feedback.privacy import redact
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Message,
     PreferencePair,
     Progress,
+    Prompt,
     RewardExample,
     SftExample,
     hashed,
     ignore_progress,
     prompt_from_json,
-    prompt_to_json,
 )
 from rlhf_pipeline.registry.judges import reward_folder
 
@@ -55,7 +56,7 @@ class Offline:
     second: int
     judge: int  # the version whose turn's gate model judged
     logged: int  # different prompts that were found
-    held_out: int  # of those compared on: neither was trained on them
+    held_out: int  # of those compared on: neither was trained on their conversations
     seen: int  # of those compared on: one was
     same_raters: bool  # whether both turns divided the raters alike; else the judge may be partial
     report: EvaluationReport
@@ -114,8 +115,9 @@ def offline(
     found = logged(registry.ledger.database, agent_id)
     trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
     regions = settings.feedback.phone_regions
-    held_out = [text for text in found if _as_trained(text, regions) not in trained_on][:prompts]
-    seen = [text for text in found if _as_trained(text, regions) in trained_on]
+    openings = {text: opening_of(_as_trained(text, regions)) for text in found}
+    held_out = [text for text in found if openings[text] not in trained_on][:prompts]
+    seen = [text for text in found if openings[text] in trained_on]
     seen = seen[: max(0, min(FEWEST, prompts) - len(held_out))]
     policy = settings.policy
     compared = compare(
@@ -172,7 +174,7 @@ def logged(database: db.Database, agent_id: str) -> list[str]:
 
 
 def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[str]:
-    """Return the prompts (JSON) that a version, or one it began from, was trained on.
+    """Return how the conversations began that a version, or one it began from, was trained on.
 
     Raises RegistryError where the data sets of one are gone: then nobody can say.
     """
@@ -211,22 +213,20 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
     found: set[str] = set()
     if was_made(stages.PAIRS):
         pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
-        found |= {prompt_to_json(pair.prompt) for pair in pairs if pair.split == "train"}
+        found |= {opening_of(pair.prompt) for pair in pairs if pair.split == "train"}
     if was_made(stages.EXAMPLES):
         examples = datasets.read_jsonl(data / stages.EXAMPLES, RewardExample)
-        found |= {prompt_to_json(one.prompt) for one in examples if one.split == "train"}
+        found |= {opening_of(one.prompt) for one in examples if one.split == "train"}
     if was_made(stages.SFT_EXAMPLES):
         imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
-        found |= {prompt_to_json(one.prompt) for one in imitated}
+        found |= {opening_of(one.prompt) for one in imitated}
     return found
 
 
-def _as_trained(text: str, regions: Sequence[str]) -> str:
+def _as_trained(text: str, regions: Sequence[str]) -> Prompt:
     """Return a logged prompt as a snapshot would hold it, personal details taken out."""
     turns = prompt_from_json(text)
-    return prompt_to_json(
-        tuple(Message(turn.role, redact(turn.content, regions)[0]) for turn in turns)
-    )
+    return tuple(Message(turn.role, redact(turn.content, regions)[0]) for turn in turns)
 
 
 def _divide_alike(one: ModelVersion, other: ModelVersion) -> bool:

@@ -1,6 +1,7 @@
 """From validated votes to what training reads: pairs, reward examples, SFT examples, prompts.
 
-Splits go by the hash of the prompt, so a prompt is in one split for ever, however the data grows.
+Splits go by the hash of a conversation's beginning, so all its turns are in one split for ever,
+however the data grows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gzip
 import hashlib
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -27,6 +29,7 @@ from rlhf_pipeline.records import (
     Split,
     hashed,
     prompt_from_json,
+    prompt_to_json,
 )
 
 if TYPE_CHECKING:
@@ -55,9 +58,19 @@ def unit_interval(*parts: str) -> float:
     return int(hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:15], 16) / 16**15
 
 
-def split_of(prompt_json: str, evaluation_share: float) -> Split:
-    """Return the split of a prompt (as `records.prompt_to_json` writes it)."""
-    return "evaluation" if unit_interval("split", prompt_json) < evaluation_share else "train"
+def opening_of(prompt: Prompt) -> str:
+    """Return how the prompt's conversation began, to the first thing its person said, as JSON.
+
+    Later turns hold it word for word: to learn from one is to have seen what the others are about.
+    """
+    asked = next((i for i, message in enumerate(prompt) if message.role == "user"), len(prompt))
+    return prompt_to_json(prompt[: asked + 1])
+
+
+def split_of(prompt: Prompt, evaluation_share: float) -> Split:
+    """Return the split of a prompt's conversation."""
+    held_out = unit_interval("split", opening_of(prompt)) < evaluation_share
+    return "evaluation" if held_out else "train"
 
 
 def job_of(voter: str, shares: Mapping[Job, float]) -> Job:
@@ -84,13 +97,15 @@ def build(
 
     A completion is worth imitating when it is a correction, was rated at least `min_rating` (or the
     same on the 0-1 scale), or was chosen over another. `max_samples` keeps that many rows per data
-    set, the same ones for the same data: those whose hash comes first.
+    set, the same ones for the same data: those whose hash comes first. One prompt of each
+    conversation comes before the others to evaluate with: they say the most about how sure it is.
     """
     pairs: list[PreferencePair] = []
     examples: list[RewardExample] = []
     imitate: dict[tuple[str, str], SftExample] = {}
     references: dict[str, list[str]] = {}
     prompts: dict[str, Prompt] = {}
+    splits: dict[str, Split] = {}
     topics: dict[str, str] = {}
     cohorts: dict[str, str] = {}
     min_score = (min_rating - 1) / 4
@@ -99,11 +114,11 @@ def build(
         prompt_json = str(row.prompt)
         if prompt_json not in prompts:
             prompts[prompt_json] = prompt_from_json(prompt_json)
-        prompt = prompts[prompt_json]
+            splits[prompt_json] = split_of(prompts[prompt_json], evaluation_share)
+        prompt, split = prompts[prompt_json], splits[prompt_json]
         if isinstance(topic := getattr(row, "topic", None), str):
             topics.setdefault(prompt_json, topic)  # the first to say so
         cohorts.setdefault(prompt_json, cohort_of(str(row.origin)))
-        split = split_of(prompt_json, evaluation_share)
         kind = FeedbackKind(row.kind)
         good: str | None = None
         if kind in (FeedbackKind.preference, FeedbackKind.correction):
@@ -142,14 +157,28 @@ def build(
             cohorts.get(text),
         )
         for text, prompt in prompts.items()
-        if split_of(text, evaluation_share) == "evaluation"
+        if splits[text] == "evaluation"
     ]
     return Datasets(
         tuple(_capped(pairs, max_samples, lambda pair: pair.pair_id)),
         tuple(_capped(examples, max_samples, lambda example: example.example_id)),
         tuple(_capped(list(imitate.values()), max_samples, lambda e: hashed(e.completion))),
-        tuple(sorted(evaluation, key=lambda prompt: prompt.prompt_id)),
+        tuple(_conversations_first(evaluation)),
     )
+
+
+def _conversations_first(prompts: Iterable[EvaluationPrompt]) -> list[EvaluationPrompt]:
+    """Return the prompts, the first by their ids of each conversation, then the second, and so on.
+
+    Turns of one conversation are no independent tries, and a comparison asks the first so many.
+    """
+    so_far: Counter[str] = Counter()
+    places = []
+    for prompt in sorted(prompts, key=lambda p: p.prompt_id):
+        opening = opening_of(prompt.prompt)
+        places.append((so_far[opening], prompt.prompt_id, prompt))
+        so_far[opening] += 1
+    return [prompt for *_, prompt in sorted(places, key=lambda place: place[:2])]
 
 
 def newest(

@@ -11,8 +11,8 @@ from rlhf_pipeline.errors import EvaluationError, RegistryError
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.experiment.offline import Offline, logged, offline, seen_by
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.feedback.datasets import split_of
-from rlhf_pipeline.records import Feedback, FeedbackKind, user_prompt
+from rlhf_pipeline.feedback.datasets import opening_of, split_of
+from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_from_json, user_prompt
 from tests.assets.world import FirstTurn, Loop
 
 
@@ -40,13 +40,15 @@ def test_prompts_that_were_trained_on_are_told_from_those_held_out(
     taken = settings.agent_folder(agent) / "snapshots" / (version.fingerprint or "")[:16]
     rows = snapshot.read(taken / snapshot.FILE)
     share = settings.feedback.evaluation_share
-    trained = {text for text in rows["prompt"] if split_of(text, share) == "train"}
+    prompts = [prompt_from_json(text) for text in rows["prompt"]]
+    trained = {opening_of(p) for p in prompts if split_of(p, share) == "train"}
     assert trained
     assert seen_by(pipeline.ledger, settings, version) <= trained
     every = logged(pipeline.database, agent)
     assert len(every) == len(set(every)) == found.logged
     assert any("ann@example.org" in text for text in every)
-    held_out = [text for text in every if text not in seen_by(pipeline.ledger, settings, version)]
+    learnt_from = seen_by(pipeline.ledger, settings, version)
+    held_out = [text for text in every if opening_of(prompt_from_json(text)) not in learnt_from]
     assert found.held_out == min(12, len(held_out))
     assert found.held_out + found.seen == found.report.prompts == 12
 

@@ -32,7 +32,9 @@ from rlhf_pipeline.feedback.datasets import (
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     FeedbackKind,
+    Message,
     PreferencePair,
+    Prompt,
     RewardExample,
     SftExample,
     prompt_to_json,
@@ -110,10 +112,48 @@ def test_no_prompt_is_in_two_splits() -> None:
 
 
 def test_a_larger_share_only_adds_held_out_prompts() -> None:
-    texts = [prompt_to_json(user_prompt(f"Question {n}?")) for n in range(200)]
-    held = [{t for t in texts if split_of(t, share) == "evaluation"} for share in (0, 0.1, 0.3, 1)]
+    asked = [user_prompt(f"Question {n}?") for n in range(200)]
+    held = [{p for p in asked if split_of(p, share) == "evaluation"} for share in (0, 0.1, 0.3, 1)]
     assert held[0] == set()
-    assert held[0] < held[1] < held[2] < held[3] == set(texts)
+    assert held[0] < held[1] < held[2] < held[3] == set(asked)
+
+
+def conversation(n: int, turns: int) -> Prompt:
+    """Return the prompt of the n-th person's last turn of so many."""
+    said = [Message("system", "Be kind."), Message("user", f"Question {n}?")]
+    for turn in range(1, turns):
+        said += [Message("assistant", f"Answer {n}."), Message("user", f"And {turn}?")]
+    return tuple(said)
+
+
+def test_all_turns_of_a_conversation_are_in_one_split() -> None:
+    rows = [
+        row(3 * n + turns, "thumbs", number=1.0, prompt=prompt_to_json(conversation(n, turns)))
+        for n in range(80)
+        for turns in (1, 2, 3)
+    ]
+    found = made(*rows, evaluation_share=0.3)
+    sides: dict[str, set[str]] = {}
+    for example in found.reward_examples:
+        sides.setdefault(example.prompt[1].content, set()).add(example.split)
+    assert sorted(map(sorted, sides.values()))[0] == ["evaluation"]
+    assert sorted(map(sorted, sides.values()))[-1] == ["train"]
+    assert {len(split) for split in sides.values()} == {1}
+    one, two = (prompt[:1] for prompt in (conversation(1, 1), conversation(2, 1)))
+    assert split_of(one, 0.5) == split_of(two, 0.5)  # nobody has said anything yet
+
+
+def test_a_comparison_asks_first_what_conversations_do_not_share() -> None:
+    rows = [
+        row(4 * n + turns, "thumbs", number=1.0, prompt=prompt_to_json(conversation(n, turns)))
+        for n in range(5)
+        for turns in (1, 2, 3)
+    ]
+    found = made(*rows, evaluation_share=1.0).evaluation_prompts
+    asked = [prompt.prompt[1].content for prompt in found]
+    assert [len(set(asked[i : i + 5])) for i in (0, 5, 10)] == [5, 5, 5]
+    ids = [prompt.prompt_id for prompt in found]
+    assert all(ids[i : i + 5] == sorted(ids[i : i + 5]) for i in (0, 5, 10))
 
 
 @given(st.text(), st.text())

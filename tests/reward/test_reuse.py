@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,11 @@ def test_of_other_settings_no_earlier_models_are_taken(
     assert turn("raters", first, reward={**warm, "shares": shares}) == [None] * 3
     held_out = {"evaluation_share": 0.3}
     assert turn("held out", first, reward=warm, feedback=held_out) == [None] * 3
+    made_by = first / "reward" / stages.MADE_BY
+    told = json.loads(made_by.read_text())
+    assert told.pop("split_by") == "conversation"
+    made_by.write_text(json.dumps(told))  # as releases did that held prompts out one by one
+    assert turn("one by one", first, reward=warm) == [None] * 3
     given = {"min_pairs": 2, "given": str(first / "reward")}
     assert turn("given", None, reward=given) == []
     with pytest.raises(TrainingError, match=r"needed 32 and 41 tokens, found 32 and 40 of .*proxy"):
