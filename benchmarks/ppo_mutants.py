@@ -10,6 +10,7 @@ status 1 if a bug survives.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -384,9 +385,6 @@ def verdict(one: Mutant | None) -> tuple[bool, str, float]:
 
 def main(names: Sequence[str]) -> int:
     """Print the table; return how many bugs survive."""
-    unknown = set(names) - {m.name for m in MUTANTS}
-    if unknown:
-        raise SystemExit(f"needed names of mutants, found {sorted(unknown)}; see MUTANTS")
     fails, failure, seconds = verdict(None)
     if fails:
         raise SystemExit(f"the tests must pass on unchanged code, {failure} failed; mend it first")
@@ -403,4 +401,9 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(sys.argv[1:]) else 0)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of bugs, as in the table")
+    given = parser.parse_args()
+    if unknown := set(given.names) - {m.name for m in MUTANTS}:
+        parser.error(f"needed names of mutants, found {sorted(unknown)}; see MUTANTS")
+    sys.exit(1 if main(given.names) else 0)

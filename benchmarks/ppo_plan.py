@@ -8,6 +8,7 @@ the peak of its resident memory above what it held once everything was imported;
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -124,7 +125,7 @@ def compare(name: str) -> tuple[int, int]:
         write_model(SHAPES[name].case, folder)
         found = []
         for what in ("--plan", "--measure"):
-            run = [sys.executable, "-m", "benchmarks.ppo_plan", what, name, str(folder)]
+            run = [sys.executable, "-m", "benchmarks.ppo_plan", name, what, str(folder)]
             done = subprocess.run(run, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stderr)
@@ -134,13 +135,19 @@ def compare(name: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the table; status 1 where an estimate misses by more than the bar."""
-    if sys.argv[1:2] in (["--plan"], ["--measure"]):
-        do = plan if sys.argv[1] == "--plan" else measure
-        print(do(sys.argv[2], Path(sys.argv[3])))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := set(given.shapes) - set(SHAPES):
+        parser.error(f"needed shapes of {', '.join(SHAPES)}, found {', '.join(sorted(unknown))}")
+    if folder := given.plan or given.measure:
+        print((plan if given.plan else measure)(given.shapes[0], folder))
         return
     met = True
     print("| shape | planned MiB | measured MiB | planned / measured |\n|---|---|---|---|")
-    for name in sys.argv[1:] or SHAPES:
+    for name in given.shapes or SHAPES:
         planned, measured = compare(name)
         ratio = planned / measured
         met = met and abs(ratio - 1) <= BAR

@@ -6,10 +6,11 @@ that its peak memory is its own; importing Great Expectations is not counted, it
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import resource
-import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -71,7 +72,7 @@ def measure(rows: int) -> tuple[float, float, float, int]:
     return seconds, peak, before, len(report.quarantined)
 
 
-def main(sizes: list[int]) -> None:
+def main(sizes: Sequence[int]) -> None:
     """Print one line per size."""
     print(f"{'rows':>10} {'seconds':>8} {'rows/s':>10} {'peak GiB':>9} {'before':>7} {'aside':>7}")
     context = multiprocessing.get_context("spawn")
@@ -85,4 +86,6 @@ def main(sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(size) for size in sys.argv[1:]] or list(SIZES))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("rows", nargs="*", type=int, default=SIZES, help="of each snapshot")
+    main(parser.parse_args().rows)
