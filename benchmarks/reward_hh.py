@@ -42,7 +42,7 @@ from rlhf_pipeline.reward.calibration import (
 )
 from rlhf_pipeline.reward.held_out import of_like_length
 from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.training import halves, prompt_digest, train_reward_model
+from rlhf_pipeline.reward.training import halves, opening_digest, train_reward_model
 
 DATA = Path(os.environ.get("RLHF_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SETS = ("helpful-base", "helpful-online")
@@ -183,10 +183,10 @@ def word_margins(train: Sequence[PreferencePair], test: Sequence[PreferencePair]
 
 
 def folds(pairs: Sequence[PreferencePair]) -> list[list[int]]:
-    """Return the pairs' numbers in FOLDS parts; a prompt's pairs are in one."""
+    """Return the pairs' numbers in FOLDS parts; a conversation's pairs are in one."""
     parts: list[list[int]] = [[] for _ in range(FOLDS)]
     for i, pair in enumerate(pairs):
-        parts[int(prompt_digest(pair)[:8], 16) % FOLDS].append(i)
+        parts[int(opening_digest(pair)[:8], 16) % FOLDS].append(i)
     return parts
 
 

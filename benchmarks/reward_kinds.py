@@ -62,7 +62,7 @@ from rlhf_pipeline.reward.training import (
     encode_pairs,
     fit_head,
     fit_kinds,
-    prompt_digest,
+    opening_digest,
 )
 from rlhf_pipeline.reward.tuning import Descent
 from rlhf_pipeline.simulation.people import compare, population, say
@@ -251,7 +251,7 @@ def fit_pairs(
 ) -> None:
     """Fit the head to pairs as the pipeline's default does."""
     encoded = encode_pairs(tokenizer, pairs, limits)
-    groups = [prompt_digest(pair) for pair in pairs]
+    groups = [opening_digest(pair) for pair in pairs]
     voters = [pair.voter for pair in pairs]
     features = all_features(model, [*encoded.chosen, *encoded.rejected], ignore_progress)
     told = features / scales(features, LIKELIHOODS)

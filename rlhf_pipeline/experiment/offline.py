@@ -173,13 +173,13 @@ def logged(database: db.Database, agent_id: str) -> list[str]:
     return sorted(answerable, key=lambda text: unit_interval("offline", text))
 
 
-def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[str]:
+def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) -> set[Prompt]:
     """Return how the conversations began that a version, or one it began from, was trained on.
 
     Raises RegistryError where the data sets of one are gone: then nobody can say.
     """
     by_path = {known.path: known for known in ledger.versions(version.agent_id)}
-    found: set[str] = set()
+    found: set[Prompt] = set()
     queue: list[ModelVersion] = [version]
     done: set[int] = set()
     while queue:
@@ -198,7 +198,7 @@ def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) 
     return found
 
 
-def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
+def _trained_on(settings: Settings, version: ModelVersion) -> set[Prompt]:
     data = settings.agent_folder(version.agent_id) / "snapshots" / (version.fingerprint or "")[:16]
     known = version.lineage.get("data", {})
     if missing := [name for name in known if not (data / name).is_file()]:
@@ -210,7 +210,7 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[str]:
     def was_made(name: str) -> bool:
         return any(path.name in known for path in datasets.names_of(data / name))
 
-    found: set[str] = set()
+    found: set[Prompt] = set()
     if was_made(stages.PAIRS):
         pairs = datasets.read_jsonl(data / stages.PAIRS, PreferencePair)
         found |= {opening_of(pair.prompt) for pair in pairs if pair.split == "train"}

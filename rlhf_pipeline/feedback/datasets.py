@@ -58,18 +58,19 @@ def unit_interval(*parts: str) -> float:
     return int(hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:15], 16) / 16**15
 
 
-def opening_of(prompt: Prompt) -> str:
-    """Return how the prompt's conversation began, to the first thing its person said, as JSON.
+def opening_of(prompt: Prompt) -> Prompt:
+    """Return how the prompt's conversation began, to the first thing its person said.
 
     Later turns hold it word for word: to learn from one is to have seen what the others are about.
     """
     asked = next((i for i, message in enumerate(prompt) if message.role == "user"), len(prompt))
-    return prompt_to_json(prompt[: asked + 1])
+    return prompt[: asked + 1]
 
 
 def split_of(prompt: Prompt, evaluation_share: float) -> Split:
     """Return the split of a prompt's conversation."""
-    held_out = unit_interval("split", opening_of(prompt)) < evaluation_share
+    opening = prompt_to_json(opening_of(prompt))
+    held_out = unit_interval("split", opening) < evaluation_share
     return "evaluation" if held_out else "train"
 
 
@@ -172,7 +173,7 @@ def _conversations_first(prompts: Iterable[EvaluationPrompt]) -> list[Evaluation
 
     Turns of one conversation are no independent tries, and a comparison asks the first so many.
     """
-    so_far: Counter[str] = Counter()
+    so_far: Counter[Prompt] = Counter()
     places = []
     for prompt in sorted(prompts, key=lambda p: p.prompt_id):
         opening = opening_of(prompt.prompt)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.feedback.datasets import unit_interval
+from rlhf_pipeline.feedback.datasets import opening_of, unit_interval
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import new_folder, write_json
 from rlhf_pipeline.records import (
@@ -227,7 +227,7 @@ def train_reward_model(
     weights: Tensor | None = None
     features: Tensor | None = None
     voters = [pair.voter for pair in train_pairs]
-    groups = [prompt_digest(pair) for pair in train_pairs]
+    groups = [opening_digest(pair) for pair in train_pairs]
     if kinds is None and (weigh_raters or heads > 1):
         features = all_features(model, [*train.chosen, *train.rejected], report)
     decided = [pair for pair in test_pairs if not is_tie(pair)]
@@ -399,17 +399,18 @@ def check_pairs(
             f"{decided}; collect more of them (the review page asks people for some), for thumbs "
             "on two prompts compare no answers, or raise feedback.evaluation_share"
         )
-    prompts = {pair.prompt for pair in train_pairs} | {example.prompt for example in examples}
-    if len(prompts) < 2:
+    taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]
+    if len({record.prompt for record in taught}) < 2:
         raise NotEnoughData(
             "reward training needs pairs on several prompts, found one prompt only; "
             "collect feedback on at least 1 more"
         )
-    seen = sum(pair.prompt in prompts for pair in test_pairs)
+    openings = {opening_of(record.prompt) for record in taught}
+    seen = sum(opening_of(pair.prompt) in openings for pair in test_pairs)
     if seen:
         raise TrainingError(
-            f"held-out pairs must be on prompts that training does not see, found {seen} of "
-            f"{len(test_pairs)} on training prompts; split by prompt"
+            f"held-out pairs must be of conversations that training does not see, found {seen} of "
+            f"{len(test_pairs)} of training's; split by how conversations began"
         )
     if not centre_on:
         raise NotEnoughData(
@@ -523,7 +524,7 @@ def fit_head(
     """Fit the head on the frozen trunk's features; the loss curve is per Newton step.
 
     The features (computed where they are not given) are standardised, which is folded back into the
-    head. The ridge is the one that ranks best on a fifth of the prompts (`groups` names each
+    head. The ridge is the one that ranks best on a fifth of the conversations (`groups` names each
     pair's), then all pairs are used. `weights` are how much each pair counts; with each pair's
     voter it can be fitted again without some of them.
     """
@@ -649,7 +650,7 @@ def fit_kinds(
     rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
     features = all_features(model, rows, report)
     likelihoods = LIKELIHOODS * model.likelihood
-    groups = [prompt_digest(text.record) for text in texts]
+    groups = [opening_digest(text.record) for text in texts]
     fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
     weight = score_weights(fitted)
     opinions, turned = until_turned(opinions, (features @ weight).tolist())
@@ -719,8 +720,8 @@ def longer_is_better(pairs: Sequence[PreferencePair]) -> float:
 
 
 def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
-    """Return two halves of the pairs' numbers that share no prompt, where there are two prompts."""
-    digests = [prompt_digest(pair) for pair in pairs]
+    """Return two halves of the pairs' numbers that share no conversation, where there are two."""
+    digests = [opening_digest(pair) for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (digests[i], i))
     middle = len(order) // 2
     cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]
@@ -728,7 +729,7 @@ def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     return order[:cut], order[cut:]
 
 
-def prompt_digest(said: PreferencePair | RewardExample) -> str:
-    """Return the hex digest of what was asked."""
-    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in said.prompt)
+def opening_digest(said: PreferencePair | RewardExample) -> str:
+    """Return the hex digest of how the conversation began."""
+    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in opening_of(said.prompt))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

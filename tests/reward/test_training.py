@@ -15,7 +15,7 @@ import torch
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.files import folder_sha256, read_json
-from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample, RewardInput
+from rlhf_pipeline.records import FeedbackKind, Message, PreferencePair, RewardExample, RewardInput
 from rlhf_pipeline.reward import training, tuning
 from rlhf_pipeline.reward.calibration import highest_floor
 from rlhf_pipeline.reward.functions import as_reward
@@ -218,7 +218,10 @@ def test_what_cannot_teach_or_judge_is_refused(planted: Planted, tmp_path: Path)
     refused(NotEnoughData, "that tell completions apart, found 30 that all say the same", **thumbs)
     one_prompt: Sequence[PreferencePair] = [replace(p, prompt=pairs[0].prompt) for p in pairs]
     refused(NotEnoughData, "found one prompt only", train=one_prompt)
-    refused(TrainingError, "found 1 of 81 on training prompts", test=[*test, planted.train[0]])
+    seen = planted.train[0]
+    more = (*seen.prompt, Message("assistant", seen.chosen), Message("user", "And then?"))
+    for pair in (seen, replace(seen, prompt=more)):  # a later turn holds what was trained on
+        refused(TrainingError, "found 1 of 81 of training's; split by", test=[*test, pair])
     refused(NotEnoughData, "centring needs", centre=[])
     same = [*pairs, replace(pairs[0], rejected=pairs[0].chosen)]
     refused(TrainingError, "same one twice in pair pair 0", train=same)
