@@ -1,4 +1,4 @@
-"""A reward model on real people's pairs: HH helpful-base and helpful-online, 5-fold by prompt.
+"""A reward model on real people's pairs: HH helpful-base and -online, 5-fold by conversation.
 
     python -m benchmarks.reward_hh [--data FOLDER] [--sets helpful-base helpful-online]
 
