@@ -41,7 +41,15 @@ from rlhf_pipeline.ppo.watching import (
     watch_facts,
     write_samples,
 )
-from rlhf_pipeline.records import PreferencePair, Progress, Prompt, RewardFunction, ignore_progress
+from rlhf_pipeline.records import (
+    PreferencePair,
+    Progress,
+    Prompt,
+    RewardFunction,
+    hashed,
+    ignore_progress,
+    prompt_to_json,
+)
 
 
 def train_dpo(
@@ -74,12 +82,11 @@ def train_dpo(
             f"DPO needs {batch} pairs with a preference, one optimizer step's, found "
             f"{len(decided)}; collect more, or lower ppo.rollouts_per_update"
         )
-    fingerprint = run_fingerprint(
-        [policy_dir, reference_dir],
-        [reward, stopping],
-        [*watch_prompts],
-        settings,
+    started = run_fingerprint(
+        [policy_dir, reference_dir], [reward, stopping], watch_prompts, settings
     )
+    said = (text for p in decided for text in (prompt_to_json(p.prompt), p.chosen, p.rejected))
+    fingerprint = hashed(started, *said)
     learner = build_learner(policy_dir, reference_dir, None, settings)
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, "watch_prompts")
     probe_rewards(learner, watch_encoded, watch_prompts, {"proxy": reward, "stopping": stopping})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,16 @@ def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) ->
     result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
     assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-4)
     assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_run_is_known_by_the_pairs_it_learnt_from(base: Path, tmp_path: Path) -> None:
+    rows, once = pairs(16), {"updates": 1, "minibatches": 1}
+    others = [*rows[1:], replace(rows[0], chosen="yes")]
+    found = [
+        train(base, tmp_path / name, some, **once).fingerprint
+        for name, some in (("one", rows), ("again", rows), ("other", others))
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(("count", "updates"), [(23, 4), (10, 2)])
