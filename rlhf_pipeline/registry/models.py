@@ -46,6 +46,8 @@ log = structlog.get_logger(__name__)
 
 PROJECTED = "rlhf.projected_entry"
 FILES_DIGEST = "rlhf.files_digest"
+RUN_NOTE = "mlflow.note.content"  # what MLflow shows as a run's description
+TELLING = ("fail", "pause", "warn")  # verdicts of rules that a person should read
 UI_ACTOR = "mlflow-ui"
 PROJECTION_SECONDS = 60.0  # for the aliases; uploads take what they take
 
@@ -465,7 +467,9 @@ class ModelRegistry:
         if str(model.status) != "READY":  # one that a crash cut short is filled again
             client.log_model_artifacts(model.model_id, str(folder))
             model = client.finalize_logged_model(model.model_id, "READY")
+        told = described(version)
         if version.mlflow_run_id:
+            client.set_tag(version.mlflow_run_id, RUN_NOTE, told)
             client.log_dict(version.mlflow_run_id, dict(version.lineage), "lineage.json")
             if version.gate is not None:
                 client.log_dict(version.mlflow_run_id, dict(version.gate), "gate.json")
@@ -478,7 +482,7 @@ class ModelRegistry:
             model.artifact_location if embedded else model.model_uri,
             version.mlflow_run_id,
             tags=tags | {"rlhf.model_id": model.model_id},
-            description=f"{version.label}: {_verdict(version)}",
+            description=told,
             model_id=None if embedded else model.model_id,
             await_creation_for=0,  # it is ready at once; waiting only writes a line
         )
@@ -525,6 +529,16 @@ def version_tags(version: ModelVersion) -> dict[str, str]:
         refused = [r["words"] for r in results if r["verdict"] == "fail"]
         tags["rlhf.gate_reasons"] = as_tag("; ".join(refused))
     return tags | {f"rlhf.lineage.{key}": as_tag(value) for key, value in version.lineage.items()}
+
+
+def described(version: ModelVersion) -> str:
+    """Return in Markdown, as MLflow's pages show it, what a version is and what the gate said."""
+    data = f", learnt from snapshot {version.fingerprint[:16]}" if version.fingerprint else ""
+    results = () if version.gate is None else version.gate.get("results", ())
+    said = [f"- {r['verdict']}: {r['words']}" for r in results if r["verdict"] in TELLING]
+    more = f"`rlhf explain {version.version} --agent {version.agent_id}` says the rest."
+    head = f"Version {version.version} ({version.label}){data}. By the gate: {_verdict(version)}."
+    return "\n\n".join([head, *(["\n".join(said)] if said else []), more])
 
 
 def _verdict(version: ModelVersion) -> str:

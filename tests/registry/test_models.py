@@ -97,6 +97,10 @@ def test_registering_puts_files_lineage_and_verdict_into_mlflow(
     }
     assert entity.tags["rlhf.label"] == "v100"
     assert version.files["model.safetensors"] in entity.tags["rlhf.files"]
+    note = registry.client.get_run(run.run_id).data.tags["mlflow.note.content"]
+    assert note == entity.description  # what people read first on either page
+    assert "(v100), learnt from snapshot print1. By the gate: refused.\n\n- fail: too far" in note
+    assert f"`rlhf explain {version.version} --agent {agent}`" in note
     assert entity.run_id == run.run_id == version.mlflow_run_id
     names = {f.path for f in registry.client.list_artifacts(run.run_id)}
     assert {"lineage.json", "gate.json"} <= names

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.experiment import offline
+from rlhf_pipeline.feedback.datasets import opening_of
 from rlhf_pipeline.files import file_sha256
-from rlhf_pipeline.records import prompt_to_json
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
 
@@ -76,7 +76,7 @@ def test_data_sets_of_a_release_that_did_not_pack_them_are_found(
     assert len(data) == 4
     prompts = stages.training_prompts(turn)
     assert prompts == stages.training_prompts(now)
-    assert offline._trained_on(elsewhere, then) >= set(map(prompt_to_json, prompts))
+    assert offline._trained_on(elsewhere, then) >= set(map(opening_of, prompts))
 
 
 def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
