@@ -330,6 +330,9 @@ def allow_recomputing(trunk: Any, *, adapted: bool = False) -> None:
             f"{type(trunk).__name__}; set it to false"
         )
     trunk.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    # Of adapters transformers has embeddings ask for gradients, by a hook that no graph can run;
+    # what is computed again without re-entering backward needs none.
+    trunk.disable_input_require_grads()
 
 
 @contextmanager
