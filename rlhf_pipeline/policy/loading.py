@@ -33,7 +33,7 @@ from transformers.utils import logging
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
 from rlhf_pipeline.policy.chat import turn_end
-from rlhf_pipeline.policy.packed import fuse_activations
+from rlhf_pipeline.policy.packed import fuse_steps
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
@@ -232,7 +232,7 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
             f"every weight of a {type(model).__name__} is needed at {source}, found {len(missing)} "
             f"missing ({', '.join(missing[:3])}); copy or convert the model again"
         )
-    fuse_activations(model)
+    fuse_steps(model)
     _make_generation_config_savable(model)
     return model
 

@@ -46,7 +46,7 @@ from rlhf_pipeline.policy.loading import (
     local_folder,
     switch_off_dropout,
 )
-from rlhf_pipeline.policy.packed import fuse_activations, rectangle_hidden
+from rlhf_pipeline.policy.packed import fuse_steps, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
 from rlhf_pipeline.ppo.learner import (
     allow_recomputing,
@@ -456,7 +456,7 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
     dtype = torch.bfloat16 if halved else torch.float32
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
-    fuse_activations(model)
+    fuse_steps(model)
     switch_off_dropout(model)
     if settings.lora_rank:
         model.requires_grad_(False)

@@ -25,7 +25,7 @@ from rlhf_pipeline.policy.packed import (
     Packing,
     can_pack,
     causal_attention,
-    fuse_activations,
+    fuse_steps,
     stepping,
     whole_tiles,
 )
@@ -144,7 +144,7 @@ def test_a_sliding_window_is_left_to_the_padded_path(window: int | None, packs: 
 def test_a_fused_activation_computes_what_it_replaces() -> None:
     model = small("gpt2")
     before, gradients_before = logprobs_and_gradients(model)
-    fuse_activations(model)
+    fuse_steps(model)
     assert not any(isinstance(m, NewGELUActivation) for m in model.modules())
     after, gradients_after = logprobs_and_gradients(model)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
@@ -250,16 +250,64 @@ def test_a_step_under_autocast_gives_the_logits_of_a_whole_pass(name: str) -> No
     assert trunk.config._attn_implementation == "sdpa"
 
 
+ON_EITHER = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+
+
+@ON_EITHER
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_of_a_single_step_is_torchs_own(kv_heads: int) -> None:
+def test_attention_of_a_single_step_is_torchs_own(
+    kv_heads: int, device: str, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, 1, 8, generator=generator)
     key, value = torch.randn(2, 3, kv_heads, 6, 8, generator=generator)
     seen = torch.ones(3, 1, 1, 6, dtype=torch.bool)
     seen[1, ..., :4] = False
-    found, _ = packed._stepping_attention(torch.nn.Module(), query, key, value, seen, scaling=0.3)
-    expected = scaled_dot_product_attention(query, key, value, seen, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    query, key, value = (states.to(dtype) for states in (query, key, value))
+    expected = scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), seen, scale=0.3, enable_gqa=True
+    )
+    # A cache with room to spare: what is seen of it is a view.
+    room = torch.zeros(2, 3, kv_heads, 9, 8, dtype=dtype, device=device)
+    room[0, :, :, :6], room[1, :, :, :6] = key.to(device), value.to(device)
+    keys, values = room[:, :, :, :6]
+    found, _ = packed._stepping_attention(
+        torch.nn.Module(), query.to(device), keys, values, seen.to(device), scaling=0.3
+    )
+    assert found.dtype == dtype
+    digits = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(
+        found.float().cpu(), expected.transpose(1, 2), rtol=digits, atol=digits
+    )
+
+
+@ON_EITHER
+def test_a_norm_keeps_the_type_of_states_that_are_of_its_weights(
+    device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.LayerNorm(16)
+    norm.weight.data.normal_()
+    norm.to(dtype).float()
+    states = torch.randn(4, 16).to(dtype).requires_grad_()
+    exact = norm(states.float())
+    exact.square().sum().backward()
+    wanted, states.grad = states.grad, None
+    model = torch.nn.Sequential(norm).to(device, dtype)
+    fuse_steps(model)
+    with torch.autocast(device, torch.bfloat16):
+        found = model(states.to(device))
+    found.float().square().sum().backward()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float().cpu(), exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(states.grad, wanted, rtol=2e-2, atol=5e-2)
 
 
 def test_the_gradient_at_a_confident_token_keeps_bfloat16s_digits() -> None:
