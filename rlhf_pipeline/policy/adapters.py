@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
 from rlhf_pipeline.policy.loading import Policy, load_policy
+from rlhf_pipeline.policy.low_rank import take_few_passes
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.records import hashed
 
@@ -73,11 +74,13 @@ def load_base(
             )
         policy = load_policy(reference_dir, device=device, dtype=dtype)
         wrapper = PeftModel.from_pretrained(policy.model, str(kept), is_trainable=True)
+        take_few_passes(policy.model)
         return SharedBase(policy, wrapper, read_json(kept / BASE)["digest"])
     policy = load_policy(policy_dir, device=device, dtype=dtype)
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
     config = lora_config(trunk_of(policy.model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
     wrapper = get_peft_model(policy.model, config)
+    take_few_passes(policy.model)
     return SharedBase(policy, wrapper, base_digest(policy_dir))
 
 
@@ -282,6 +285,7 @@ def _inject(trunk: nn.Module, name: str, config: Any, seed: int) -> None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # on purpose
         torch.manual_seed(seed)  # PEFT draws first weights from torch's own generator
         inject_adapter_in_model(config, trunk, name)
+    take_few_passes(trunk)
     for layer in _adapted_layers(trunk):
         layer._active_adapter = []  # a set computes where `only` asks for it
     for layer, before in zip(known, active, strict=True):

@@ -23,6 +23,7 @@ from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, lora_config
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompt, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
+from rlhf_pipeline.policy.low_rank import take_few_passes
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import state_logprobs, trunk_of
 from rlhf_pipeline.records import Progress, SftExample, ignore_progress
@@ -156,7 +157,9 @@ def _with_adapters(model: Any, rank: int, seed: int) -> Any:
     torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
     alpha = ALPHA_PER_RANK * rank
     config = lora_config(trunk_of(model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
-    return get_peft_model(model, config)
+    wrapper = get_peft_model(model, config)
+    take_few_passes(model)
+    return wrapper
 
 
 def _make_trainer(

@@ -46,6 +46,7 @@ from rlhf_pipeline.policy.loading import (
     local_folder,
     switch_off_dropout,
 )
+from rlhf_pipeline.policy.low_rank import adapted, in_autocasts_type
 from rlhf_pipeline.policy.packed import fuse_steps, rectangle_hidden
 from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
 from rlhf_pipeline.ppo.learner import (
@@ -461,8 +462,9 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
     if settings.lora_rank:
         model.requires_grad_(False)
         for module in list(trunk_of(model).modules()):
-            if isinstance(module, (nn.Linear, Conv1D)):
-                _adapt(module, settings.lora_rank)
+            for name, child in list(module.named_children()):
+                if isinstance(child, (nn.Linear, Conv1D)):
+                    setattr(module, name, _Adapted(child, settings.lora_rank))
     if settings.gradient_checkpointing:
         allow_recomputing(trunk_of(model))
     return model
@@ -511,22 +513,22 @@ def _left_to_others(trunk: Any) -> int:
     return 0 if shares == 1 else sum(each) - sum(each) // shares - max(each, default=0)
 
 
-def _adapt(layer: nn.Module, rank: int) -> None:
-    """Give a linear layer an adapter that holds what PEFT's would.
+class _Adapted(nn.Module):
+    """A linear layer with an adapter as PEFT's would be.
 
     PEFT's own moves weights between devices as it makes them, which fake tensors refuse.
     """
-    weight: Any = layer.weight
-    width_in, width_out = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
-    down = nn.Parameter(torch.zeros(width_in, rank, dtype=torch.float32))
-    up = nn.Parameter(torch.zeros(rank, width_out, dtype=torch.float32))
-    layer.register_parameter("lora_down", down)
-    layer.register_parameter("lora_up", up)
 
-    def add(_layer: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> Tensor:
-        return result + (given[0].float() @ down @ up) * 2.0
+    def __init__(self, layer: nn.Linear | Conv1D, rank: int) -> None:
+        super().__init__()
+        weight: Any = layer.weight
+        width_in, width_out = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
+        self.base_layer = layer
+        self.lora_A = nn.Linear(width_in, rank, bias=False, dtype=torch.float32)
+        self.lora_B = nn.Linear(rank, width_out, bias=False, dtype=torch.float32)
 
-    layer.register_forward_hook(add)
+    def forward(self, states: Tensor) -> Tensor:
+        return adapted(self.base_layer, in_autocasts_type(states), self.lora_A, self.lora_B, 2.0)
 
 
 def _rows_at_once(settings: PpoSettings, most: int) -> int:
