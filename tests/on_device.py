@@ -2,7 +2,8 @@
 
     python -m tests.on_device FOLDER
 
-A process of its own: pretended.py has to be there before the first backward pass.
+A process of its own: pretended.py has to be there before the first backward pass. Where there is
+torch, transformers and peft alone the service is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from rlhf_pipeline.ppo.optimising import train_on
 from rlhf_pipeline.records import RewardInput
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.training import train_reward_model
-from rlhf_pipeline.serving.batching import Decoder, Sampling
 from tests.policy.recorded import recorded
 from tests.ppo.world import PROMPTS, changed, learner_at, lower_share, rollouts_of, save_base, train
 from tests.reward.conftest import SETTINGS as REWARD_SETTINGS
@@ -92,6 +93,8 @@ def reward_model(base: Path, folder: Path, device: str) -> list[float]:
 
 def service(base: Path, folder: Path, device: str) -> list[str]:
     """Return what a decoder says to several at once, one of whom leaves."""
+    from rlhf_pipeline.serving.batching import Decoder, Sampling
+
     decoder = Decoder(load_policy(base, device=device), rows=3)
 
     async def one(n: int) -> str:
@@ -180,6 +183,8 @@ def main() -> None:
     torch.set_num_threads(1)
     told: dict[str, list[Any]] = {"refused": meeting(device)}
     for name, case in CASES.items():
+        if case is service and find_spec("pydantic") is None:
+            continue
         told[name] = [
             case(base, folder / name / place, on)
             for place, on in (("cpu", "cpu"), ("device", device))
