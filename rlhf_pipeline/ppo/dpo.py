@@ -103,10 +103,14 @@ def train_dpo(
 
     watcher = _Watcher(learner, max(in_all, 1), look_at_watch_prompts, report, keep_going)
     watcher.look(0)
-    adapters_off = settings.lora_rank > 0 and is_same_model(policy_dir, reference_dir)
-    reference = None if adapters_off else load_policy(reference_dir, device=settings.device).model
+    reference = learner.reference
+    if reference is None and not is_same_model(policy_dir, reference_dir):
+        # Adapters that go on: TRL would hold the policy against these as they are now.
+        reference = load_policy(reference_dir, device=settings.device)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = _make_trainer(learner, reference, rows, scratch, watcher, settings)
+        trainer = _make_trainer(
+            learner, reference and reference.model, rows, scratch, watcher, settings
+        )
         trainer.train()
     learner.policy.model.eval()
     chosen = choose_update(watcher.looks, settings)

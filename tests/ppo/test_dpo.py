@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,8 +84,9 @@ def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str
 
 
 def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) -> None:
-    """One step at rate 0 moves nothing: margin 0, loss log 2."""
-    result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
+    """One step at rate 0 moves nothing: margin 0, loss log 2. No second one is loaded for it."""
+    with patch("rlhf_pipeline.ppo.dpo.load_policy", side_effect=AssertionError("loaded twice")):
+        result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
     assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-4)
     assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
 
