@@ -22,6 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations import moe
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.errors import ModelError, TrainingError
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.policy.adapters import unique_bytes
+from rlhf_pipeline.policy.adapters import linear_names, unique_bytes
 from rlhf_pipeline.policy.cache import ROOM, empty_cache
 from rlhf_pipeline.policy.loading import (
     ADAPTER,
@@ -171,14 +173,14 @@ def make_plan(
     frozen = 2 if adapts and settings.precision == "bfloat16" else FULL
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
     separate = settings.has_critic and settings.critic == "separate"
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _experts_of_any_type():
         model = _random_model(config, settings)
         own = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
         trunk = sum(p.numel() for n, p in trunk_of(model).named_parameters() if "lora_" not in n)
         moved = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        linears = [m for m in trunk_of(model).modules() if isinstance(m, (nn.Linear, Conv1D))]
+        bases = [m.base_layer for m in trunk_of(model).modules() if isinstance(m, _Adapted)]
         # Saved in float32 on the CPU; what is that already, and has no adapters, is not copied.
-        merged = own if frozen < FULL else sum(m.weight.numel() for m in linears)
+        merged = own if frozen < FULL else sum(m.weight.numel() for m in bases)
         here = own - _left_to_others(trunk_of(model)) if adapts else own
         training = _peak_of_training(model, settings)
         rows = _rows_at_once(settings, settings.rollouts_per_update)
@@ -450,6 +452,20 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         self._now -= self._known.pop(key)
 
 
+@contextmanager
+def _experts_of_any_type() -> Iterator[None]:
+    """Let a mixture's products be planned: on fake tensors torch's own take bfloat16 alone.
+
+    One expert's product for all tokens has the shapes of each expert's for its own.
+    """
+    usual = moe._grouped_mm
+    moe._grouped_mm = lambda tokens, weights, offs: tokens.to(weights.dtype) @ weights[0]
+    try:
+        yield
+    finally:
+        moe._grouped_mm = usual
+
+
 def _random_model(config: Any, settings: PpoSettings) -> Any:
     """Return an untrained policy of this configuration, with adapters where the settings want."""
     config = copy.deepcopy(config)
@@ -461,9 +477,10 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
     switch_off_dropout(model)
     if settings.lora_rank:
         model.requires_grad_(False)
+        names = linear_names(trunk_of(model))
         for module in list(trunk_of(model).modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, (nn.Linear, Conv1D)):
+                if name in names and isinstance(child, (nn.Linear, Conv1D)):
                     setattr(module, name, _Adapted(child, settings.lora_rank))
     if settings.gradient_checkpointing:
         allow_recomputing(trunk_of(model))

@@ -29,6 +29,7 @@ from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.critic import AdapterCritic
 from rlhf_pipeline.ppo.learner import Learner, build_learner, shared_base
 from rlhf_pipeline.ppo.optimising import accumulate_gradients, clipped_step
+from rlhf_pipeline.ppo.plan import make_plan, read_config
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import PreferencePair, RewardInput, user_prompt
 from rlhf_pipeline.reward.model import LearnedReward, load_reward_model
@@ -333,6 +334,8 @@ def test_of_a_mixture_of_experts_adapters_take_what_is_no_expert_and_merge(
     layers = trunk_of(model).named_modules()
     linear = [n for n, m in layers if isinstance(m, nn.Linear) and ".mlp." not in n]
     assert len(adapted) == len(linear)
+    planned = make_plan(read_config(tmp_path / "base"), learner.settings)
+    assert planned.trained == sum(weight.numel() for weight in learner.trainable().values())
     for name, weight in learner.trainable().items():
         if ".lora_B." in name:
             nn.init.normal_(weight)
