@@ -183,7 +183,7 @@ def make_plan(
         merged = own if frozen < FULL else sum(m.weight.numel() for m in bases)
         here = own - _left_to_others(trunk_of(model)) if adapts else own
         training = _peak_of_training(model, settings)
-        rows = _rows_at_once(settings, settings.rollouts_per_update)
+        rows = _rows_at_once(settings, _trained_on(settings))
         with torch.no_grad(), _Held(model) as held:
             _forward(model, rows, settings)
         measuring = held.peak
@@ -322,7 +322,7 @@ def rehearse(config: Any, plan: Plan) -> Plan:
     networks = [net for net in (model, critic) if net is not None]
     weights = [p for net in networks for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, fused=True)
-    everything = settings.rollouts_per_update
+    everything = _trained_on(settings)
     of_minibatch = _rows_at_once(settings, -(-everything // settings.minibatches))
 
     def sample() -> None:
@@ -389,7 +389,8 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
     sample = batches * (few + per_token * (T - short))
 
     of_microbatch = max(1, min(PROBE_TOKENS // (P + T), settings.rollouts_per_update))
-    scale = settings.rollouts_per_update / of_microbatch
+    fresh = settings.rollouts_per_update * settings.max_turns / of_microbatch
+    trained_on = _trained_on(settings) / of_microbatch
 
     def train_some() -> None:
         descend(_forward(model, of_microbatch, settings))
@@ -406,7 +407,8 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
     optimizer.step()
     step = _seconds(device, optimizer.step)
     critic = settings.has_critic and settings.critic == "separate"
-    measured *= 1 + settings.has_critic
+    # The reference reads what is fresh, the policy what is replayed, the critic both.
+    measured *= trained_on * (1 + settings.has_critic)
     if rewards.count:
         with torch.device(device):
             judge = _judge(rewards.config or config, rewards)
@@ -415,11 +417,11 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
             _score(judge, of_microbatch, settings, rewards)
 
         score_some()
-        measured += rewards.count * _seconds(device, score_some)
+        measured += rewards.count * fresh * _seconds(device, score_some)
     return Seconds(
         sample * settings.max_turns,
-        measured * scale * settings.max_turns,
-        (1 + critic) * (trained * scale * settings.epochs + step * settings.steps_per_update),
+        measured,
+        (1 + critic) * (trained * trained_on * settings.epochs + step * settings.steps_per_update),
     )
 
 
@@ -548,6 +550,11 @@ class _Adapted(nn.Module):
         return adapted(self.base_layer, in_autocasts_type(states), self.lora_A, self.lora_B, 2.0)
 
 
+def _trained_on(settings: PpoSettings) -> int:
+    """Return how many completions an update trains on: of every turn, and replayed ones."""
+    return settings.rollouts_per_update * settings.max_turns * (1 + settings.replay_updates)
+
+
 def _rows_at_once(settings: PpoSettings, most: int) -> int:
     """Return how many full-length rollouts a forward pass takes, of `most` there are."""
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
@@ -599,7 +606,7 @@ def _peak_of_training(model: Any, settings: PpoSettings) -> int:
     The first microbatch of a step makes the gradients while its activations go; the later ones
     find them there.
     """
-    members = -(-settings.rollouts_per_update // settings.minibatches)
+    members = -(-_trained_on(settings) // settings.minibatches)
     rows = _rows_at_once(settings, members)
     weights = [p for p in model.parameters() if p.requires_grad]
     gradients = FULL * sum(p.numel() for p in weights)
@@ -671,7 +678,7 @@ def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
     """Yield changes that lower the peak, those that change no result first."""
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
     # Beyond what there is to run, these change nothing.
-    tokens = min(settings.tokens_per_microbatch, settings.rollouts_per_update * longest)
+    tokens = min(settings.tokens_per_microbatch, _trained_on(settings) * longest)
     at_once = min(settings.completions_at_once, settings.rollouts_per_update)
     while tokens > longest or at_once > 1:
         tokens, at_once = max(longest, tokens // 4), max(1, at_once // 4)

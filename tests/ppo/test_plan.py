@@ -21,7 +21,14 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.adapters import shares_base, unique_bytes
 from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import tiny_config
-from rlhf_pipeline.ppo.plan import RewardModels, check_fits, make_plan, read_config, rehearse
+from rlhf_pipeline.ppo.plan import (
+    RewardModels,
+    check_fits,
+    make_plan,
+    probe,
+    read_config,
+    rehearse,
+)
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from tests.ppo.world import changed, learner_at, tiny_policy
 
@@ -46,6 +53,29 @@ def test_a_plan_counts_what_a_narrowed_draw_had_in_reach() -> None:
     more = narrowed.parts["rollouts"] - wide.parts["rollouts"]
     assert more == bits * (1 + settings.replay_updates)
     assert narrowed.phases["sample"] - wide.phases["sample"] >= 2 * bits
+
+
+def test_a_plan_counts_every_turn_and_what_is_replayed_among_what_is_trained_on() -> None:
+    once = changed(tokens_per_microbatch=10_000, rollouts_per_update=8, device="cpu")
+    as_many = make_plan(LLAMA, replace(once, rollouts_per_update=24), RewardModels(count=0))
+    for more in (replace(once, max_turns=3), replace(once, replay_updates=2)):
+        plan = make_plan(LLAMA, more, RewardModels(count=0))
+        assert plan.parts["activations, logits"] == as_many.parts["activations, logits"]
+        assert plan.parts["keys and values"] < as_many.parts["keys and values"]  # turn by turn
+
+
+@pytest.mark.slow
+def test_more_to_train_on_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_pipeline.ppo.plan._seconds", lambda device, run: 1.0)
+    once = changed(rollouts_per_update=8, device="cpu")
+    plain, turns, replayed = (
+        probe(LLAMA, more, RewardModels(count=1))
+        for more in (once, replace(once, max_turns=3), replace(once, replay_updates=2))
+    )
+    steps = once.steps_per_update  # take as long for many as for few
+    assert turns.train - steps == replayed.train - steps == 3 * (plain.train - steps)
+    assert turns.measure == 3 * plain.measure
+    assert plain.measure < replayed.measure < turns.measure  # nothing is scored again
 
 
 @pytest.mark.slow
