@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardInput, checked_scores, hashed
@@ -200,7 +200,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _checked_url(url: str, allow_plain_http: bool) -> str:
     """Return the address as messages may show it: without its query, which may hold a secret."""
-    parts = urlsplit(url)
+    parts = _parts(url)
     shown = f"{parts.scheme}://{(parts.netloc).rpartition('@')[2]}{parts.path}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ModelError(
@@ -217,6 +217,21 @@ def _checked_url(url: str, allow_plain_http: bool) -> str:
             "allow_plain_http on a network you trust"
         )
     return shown
+
+
+def _parts(url: str) -> SplitResult:
+    """Return the address's parts; of one that no request could be sent to raises ModelError."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:  # brackets that do not close, or a port that is no number below 65536
+        sound = False
+    if not sound:  # not shown: where a secret may stand in it is not known
+        raise ModelError(
+            "a remote reward needs an address with a port's number, if any, and without spaces or "
+            "signs beyond ASCII, found another; correct it (%20 is a space, %C3%BC an ü)"
+        )
+    return parts
 
 
 def _is_loopback(host: str) -> bool:

@@ -150,6 +150,11 @@ def test_an_answer_that_is_not_one_finite_score_each_is_refused_at_once(
         ("file:///etc/passwd", "needs an http or https address"),
         ("https:///score", "needs an http or https address"),
         ("https://ann:hidden@reward.example/score", "must hold no user or password"),
+        ("https://[::1/hidden", "needs an address with a port's number"),
+        ("https://reward.example:hidden/score", "needs an address with a port's number"),
+        ("https://reward.example:70000/score", "needs an address with a port's number"),
+        ("https://reward.example/score hidden", "without spaces"),
+        ("https://reward.example/größe", "or signs beyond ASCII"),
     ],
 )
 def test_an_address_prompts_must_not_go_to_is_refused_without_its_secrets(
