@@ -54,7 +54,7 @@ def named_reward(
 
     A name is one of `known_names`, the address of a remote reward, a reward model's folder, or
     `module:function`. A function with `options` is called with them and returns the reward; an
-    address's are RemoteReward's. Raises ModelError for any other name or wrong options.
+    address and a folder take none. Raises ModelError for any other name or wrong options.
     """
     options = options or {}
     if name in RULES and not options:
