@@ -123,7 +123,7 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
     ) -> tuple[State, dict[str, Any]]:
         """Begin conversations anew, with prompts drawn at random where none are given.
 
-        Raises TrainingError for a prompt that is too long.
+        Raises TrainingError for a prompt that is too long, or a number that no prompt has.
         """
         super().reset(seed=seed)
         options = options or {}
@@ -136,6 +136,11 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
             raise ShapeMismatch(
                 f"a prompt for each conversation that begins is needed: found {len(wanted)} for "
                 f"{len(begun)}; pass as many"
+            )
+        if unknown := [prompt for prompt in wanted if not 0 <= prompt < len(self.task.prompts)]:
+            raise TrainingError(
+                f"a conversation begins with one of {len(self.task.prompts)} prompts, numbered "
+                f"from 0: found {unknown[0]}; pass another"
             )
         for i, prompt in zip(begun, wanted, strict=True):
             self.conversations[i] = self.task.prompts[prompt]

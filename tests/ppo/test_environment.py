@@ -177,6 +177,9 @@ def test_what_cannot_be_a_conversation_is_refused() -> None:
     env = ChatVectorEnv(task(user=lambda conversations: []), 2)
     with pytest.raises(ShapeMismatch, match="found 1 for 2"):
         env.reset(options={"prompts": [0]})
+    for number in (-1, len(env.task.prompts)):
+        with pytest.raises(TrainingError, match=f"numbered from 0: found {number}"):
+            env.reset(options={"prompts": [0, number]})
     env.reset(seed=0)
     with pytest.raises(TrainingError, match="answer once in each conversation: needed 2, found 0"):
         env.step(saying("la", "la"))
