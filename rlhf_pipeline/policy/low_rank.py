@@ -68,7 +68,8 @@ def adapted(
 ) -> Tensor:
     """Return what the layer says of states (..., in), its adapters' part added, (..., out)."""
     weight: Any = base.weight
-    if torch.is_grad_enabled() and weight.dtype == states.dtype:
+    frozen = not weight.requires_grad  # a gradient of its own is not among those made here
+    if torch.is_grad_enabled() and frozen and weight.dtype == states.dtype:
         matrix = weight.T if isinstance(base, nn.Linear) else weight
         return adapted_linear(states, matrix, base.bias, down.weight, up.weight, scale)
     # Autocast keeps what it has made of a small weight; `to` would make it anew.

@@ -117,6 +117,18 @@ def test_a_base_of_another_type_without_autocast_is_left_to_peft() -> None:
         assert mine is wanted is None or torch.equal(mine, wanted)
 
 
+def test_a_base_that_is_trained_too_has_its_gradient() -> None:
+    theirs = adapted(False, dtype=torch.float64)
+    for layer in (theirs.first, theirs.second):
+        layer.base_layer.requires_grad_(True)
+    ours = copy.deepcopy(theirs)
+    take_few_passes(ours)
+    for mine, wanted in zip(results(ours, ["a"]), results(theirs, ["a"]), strict=True):
+        assert (mine is None) == (wanted is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, wanted)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     torch.manual_seed(0)
     shapes = [(2, 3, 4), (4, 5), (5,), (2, 4), (5, 2)]
