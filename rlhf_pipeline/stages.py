@@ -381,7 +381,8 @@ def train_policy(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[st
 
     asked, folder = turn.settings.training.report_to, turn.work / "ppo"
     name = f"{turn.agent_id}-{turn.fingerprint[:16]}"
-    with reporting(asked, folder / "tracking", name) as track:
+    device = turn.settings.ppo.device
+    with reporting(asked, folder / "tracking", name, device=device) as track:
 
         def tell(facts: Mapping[str, float | int | str]) -> None:
             report(facts)

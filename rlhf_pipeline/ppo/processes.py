@@ -204,6 +204,12 @@ def join_team(settings: PpoSettings) -> Team:
     from accelerate import PartialState
 
     state = PartialState(cpu=choose_device(settings.device).type == "cpu")
+    if state.num_processes != size:  # each would train alone, all into one folder
+        raise ConfigError(
+            f"{size} processes train one policy: needed accelerate to join as many, found "
+            f"{state.num_processes}, as it was asked before training with another device; make no "
+            "Accelerator or PartialState first, or one with cpu=True where policy.device is cpu"
+        )
     return Team(int(state.process_index), int(state.num_processes), state.device)
 
 

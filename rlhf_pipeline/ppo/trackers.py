@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.policy.loading import choose_device
 from rlhf_pipeline.records import Progress
 
 TRACKERS = ("tensorboard", "wandb")
@@ -29,11 +30,14 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Progress]:
+def reporting(
+    names: Sequence[str], folder: Path, run_name: str, *, device: str = "auto"
+) -> Iterator[Progress]:
     """Yield a Progress that logs the numbers of every update to the trackers with these names.
 
     TensorBoard's files go under folder/run_name; Weights & Biases asks for its own sign-in, or
-    takes WANDB_MODE=offline. Raises ConfigError as `check_trackers` does.
+    takes WANDB_MODE=offline. `device` is the settings'.
+    Raises ConfigError as `check_trackers` does.
     """
     check_trackers(names)
     if not names:
@@ -43,7 +47,9 @@ def reporting(names: Sequence[str], folder: Path, run_name: str) -> Iterator[Pro
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # trackers log on the main process only, and ask it which that is
+    # Trackers log on the main process only, and ask it which that is. Whoever asks first decides
+    # how processes are joined, so it is asked as `join_team` asks.
+    PartialState(cpu=choose_device(device).type == "cpu")
     folder.mkdir(parents=True, exist_ok=True)
     trackers: list[Any] = []
     waiting = [LOGGER_TYPE_TO_CLASS[name] for name in names if name == "tensorboard"]

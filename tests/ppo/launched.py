@@ -28,6 +28,7 @@ from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.learner import shared_base
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.ppo.trackers import reporting
 from rlhf_pipeline.records import Prompt
 from tests.ppo.world import changed, lower_share, train, two_pieces
 
@@ -87,7 +88,9 @@ def run_all(base: Path, folder: Path) -> None:
     """Train every run; a run that was cut short is gone on with."""
     for name, settings in RUNS.items():
         os.environ["ACCELERATE_USE_FSDP"] = str(name == "spread").lower()
-        train(base, folder / name, settings, **options_of(name))
+        trackers = ["tensorboard"] if name == "shared" else []  # they come before the first run
+        with reporting(trackers, folder / name / "tracking", "one") as report:
+            train(base, folder / name, settings, report=report, **options_of(name))
     moody, rank = Moody(), os.environ["RANK"]
     train(base, folder / "moody", RUNS["turns"], user=moody, reward=lower_share)
     write_json(folder / f"asked-{rank}.json", moody.asked)

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -148,6 +150,19 @@ def test_what_several_processes_cannot_do_is_refused_before_they_are_joined(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=reason):
         join_team(settings)
+
+
+def test_processes_that_are_not_joined_do_not_train_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate keeps what it was asked for first: here, without cpu=True, to join nobody."""
+    begun = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    monkeypatch.setattr(accelerate, "PartialState", lambda **how: begun)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # is set back
+    with pytest.raises(ConfigError, match=r"2 processes train one policy: .* found 1, as"):
+        train(base, tmp_path, changed(device="cpu"))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_base_that_cannot_be_spread_is_refused(

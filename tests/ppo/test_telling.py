@@ -259,6 +259,16 @@ def test_weights_and_biases_is_started_logged_to_and_ended(
     assert said == [("made", "shop"), ("started",), (1, {"train/loss": 0.5}), ("ended",)]
 
 
+def test_trackers_let_processes_be_joined_as_training_joins_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(accelerate, "PartialState", lambda **how: asked.append(how))
+    with trackers.reporting(["tensorboard"], tmp_path, "shop", device="cpu"):
+        pass
+    assert asked == [{"cpu": True}]
+
+
 @pytest.mark.parametrize("name", ["wandb", "aim"])
 def test_a_tracker_that_is_not_there_is_refused_before_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
