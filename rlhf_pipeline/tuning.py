@@ -8,8 +8,10 @@ gate model is never asked: whoever chooses settings by it could not be judged by
 
 from __future__ import annotations
 
+import fcntl
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +73,8 @@ def search(
     """Run the search until it has `trials` finished trials; write table, plot and best settings.
 
     `updates` shortens each trial. Raises TrainingError for an estimator that has nothing to
-    search here, for what memory does not suffice for, or where no trial ends well.
+    search here, for what memory does not suffice for, where another search is at work in the
+    folder, or where no trial ends well.
     """
     import optuna
 
@@ -85,23 +88,25 @@ def search(
     if updates is not None:
         settings = replace(settings, updates=updates)
     folder.mkdir(parents=True, exist_ok=True)
-    study = _study(folder, turn, settings)
-    if turn.champion is not None and len(_trials(study)) < trials:  # what is searched takes none
-        check_memory(turn, settings)
-    while (done := len(_trials(study))) < trials:
-        report({"trial": done + 1, "of": trials})
-        asked = study.ask(_space(settings))
-        chosen = replace(settings, **asked.params)
-        try:
-            place = folder / study.study_name  # another turn's trial goes on nowhere here
-            told = _train(turn, place, chosen, _naming(done + 1, report))
-        except TrainingError as error:
-            asked.set_user_attr("failure", str(error))
-            study.tell(asked, state=optuna.trial.TrialState.FAIL)
-            continue
-        for name, value in told.items():
-            asked.set_user_attr(name, value)
-        study.tell(asked, told["score"])
+    with _alone(folder):
+        study = _study(folder, turn, settings)
+        # What has been searched takes no memory.
+        if turn.champion is not None and len(_trials(study)) < trials:
+            check_memory(turn, settings)
+        while (done := len(_trials(study))) < trials:
+            report({"trial": done + 1, "of": trials})
+            asked = study.ask(_space(settings))
+            chosen = replace(settings, **asked.params)
+            try:
+                place = folder / study.study_name  # another turn's trial goes on nowhere here
+                told = _train(turn, place, chosen, _naming(done + 1, report))
+            except TrainingError as error:
+                asked.set_user_attr("failure", str(error))
+                study.tell(asked, state=optuna.trial.TrialState.FAIL)
+                continue
+            for name, value in told.items():
+                asked.set_user_attr(name, value)
+            study.tell(asked, told["score"])
     found = Search(tuple(_trials(study)), folder)
     best = found.best
     write_json(folder / "trials.json", [asdict(trial) for trial in found.trials])
@@ -109,6 +114,20 @@ def search(
     write_text(folder / "best.yaml", "\n".join(["ppo:", *lines, ""]))
     draw(found.trials, folder / "tuning.png")
     return found
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's searches; a second one would train in the place of a trial that runs."""
+    with (folder / "search.lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TrainingError(
+                f"one search at a time goes on in {folder}, found another at work; wait for it, or "
+                "stop it and run this again"
+            ) from error
+        yield
 
 
 def _train(turn: Turn, folder: Path, settings: PpoSettings, report: Progress) -> dict[str, Any]:

@@ -141,6 +141,26 @@ def test_a_killed_search_goes_on_where_it_was(
     assert trained[3] == pytest.approx(asked[0])  # and the one that ran begins again, as it was
 
 
+def test_a_second_search_beside_one_at_work_is_refused(
+    turn: Turn,
+    tmp_path: Path,
+    trained: list[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in, refused = tuning._train, []
+
+    def begins_another(*given: Any) -> dict[str, Any]:
+        with pytest.raises(TrainingError, match="found another at work; wait for it") as told:
+            search(turn, tmp_path, trials=2)
+        refused.append(told.value)
+        return stand_in(*given)
+
+    monkeypatch.setattr(tuning, "_train", begins_another)
+    found = search(turn, tmp_path, trials=2)
+    assert len(refused) == len(trained) == 2
+    assert [trial.failure for trial in found.trials] == [None, None]
+
+
 def test_a_search_goes_on_with_other_settings_of_the_machine(
     turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]]
 ) -> None:
