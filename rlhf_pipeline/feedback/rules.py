@@ -218,10 +218,10 @@ def _check_value(event: Feedback) -> None:
                 )
             if event.other_interaction_id is None and event.other_completion is None:
                 refuse(Rule.value_missing, "a preference's other completion", None)
-            if event.shown_first not in ("this", "other"):
-                refuse(Rule.value_out_of_range, "shown_first: this or other", event.shown_first)
         case FeedbackKind.criteria:
             _check_criteria(event.criteria)
+    if event.shown_first not in ("this", "other"):  # of every kind: it is stored with each
+        refuse(Rule.value_out_of_range, "shown_first: this or other", event.shown_first)
 
 
 def _check_criteria(criteria: object) -> None:

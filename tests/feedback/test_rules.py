@@ -89,6 +89,7 @@ BROKEN: list[tuple[Rule, Feedback]] = [
     (Rule.value_out_of_range, event(FeedbackKind.preference, choice="both")),
     (Rule.value_missing, event(FeedbackKind.preference, other_completion=None)),
     (Rule.value_out_of_range, event(FeedbackKind.preference, shown_first="left")),
+    (Rule.value_out_of_range, event(shown_first={"no": "database keeps that"})),
     (Rule.value_missing, event(FeedbackKind.criteria, criteria={})),
     (Rule.wrong_type, event(FeedbackKind.criteria, criteria={"": 0.5})),
     (Rule.wrong_type, event(FeedbackKind.criteria, criteria={"safety": True})),
