@@ -57,6 +57,7 @@ VALUE_FIELD: Mapping[FeedbackKind, str] = {
     FeedbackKind.preference: "choice",
     FeedbackKind.criteria: "criteria",
 }
+VALUE_NAMES = ("value", *dict.fromkeys(VALUE_FIELD.values()))
 EVENT_TEXTS = (
     "interaction_id",
     "completion",
@@ -186,6 +187,9 @@ def _kind(values: Values) -> FeedbackKind:
 
 
 def _value(values: Values, kind: FeedbackKind) -> Any:
+    given = [name for name in VALUE_NAMES if values.get(name) is not None]
+    if len(given) > 1:  # one of them would be lost
+        refuse(Rule.repeated_field, f"one value, or as many rows, of {kind}", given)
     value = values.get("value", values.get(VALUE_FIELD[kind]))
     if kind is FeedbackKind.thumbs:
         if isinstance(value, str):
@@ -554,11 +558,17 @@ def _role(value: Any) -> Role:
 
 def _rater(row: Row) -> str | None:
     """Return the hashed rater, or None where nobody signed."""
-    ready = row.values.get("rater_id")
-    if ready is not None:
-        if not isinstance(ready, str) or not HASHED_RATER.fullmatch(ready):
-            refuse(Rule.wrong_type, "rater_id as 32 hex digits; else name it rater", type(ready))
-        return ready
+    ready, named = row.values.get("rater_id"), _named_rater(row)
+    if ready is None:
+        return named
+    if not isinstance(ready, str) or not HASHED_RATER.fullmatch(ready):
+        refuse(Rule.wrong_type, "rater_id as 32 hex digits; else name it rater", type(ready))
+    if named not in (None, ready):
+        refuse(Rule.repeated_field, "one person as rater and as rater_id, or one field", "two")
+    return ready
+
+
+def _named_rater(row: Row) -> str | None:
     rater = next((row.values[name] for name in SIGNED if name in row.values), None)
     if rater is None or rater == "":
         return None

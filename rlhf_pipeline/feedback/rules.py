@@ -89,7 +89,8 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.missing_field: "a field the format needs is not there",
     Rule.unknown_field: "a field our event format does not know, so perhaps a misspelt one; in a "
     "table a cell under no name",
-    Rule.repeated_field: "a field stands twice in one object or table, so it may mean two things",
+    Rule.repeated_field: "a field stands twice in one object or table, under one name or two, so "
+    "it may mean two things",
     Rule.wrong_type: "a field holds another type than the format says",
     Rule.bad_time: "a moment that is not ISO 8601 with its zone",
     Rule.other_agent: "the row names another agent than it was sent to",

@@ -88,6 +88,26 @@ def test_events_of_every_kind_are_read(tmp_path: Path) -> None:
     assert {e.origin for e in events} == {"f.jsonl"}
 
 
+def test_two_voters_or_two_values_in_one_row_are_refused(tmp_path: Path) -> None:
+    ann, bob = (hash_rater("tea", name) for name in ("ann", "bob"))
+    rows = [
+        {**THUMBS, "rater": "ann", "rater_id": bob},
+        {**THUMBS, "rater": "ann", "rater_id": ann},
+        {**THUMBS, "rater": "", "rater_id": bob},
+        {**THUMBS, "number": 0},
+        {**THUMBS, "text": "No help at all."},
+        {**THUMBS, "value": None, "text": "No help at all."},
+    ]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert [event.rater_id for event in events] == [ann, bob]
+    assert rules_of(aside) == [
+        (1, "repeated_field"),
+        (4, "repeated_field"),
+        (5, "repeated_field"),
+        (6, "value_missing"),
+    ]
+
+
 def test_a_data_set_of_pandas_is_read(tmp_path: Path) -> None:
     path, when = tmp_path / "votes.parquet", datetime(2026, 5, 1, 12, tzinfo=UTC)
     frame = pd.DataFrame([{**THUMBS, "value": 1.0, "rater": 7, "occurred_at": when}] * 2)
