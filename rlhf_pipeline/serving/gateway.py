@@ -265,6 +265,9 @@ class Gateway:
                     draft.text, draft.broken = draft.text[:shown], error
                     done = draft
                     break
+            finally:
+                if done is draft or draft.completion_tokens:  # else perhaps nothing read the prompt
+                    self._count_tokens(agent_id, draft)
         if trial and unit and arms[0] == "challenger":  # an unsafe request does not reach it
             await asyncio.to_thread(
                 self.trials.tell, trial, unit, fell_back=first is not None, network=network
@@ -280,9 +283,6 @@ class Gateway:
         await asyncio.to_thread(self._store, interaction)
         if done.broken is not None:
             raise done.broken
-        if self.metrics is not None:
-            self.metrics.count_tokens(agent_id, "prompt", done.prompt_tokens)
-            self.metrics.count_tokens(agent_id, "completion", done.completion_tokens)
         yield Reply(
             interaction, done.ending, done.prompt_tokens, done.completion_tokens, done.others
         )
@@ -492,6 +492,12 @@ class Gateway:
             self._store(interaction)
         except Exception:  # nobody waits for it
             log.exception("reply not stored", interaction=interaction.interaction_id)
+
+    def _count_tokens(self, agent_id: str, draft: _Draft) -> None:
+        """Count what an arm read and wrote, whatever became of it: the upstream's bill has it."""
+        if self.metrics is not None:
+            self.metrics.count_tokens(agent_id, "prompt", draft.prompt_tokens)
+            self.metrics.count_tokens(agent_id, "completion", draft.completion_tokens)
 
     def _record(self, agent_id: str, interaction_id: str, **event: str) -> None:
         """Record a block or a failure; a store that cannot be written costs no answer."""

@@ -353,6 +353,24 @@ def test_where_no_total_is_told_tokens_are_counted_by_the_texts(
     assert f'rlhf_tokens_total{{agent="tea",side="completion"}} {usage[1]}.0' in counted
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_of_an_answer_that_broke_off_are_counted(tmp_path: Path, streams: bool) -> None:
+    with answering(200, chunk("Hello there, ") + chunk("dear ") + event({"error": {}})) as upstream:
+        world = served_by(upstream, tmp_path)
+        asked = {**ASKED, "stream": streams}
+        assert "server_error" in world.ask("POST", "/v1/chat/completions", None, asked).text
+        counted = world.ask("GET", "/metrics").text
+    assert 'rlhf_tokens_total{agent="tea",side="prompt"} 1.0' in counted
+    assert 'rlhf_tokens_total{agent="tea",side="completion"} 2.0' in counted
+
+
+def test_of_an_upstream_that_refuses_no_tokens_are_counted(tmp_path: Path) -> None:
+    with answering(500, b"") as upstream:
+        world = served_by(upstream, tmp_path)
+        assert world.ask("POST", "/v1/chat/completions", None, ASKED).status_code == 503
+        assert "rlhf_tokens_total{" not in world.ask("GET", "/metrics").text
+
+
 def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> None:
     """Its id came with the first words; of an answer that nobody saw nothing is kept."""
     with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
