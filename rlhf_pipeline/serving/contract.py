@@ -1,8 +1,9 @@
 """What the routes take and answer, as OpenAPI says it; refusals have one shape.
 
-Every refusal is {"error": …} (the chat's are OpenAI's). What the door before the routes
-(access.py) may answer to any of them is added here, and so is what counts as a right. Text that no
-database keeps (NUL, half a surrogate pair) is refused where a body is read: `Text`.
+Every refusal is {"error": …} (the chat's are OpenAI's, and a browser that finds no page is shown
+one). What the door before the routes (access.py) may answer to any of them is added here, and so is
+what counts as a right. Text that no database keeps (NUL, half a surrogate pair) is refused where a
+body is read: `Text`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sqlalchemy as sa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
+
+from rlhf_pipeline.serving.pages.parts import no_such_page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -114,8 +117,10 @@ def add_contract(
         words = f"{where}: {words_of(problem)}; mend it and send again"
         return JSONResponse({"error": words, "rule": "wrong_type"}, 422)
 
-    async def nowhere(request: Request, error: Exception) -> JSONResponse:
+    async def nowhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 404 and "text/html" in request.headers.get("accept", ""):
+            return no_such_page()  # somebody reads it
         return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
     async def away(request: Request, error: Exception) -> JSONResponse:

@@ -344,6 +344,14 @@ def test_a_browser_whose_key_does_not_reach_a_page_is_led_to_another_key(world: 
     assert told.json() == {"error": "needed an admin's key, found a client's"}
 
 
+def test_a_browser_at_an_address_without_a_page_is_shown_the_way_to_one(world: World) -> None:
+    page = world.ask("GET", "/dashbord", world.admin, accept="text/html,*/*")
+    assert page.status_code == 404
+    assert '<a href="/ui/">' in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert world.ask("GET", "/dashbord", world.admin).json() == {"error": "Not Found"}
+
+
 def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) -> None:
     sent = world.ask("GET", "/ui/", accept="text/html")
     assert (sent.status_code, sent.headers["location"]) == (303, "/sign-in?to=%2Fui%2F")

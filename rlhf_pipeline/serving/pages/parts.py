@@ -90,6 +90,13 @@ def no_such_agent() -> HTMLResponse:
     return answer(whole("No such agent", body, nonce), nonce, 404)
 
 
+def no_such_page() -> HTMLResponse:
+    """Return the page of an address at which there is none."""
+    nonce = new_nonce()
+    body = '<h1>No such page</h1><p>Correct the address, or go to the <a href="/ui/">chat</a>.</p>'
+    return answer(whole("No such page", body, nonce), nonce, 404)
+
+
 def to_first(
     path: str, agents: Callable[[], Sequence[str]], nobody: Callable[[], Response]
 ) -> Callable[[], Awaitable[Response]]:
