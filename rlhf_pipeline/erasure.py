@@ -155,7 +155,8 @@ def _began_from(version: ModelVersion, earlier: ModelVersion) -> bool:
 def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Person]:
     a = db.agents.c.agent_id
     with database.read() as connection:
-        agents = [agent_id] if agent_id else connection.execute(sa.select(a)).scalars().all()
+        known = connection.execute(sa.select(a)).scalars().all()
+    agents = known if agent_id is None else [agent_id]  # as raters.find looks
     return [person for agent in agents for person in raters.persons(rater, agent)]
 
 

@@ -176,6 +176,9 @@ def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: Wor
     assert done.json()["erasures"][0]["counts"]["feedback"] == 1
     assert world.ask("DELETE", path, world.admin).json() == done.json()
     assert world.ask("GET", path, world.admin).json()["agents"] == []
+    assert world.ask("POST", "/v1/feedback", world.client, vote).status_code == 200
+    for method in ("GET", "DELETE"):  # no agent is called so: it must not look as if all was gone
+        assert world.ask(method, f"{path}?agent=", world.admin).status_code == 404
     assert "of-4711" not in world.ask("GET", "/metrics", world.admin).text
 
 
