@@ -1,17 +1,20 @@
 """`/v1/raters/{id}`: what is held about one person, shown (GET) or taken out (DELETE).
 
 For admins: access.py names no client who may. The id is as the sender wrote it, or the stored hash;
-`?agent=` means one agent alone. Unknown is 404, an agent that is being trained 409; the store,
-MLflow or Dagster's database away is 503. After 409 and 503 the same request may be sent again.
-Nothing here logs an id.
+`?agent=` means one agent alone; a parameter that is not known is refused, as a misspelt one would
+reach every agent. An unknown id is 404, an agent that is being trained 409; the store, MLflow or
+Dagster's database away is 503. After 409 and 503 the same request may be sent again. Nothing here
+logs an id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import sqlalchemy as sa
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
@@ -28,19 +31,33 @@ if TYPE_CHECKING:
 UNKNOWN, TRAINING, REFUSED, AWAY = 404, 409, 422, 503
 
 
+class Within(BaseModel):
+    """How far a request reaches."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agent: str | None = None
+
+
+class Erased(Within):
+    """What goes."""
+
+    unsigned: bool = False
+
+
 def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) -> None:
     """Add both routes."""
 
-    async def export_rater(rater: str, agent: str | None = None) -> JSONResponse:
+    async def export_rater(rater: str, asked: Annotated[Within, Query()]) -> JSONResponse:
         """Return everything that is held about a person."""
-        return await run_in_threadpool(_told, lambda: held_about(settings, registry, rater, agent))
+        return await run_in_threadpool(
+            _told, lambda: held_about(settings, registry, rater, asked.agent)
+        )
 
-    async def erase_rater(
-        rater: str, agent: str | None = None, unsigned: bool = False
-    ) -> JSONResponse:
+    async def erase_rater(rater: str, asked: Annotated[Erased, Query()]) -> JSONResponse:
         """Take a person out of everything; return what went, and which versions learned from it."""
         return await run_in_threadpool(
-            _told, lambda: erase(settings, registry, rater, agent, unsigned=unsigned)
+            _told, lambda: erase(settings, registry, rater, asked.agent, unsigned=asked.unsigned)
         )
 
     path = "/v1/raters/{rater:path}"  # an id may hold a slash

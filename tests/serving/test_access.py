@@ -172,6 +172,8 @@ def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: Wor
     assert [one["prompt"] for one in tea["feedback"]] == ['[["user", "hi"]]']
     path = f"/v1/raters/{tea['rater_id']}"  # the hash does as well
     assert world.ask("DELETE", f"{path}?agent=milk", world.admin).status_code == 404
+    misspelt = world.ask("DELETE", f"{path}?agent_id=milk", world.admin)
+    assert (misspelt.status_code, "query.agent_id: " in misspelt.text) == (422, True)
     done = world.ask("DELETE", path, world.admin)
     assert done.json()["erasures"][0]["counts"]["feedback"] == 1
     assert world.ask("DELETE", path, world.admin).json() == done.json()
