@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.serving.keys import Keys
@@ -23,6 +24,8 @@ from rlhf_pipeline.serving.pages.visitors import KnowAgain, Visitors
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+log = structlog.get_logger(__name__)
 
 Who = Callable[[Request], str | None]
 """Says who a request comes from; None refuses it with 401."""
@@ -112,12 +115,20 @@ class PageHeaders:
         await self.app(scope, receive, with_headers)
 
 
+async def _stale(request: Request, error: Exception) -> Response:
+    """Answer who asks for what a page does not do, as one of an earlier release does."""
+    log.warning("page asked for what it is not", path=request.url.path, why=type(error).__name__)
+    words = "needed something that this page does, found something else; load the page again"
+    return JSONResponse({"detail": words}, 404)  # Gradio shows the detail
+
+
 def mount_pages(
     app: FastAPI, desk: Desk, *, may_chat: Who | None = None, may_review: Who | None = None
 ) -> None:
     """Mount both pages. Without `may_chat` and `may_review` everybody who reaches them may."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     import gradio as gr
+    from gradio.route_utils import FnIndexInferError
 
     visitors = Visitors(Keys(desk.settings.state_dir).signing_secret())
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
@@ -141,6 +152,7 @@ def mount_pages(
             max_file_size=1,  # nothing is uploaded here
             ssr_mode=False,
             mcp_server=False,
+            app_kwargs={"exception_handlers": {LookupError: _stale, FnIndexInferError: _stale}},
             enable_monitoring=False,
             pwa=False,
         )

@@ -49,6 +49,17 @@ def test_the_pages_are_at_ui_and_bring_everything_with_them(ports: tuple[int, in
         assert visitor.get("/ui/", headers={"host": "evil.example"}).status_code == 400
 
 
+@pytest.mark.parametrize("asked", ["queue/join", "run/predict", "api/nothing"])
+def test_a_page_of_an_earlier_release_is_told_to_load_again(
+    ports: tuple[int, int], asked: str
+) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", trust_env=False) as visitor:
+        body = {"data": [], "session_hash": "s"} | ({} if "api" in asked else {"fn_index": 9999})
+        for path in ("/ui/", "/ui/review/"):
+            answer = visitor.post(f"{path}gradio_api/{asked}", json=body)
+            assert (answer.status_code, "load the page again" in answer.text) == (404, True)
+
+
 def test_who_may_not_enter_is_refused(ports: tuple[int, int]) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", trust_env=False) as visitor:
         for path, headers, code in (
