@@ -54,6 +54,7 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     for name in ("RECIPE", "DATABASE_URL", "MLFLOW_URI", "WEBHOOK", "AGENT"):
         monkeypatch.delenv(f"RLHF_{name}", raising=False)
     monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
 
     def run(*words: str, typed: str | None = None, code: int = 0) -> Result:
         result = CliRunner().invoke(app, list(words), input=typed)
@@ -242,13 +243,21 @@ def test_what_is_typed_wins_over_the_environment_before_and_after_the_command(
     assert "base: gpt2" in rlhf("config", "show", "--recipe", "gpt2").stdout
 
 
-def test_a_state_folder_that_is_named_and_not_there_is_not_made(rlhf: Run, tmp_path: Path) -> None:
+def test_a_state_folder_that_is_not_there_is_not_made(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     named = ("--agent", "tea", "--state", str(gone))
     for command in (["status"], ["versions"], ["explain", "champion"]):
         told = rlhf(*command, *named, code=1).stderr
-        assert told.startswith(f"error: needed a state folder, found none at {gone}; correct")
+        assert told.startswith(f"error: needed a state folder, found none at {gone}; name another")
         assert not gone.exists()
+    monkeypatch.chdir(tmp_path / "state")  # not the folder that has ./state in it
+    monkeypatch.delenv("RLHF_STATE_DIR")
+    for command in (["status"], ["prune", "--dry-run"], ["raters", "export", "ann"]):
+        assert f"none at {tmp_path}/state/state; name" in rlhf(*command, code=1).stderr
+    rlhf("keys", "revoke", "0123456789ab", code=1)
+    assert list((tmp_path / "state").iterdir()) == []
     rlhf("keys", "create", *named)  # this and ingest may begin one
     new = ("--agent", "tea", "--state", str(tmp_path / "new"))
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), *new)
@@ -473,6 +482,7 @@ def test_who_asks_in_another_folder_is_told_which(
     erase = ("raters", "erase", "nobody", "--yes")
     assert rlhf(*erase, code=1).stderr.endswith(" (known agents: tea)\n")
     monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
     nobody = f"none yet in {tmp_path / 'elsewhere'}"
     for words in (erase, ("raters", "export", "ann"), ("versions", "--agent", "tea")):
         assert f"(known agents: {nobody})" in rlhf(*words, code=1).stderr
@@ -626,7 +636,7 @@ def made_shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shop(made_shop: Path, tmp_path: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give the test a copy of the shop: a state folder that has moved still finds its models."""
     state = tmp_path / "state"
-    shutil.copytree(made_shop, state)
+    shutil.copytree(made_shop, state, dirs_exist_ok=True)
     monkeypatch.setenv("RLHF_AGENT", "shop")
     return state
 

@@ -96,7 +96,6 @@ def _remember(context: click.Context, option: click.Parameter, value: Any) -> An
     typed = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
     if value and (typed or key not in context.meta):
         context.meta[key] = value
-        context.meta[f"{key}.typed"] = bool(typed)
     return value
 
 
@@ -194,8 +193,8 @@ class Workspace:
         folder = self.settings.state_dir
         if self.is_there and self.settings.database_url is None and not folder.exists():
             raise ConfigError(
-                f"needed a state folder, found none at {folder}; correct --state, or make one with "
-                "`rlhf ingest`"
+                f"needed a state folder, found none at {folder}; name another with --state, or "
+                "make one with `rlhf ingest`"
             )
         return open_database(self.settings.resolved_database_url).reached()
 
@@ -269,11 +268,11 @@ class Workspace:
 def workspace(*, may_be_new: bool = False) -> Workspace:
     """Return the workspace that the running command's options name.
 
-    A state folder that was typed is there already, but for a command that may begin a new one.
+    Its state folder is there already, but for a command that may begin a new one: one that is run
+    in another folder, or with a misspelt --state, leaves nothing behind.
     """
     meta = click.get_current_context().meta
-    is_there = bool(meta.get("rlhf.state.typed")) and not may_be_new
-    return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"), is_there=is_there)
+    return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"), is_there=not may_be_new)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -85,11 +85,11 @@ class Keys:
 
     def revoke(self, key_id: str) -> None:
         """Make a key open nothing any more. Raises ConfigError where there is none."""
+        if key_id not in self.all():  # none ever goes; asked in another folder, this makes none
+            raise ConfigError(
+                f"needed the id of a key, found {key_id!r}; `rlhf keys list` shows them"
+            )
         with self._changing() as known:
-            if key_id not in known:
-                raise ConfigError(
-                    f"needed the id of a key, found {key_id!r}; `rlhf keys list` shows them"
-                )
             known[key_id] = replace(known[key_id], revoked_at=now().isoformat())
 
     def all(self) -> dict[str, ApiKey]:
