@@ -153,7 +153,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             "its votes": len(trained_on),
         }
         if not len(new) or not len(trained_on):
-            same = {"drifted": False, "psi": {}, "features": []}
+            same = {"drifted": False, "psi": {}, "limits": {}, "features": []}
             write_json(turn.data / DRIFT, {**compared, **same})
             return _stable(sides)
         report = feedback_drift(
@@ -168,6 +168,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
                 **compared,
                 "drifted": report.drifted,
                 "psi": report.psi,
+                "limits": {name: f.threshold for name, f in report.features.items()},
                 "features": [name for name, f in report.features.items() if f.drifted],
             },
         )

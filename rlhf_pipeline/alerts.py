@@ -93,14 +93,16 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
         )
     if overview.drift is not None and overview.drift["drifted"]:
         # Of those that changed beyond chance: where votes are few, another's PSI may be larger.
-        # What an early release wrote does not name them.
+        # What an early release wrote names neither them nor their limits.
         every = overview.drift["psi"]
         psi = {name: every[name] for name in overview.drift.get("features", every)}
         most = max(psi, key=lambda name: psi[name])
+        limit = overview.drift.get("limits", {}).get(most)
+        above = "" if limit is None else f", above {limit:.2f}"
         alert(
             "drift",
             f"the newest snapshot's new votes differ from the votes before, most in {most} "
-            f"(PSI {psi[most]:.2f}); its report is beside it",
+            f"(PSI {psi[most]:.2f}{above}); its report is beside it",
         )
     for name, words in _about_the_champion(overview, settings):
         alert(name, words)

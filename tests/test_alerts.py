@@ -140,9 +140,10 @@ def test_no_turn_is_overdue_that_an_experiment_keeps_from_starting() -> None:
 
 def test_the_drift_that_is_told_is_what_drifted() -> None:
     drifted: dict[str, Any] = {"drifted": True, "psi": PSI, "features": ["topic"]}
+    drifted["limits"] = {"topic": 0.2, "rating": 0.75}
     [alert] = alerts_of(replace(CALM, drift=drifted), Settings(), at=AT)
-    assert "most in topic (PSI 0.40)" in alert.words
-    del drifted["features"]  # as an early release wrote it
+    assert "most in topic (PSI 0.40, above 0.20)" in alert.words
+    del drifted["features"], drifted["limits"]  # as an early release wrote it
     [alert] = alerts_of(replace(CALM, drift=drifted), Settings(), at=AT)
     assert "most in rating (PSI 0.60)" in alert.words
 

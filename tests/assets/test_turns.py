@@ -147,6 +147,7 @@ def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
     stable, told, _ = profiled()
     assert not stable
     assert "kind" in told["features"]
+    assert told["limits"]["kind"] >= 0.2  # what its index is above
     assert told["compared_with"] == first.fingerprint[:16]
     assert (told["votes"], told["with_votes"]) == (new, before)
     assert profiled(again=True)[:2] == (False, told)

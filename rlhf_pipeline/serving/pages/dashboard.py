@@ -366,8 +366,12 @@ def _drift(found: Mapping[str, Any] | None) -> str:
     told = '<b class="bad">Drifted.</b>' if found["drifted"] else "No drift."
     if "votes" in found:  # not in what was written by a version that compared whole snapshots
         told += f" {found['votes']:,} new votes, beside the {found['with_votes']:,} before."
-    most = sorted(found["psi"].items(), key=lambda item: -item[1])[:5]
-    return f"<p>{told}</p>" + table(("feature", "PSI"), [(n, f"{v:.3f}") for n, v in most])
+    # Each has a limit of its own, higher where its votes are few, so the largest need not be the
+    # one that drifted. What an earlier release wrote names none.
+    limits, changed = found.get("limits", {}), found.get("features", ())
+    most = sorted(found["psi"].items(), key=lambda item: (item[0] not in changed, -item[1]))[:5]
+    rows = [(n, f"{v:.3f}", f"{limits[n]:.3f}" if n in limits else "–") for n, v in most]
+    return f"<p>{told}</p>" + table(("feature", "PSI", "drift above"), rows)
 
 
 def _memory() -> str:

@@ -27,6 +27,7 @@ from rlhf_pipeline.overview import DAYS, Standing, Votes, Waits, overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.serving.pages.dashboard import (
+    _drift,
     _facts,
     _raters,
     _run,
@@ -133,6 +134,18 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
+
+
+def test_drift_is_shown_beside_its_limit() -> None:
+    psi = {"kind": 0.25, **{f"few {n}": 0.5 for n in range(5)}}  # each of few votes, within chance
+    limits = {"kind": 0.2, **dict.fromkeys(list(psi)[1:], 0.75)}
+    told = {"drifted": True, "psi": psi, "limits": limits, "features": ["kind"]}
+    first, second, *_ = _drift(told).split("</tr>")[1:]
+    assert first.endswith("<td>kind</td><td>0.250</td><td>0.200</td>")
+    assert second.endswith("<td>few 0</td><td>0.500</td><td>0.750</td>")
+    del told["limits"], told["features"]  # as an earlier release wrote it
+    assert "<td>kind</td>" not in _drift(told)
+    assert "<td>few 0</td><td>0.500</td><td>–</td>" in _drift(told)
 
 
 @pytest.mark.parametrize("people", [19, 20])
