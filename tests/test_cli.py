@@ -704,6 +704,31 @@ def test_the_ledger_moves_although_mlflow_is_away(
     }
 
 
+def test_who_promotes_over_a_champion_that_it_never_met_is_told(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_mlflow(monkeypatch)
+    folder, here = shop / "agents" / "shop" / "v3", Workspace(None, str(shop))
+    for number in (4, 5):
+        here.ledger.add_version(
+            "shop",
+            label=f"v{10 * number}",
+            path=folder,
+            files=folder_sha256(folder),
+            lineage={"started_from": "/elsewhere/agents/shop/v0"},
+            gate={"passed": True, "results": []},
+            fingerprint=f"{number}" * 64,
+        )
+    assert "compared with" not in rlhf("promote", "4").stderr  # with version 0, which it replaces
+    result = rlhf("promote", "5")
+    assert result.stdout == "champion moved from 4 to 5\n"
+    assert result.stderr.startswith(
+        "warning: version 5 was compared with version 0, the champion of that day, and not with "
+        "version 4; `rlhf experiment offline 4 5 --agent shop` does that\n"
+    )
+    assert "compared with" not in rlhf("promote", "5").stderr  # nothing moved
+
+
 def test_the_baseline_is_version_0_until_a_person_resets_it(
     shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,8 +86,11 @@ def promote(
     """Make a version the champion: from the next request on it answers.
 
     Its files are checked against the registered hashes first. A version that the gate refused, or
-    that was rolled back, as champion or in an experiment, needs --force.
+    that was rolled back, as champion or in an experiment, needs --force. What it was compared with
+    is the champion of its day: where that is no longer the champion, a warning says so.
     """
+    from rlhf_pipeline.registry.comparison import compared_with
+
     here = workspace()
     wanted, champion = here.version(agent, version), here.version(agent, "champion")
     here.registry.folder_of(wanted)
@@ -100,6 +103,14 @@ def promote(
         force=force,
     )
     typer.echo(outcome.words)
+    then = compared_with(wanted, here.ledger.versions(agent))
+    if outcome.changed and then is not None and then.version != champion.version:
+        typer.echo(
+            f"warning: version {wanted.version} was compared with version {then.version}, the "
+            f"champion of that day, and not with version {champion.version}; `rlhf experiment "
+            f"offline {champion.version} {wanted.version} --agent {agent}` does that",
+            err=True,
+        )
     _reconcile(here, agent)
 
 
