@@ -489,6 +489,17 @@ def test_who_asks_in_another_folder_is_told_which(
     assert f"known: {nobody}; `rlhf ingest`" in rlhf("status", "--agent", "tea", code=1).stderr
 
 
+def test_an_agent_beside_others_is_told_to_be_new(rlhf: Run, tmp_path: Path) -> None:
+    path = str(write(tmp_path / "votes.jsonl", THUMBS))
+    assert rlhf("ingest", path, "--agent", "support").stderr == ""
+    empty = str(write(tmp_path / "empty.jsonl", ""))
+    assert "new agent" not in rlhf("ingest", empty, "--agent", "suport").stderr  # nor is it made
+    told = rlhf("ingest", path, "--agent", "suport").stderr
+    assert told == "suport is a new agent; known before: support\n"
+    for agent in ("support", "suport"):
+        assert rlhf("ingest", path, "--agent", agent).stderr == ""
+
+
 def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path) -> None:
     path = str(write(tmp_path / "votes.jsonl", THUMBS))
     told = rlhf("ingest", path, "--agent", "my agent", code=2).stderr

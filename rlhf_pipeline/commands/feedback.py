@@ -76,12 +76,16 @@ def ingest(
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
+    others = here.store.agents()
+    is_new = bool(others) and not here.knows(agent)
     with _bytes_bar(paths) as report:
         summary = take_in(
             here.store, paths, agent, format, source=source, split=split, on_progress=report
         )
     lacks = reward_lacks(here.store.counts(agent), here.settings_of(agent).reward)
     _print_summary(summary, agent, lacks)
+    if is_new and summary.read:  # a misspelt name makes one too
+        typer.echo(f"{agent} is a new agent; known before: {', '.join(others)}", err=True)
     if summary.quarantined or summary.unreadable:
         raise typer.Exit(SOME_QUARANTINED)
 
