@@ -7,6 +7,7 @@ two renames when an existing *folder* is replaced, during which a reader finds n
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import PipelineError, TrainingError
 
 
 @contextmanager
@@ -42,6 +43,24 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
         if str(error).startswith("Error while serializing"):  # safetensors', which is no OSError
             raise OSError(f"{target} cannot be written: {error}; make room there") from error
         raise
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Hold a folder that is trained in; raises TrainingError where another process holds it.
+
+    However a process ends, it holds nothing any more.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".held").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TrainingError(
+                f"one process at a time trains in {directory}, found another at work; wait for "
+                "it, or stop it and run this again"
+            ) from error
+        yield
 
 
 def make_private(directory: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config import Settings, SpecialistSettings, shown
 from rlhf_pipeline.errors import ConfigError, FeedbackRefused, NotEnoughData
-from rlhf_pipeline.files import read_json, write_json, write_text
+from rlhf_pipeline.files import alone_in, read_json, write_json, write_text
 from rlhf_pipeline.records import (
     Progress,
     Prompt,
@@ -79,7 +79,8 @@ def specialise(
     """Train the recipe's specialists into folder, write table.md there, and return its rows.
 
     A folder that holds a part of this is gone on with. `baseline` takes the place of the one that
-    would be trained. Raises ConfigError where the recipe names no specialists.
+    would be trained. Raises ConfigError where the recipe names no specialists, TrainingError where
+    another process trains in the folder.
     """
     if not settings.specialists:
         raise ConfigError(
@@ -92,25 +93,26 @@ def specialise(
     rewards = {
         name: reward_of(one, asked[name], settings) for name, one in settings.specialists.items()
     }
-    start = baseline or baseline_of(settings, folder, report)
-    specialists: dict[str, Specialist] = {
-        name: Specialist(
-            start,
-            start,
-            rewards[name],
-            asked[name].train,
-            asked[name].watch,
-            kl_coef=one.kl_coef,
+    with alone_in(folder):
+        start = baseline or baseline_of(settings, folder, report)
+        specialists: dict[str, Specialist] = {
+            name: Specialist(
+                start,
+                start,
+                rewards[name],
+                asked[name].train,
+                asked[name].watch,
+                kl_coef=one.kl_coef,
+            )
+            for name, one in settings.specialists.items()
+        }
+        results = train_specialists(
+            specialists=specialists,
+            output_dir=folder,
+            settings=settings.ppo,
+            shares_critic=shares_critic,
+            report=report,
         )
-        for name, one in settings.specialists.items()
-    }
-    results = train_specialists(
-        specialists=specialists,
-        output_dir=folder,
-        settings=settings.ppo,
-        shares_critic=shares_critic,
-        report=report,
-    )
     rows = []
     for name, result in results.items():
         before, after = (

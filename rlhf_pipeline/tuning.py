@@ -8,16 +8,14 @@ gate model is never asked: whoever chooses settings by it could not be judged by
 
 from __future__ import annotations
 
-import fcntl
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import TrainingError
-from rlhf_pipeline.files import write_json, write_text
+from rlhf_pipeline.files import alone_in, write_json, write_text
 from rlhf_pipeline.records import Progress, hashed, ignore_progress
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ def search(
     if updates is not None:
         settings = replace(settings, updates=updates)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with alone_in(folder):  # a second one would train in the place of a trial that runs
         study = _study(folder, turn, settings)
         # What has been searched takes no memory.
         if turn.champion is not None and len(_trials(study)) < trials:
@@ -114,20 +112,6 @@ def search(
     write_text(folder / "best.yaml", "\n".join(["ppo:", *lines, ""]))
     draw(found.trials, folder / "tuning.png")
     return found
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's searches; a second one would train in the place of a trial that runs."""
-    with (folder / "search.lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise TrainingError(
-                f"one search at a time goes on in {folder}, found another at work; wait for it, or "
-                "stop it and run this again"
-            ) from error
-        yield
 
 
 def _train(turn: Turn, folder: Path, settings: PpoSettings, report: Progress) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_pipeline.config import RECIPES, SpecialistSettings, load_settings
-from rlhf_pipeline.errors import ConfigError, NotEnoughData
+from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
+from rlhf_pipeline.files import alone_in
 from rlhf_pipeline.records import RewardInput, ignore_progress, user_prompt
 from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.specialising import (
@@ -149,6 +150,17 @@ def test_prompts_that_are_not_there_are_refused(
     named = {"a": {"prompts": "no.jsonl", "functions": {"length": 1}}}
     with pytest.raises(ConfigError, match="found none"):
         specialise(load_settings("tiny", {"specialists": named}), tmp_path)
+
+
+def test_specialists_are_trained_in_a_folder_by_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        alone_in(tmp_path),
+        pytest.raises(TrainingError, match="found another at work; wait for it, or stop it"),
+    ):
+        specialise(load_settings("specialists"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".held"]
+    with alone_in(tmp_path):  # nothing is held any more
+        pass
 
 
 @pytest.mark.slow
