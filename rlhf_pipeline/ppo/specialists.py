@@ -353,8 +353,8 @@ def _restore(
     if saved.state["fingerprint"] != fingerprint:
         raise TrainingError(
             f"the checkpoints beside {saved.path} must be of this run, found those of another "
-            "(other agents, models, prompts or settings); take another output_dir, or resume=False "
-            "to begin again"
+            "(other agents, models, prompts or settings); take another folder (`rlhf specialise "
+            "--out`), or move this one away to begin again"
         )
     checkpoint.restore_parameters(named, saved.tensors["weights"])
     checkpoint.restore_optimizer(optimizer, named, saved.tensors["optimizer"])
