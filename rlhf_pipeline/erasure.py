@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,14 @@ import structlog
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ClaimRefused, PipelineError, TrainingError
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
 from rlhf_pipeline.feedback.claims import ERASURE, ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
-from rlhf_pipeline.files import file_sha256, read_json, write_json, write_text
+from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
 from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.topics import names_any, without_topics
@@ -91,8 +91,8 @@ def erase(
 
     With `unsigned` also the interactions nobody signed that they said something about. Asked again
     it takes out what has come in since, and returns every erasure of theirs. Raises UnknownRater
-    where there never was anything, ClaimRefused while one of their agents is being trained,
-    RegistryError or OrchestratorAway while MLflow or Dagster's database is; then ask again.
+    where there never was anything, ClaimRefused while one of their agents is being trained or
+    tuned, RegistryError or OrchestratorAway while MLflow or Dagster's database is; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
@@ -110,12 +110,28 @@ def erase(
             held.callback(claims.let_go, claim.token)
             held.enter_context(claims.kept_alive(claim.token))
             tokens[person] = claim.token
+        for agent in sorted({person.agent_id for person in people}):
+            held.enter_context(_no_search(settings.agent_folder(agent) / "tuning"))
         for person, token in tokens.items():
             while _once(settings, registry, person, token):
                 pass  # more came in meanwhile
     database.fold_back()
     log.info("a person was erased", agents=[person.agent_id for person in people])
     return {"erasures": raters.erasures_of(database, meant)}
+
+
+@contextmanager
+def _no_search(folder: Path) -> Iterator[None]:
+    """Keep searches for settings, which hold no claim, from training on what is taken out."""
+    if not folder.is_dir():
+        yield
+        return
+    with ExitStack() as held:
+        try:
+            held.enter_context(alone_in(folder))
+        except TrainingError as error:
+            raise ClaimRefused(str(error)) from error
+        yield
 
 
 def versions_with(
@@ -287,7 +303,7 @@ def _clean_training(folder: Path, questions: Collection[str]) -> int:
             write_text(path, "".join(kept))
             changed += 1
     for path in sorted(folder.rglob("checkpoints")):
-        if path.is_dir():  # of a run that ended or failed: the claim says that none is under way
+        if path.is_dir():  # of a run that ended or failed: none is under way
             shutil.rmtree(path)
             changed += 1
     return changed

@@ -52,7 +52,7 @@ from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
 from rlhf_pipeline.feedback.withdrawn import VALIDATED, clean_inbox
-from rlhf_pipeline.files import file_sha256, read_json, write_json
+from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -633,6 +633,18 @@ def test_nobody_is_erased_while_their_agent_is_trained(copied: World) -> None:
     history = claims.history("tea")
     copied.erase()
     assert claims.history("tea") == history  # an erasure is no turn
+
+
+def test_nobody_is_erased_while_settings_are_searched_for_their_agent(copied: World) -> None:
+    tuning = copied.settings.agent_folder("tea") / "tuning"
+    with alone_in(tuning):  # as `search` does
+        before = copied.everything()
+        with pytest.raises(ClaimRefused, match="another at work"):
+            copied.erase()
+        assert copied.everything() == before
+    copied.erase()
+    with alone_in(tuning):
+        pass
 
 
 # -- shown --------------------------------------------------------------------------------------
