@@ -407,6 +407,20 @@ def test_a_damaged_store_is_told_in_one_line(kept: int, rlhf: Run, tmp_path: Pat
     assert len(told.splitlines()) == 1
 
 
+def test_a_path_that_the_system_refuses_is_told_in_one_line(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    line = "error: needed files that can be read and written, found: {}; mend it or name others\n"
+    store = open_database(f"sqlite:///{tmp_path}/state/feedback.db")
+    with store.read() as connection:
+        connection.exec_driver_sql("PRAGMA query_only=1")
+    told = rlhf("pause", "--agent", "tea", code=1).stderr
+    assert told == line.format("attempt to write a readonly database")
+    store.close()
+    taken = write(tmp_path / "taken", "")
+    told = rlhf("feedback", "export", str(taken / "votes.csv"), "--agent", "tea", code=1).stderr
+    assert told == line.format(f"[Errno 17] File exists: '{taken}'")
+
+
 def test_a_full_disk_is_told_in_one_line(
     rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,6 +335,8 @@ def _told(error: Exception) -> str:
         )
     if _is_full(_drivers(error)):
         return f"needed room on the disk, found: {said}; make room, and do it again"
+    if _is_closed(_drivers(error)):
+        return f"needed files that can be read and written, found: {said}; mend it or name others"
     return said
 
 
@@ -358,6 +360,16 @@ def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+def _is_closed(error: Exception) -> bool:
+    """Say whether the system refused a path: another's, of another kind, or not to be written."""
+    import sqlite3
+
+    if isinstance(error, OSError):
+        return error.filename is not None
+    code = getattr(error, "sqlite_errorcode", 0)  # its low byte says what, the others why
+    return code & 0xFF == sqlite3.SQLITE_READONLY
 
 
 def _quiet_logs(debug: bool) -> None:
