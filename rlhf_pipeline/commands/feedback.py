@@ -122,11 +122,11 @@ def _bytes_bar(paths: Sequence[str]) -> Iterator[Progress]:
 
 
 def _bytes_of(paths: Sequence[str]) -> int:
-    from rlhf_pipeline.feedback.sources import is_supported
+    from rlhf_pipeline.feedback.sources import files_in
 
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     files = [Path(path) for path in paths if Path(path).is_file()]
-    files += [p for folder in folders for p in folder.rglob("*") if p.is_file() and is_supported(p)]
+    files += [path for folder in folders for path in files_in(folder)]
     return sum(path.stat().st_size for path in files)
 
 

@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.formats import canonical, to_row
 from rlhf_pipeline.feedback.lines import Position
 from rlhf_pipeline.feedback.rules import Rule
-from rlhf_pipeline.feedback.sources import HUB, SUFFIXES, is_supported, read
+from rlhf_pipeline.feedback.sources import HUB, SUFFIXES, files_in, read
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Feedback,
@@ -51,9 +51,9 @@ def ingest(
 ) -> IngestSummary:
     """Store the feedback in the paths and return what became of it.
 
-    A path is a file, a folder (every file with a supported name in it) or `hf://NAME`. The same
-    file again stores nothing twice. Memory is bounded by `batch` rows. `on_progress` hears file,
-    bytes_read, bytes_total, read, stored after each batch.
+    A path is a file, a folder (every file with a supported name in it that is not a state folder's)
+    or `hf://NAME`. The same file again stores nothing twice. Memory is bounded by `batch` rows.
+    `on_progress` hears file, bytes_read, bytes_total, read, stored after each batch.
 
     Raises SourceError where a named file cannot be read; nothing is stored if one is not there. In
     a folder, a file that cannot be read is listed in `unreadable` and the others go in.
@@ -138,7 +138,7 @@ def _files(paths: Sequence[str | Path]) -> list[tuple[str | Path, bool]]:
         if str(path).startswith(HUB):
             files.append((path, False))
         elif Path(path).is_dir():
-            found = sorted(p for p in Path(path).rglob("*") if p.is_file() and is_supported(p))
+            found = files_in(Path(path))
             if not found:
                 raise SourceError(
                     f"needed a file named {', '.join('*' + s for s in SUFFIXES)} in {path}, "

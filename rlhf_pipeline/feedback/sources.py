@@ -26,6 +26,7 @@ WORKBOOK, PARQUET = ".xlsx", ".parquet"
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 SUFFIXES = (*LINES, *TABLES, WORKBOOK, PARQUET)
 HUB = "hf://"
+STORE = "feedback.db"  # what a state folder is known by
 PARQUET_ROWS = 1000  # of a parquet file that are held at once
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
@@ -78,9 +79,20 @@ def read(
         yield from _events(formats.OASST, each, agent_id, origin, source)
 
 
-def is_supported(path: Path) -> bool:
-    """Tell whether a file in a folder is one to read, by its name."""
-    return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".")
+def files_in(folder: Path) -> list[Path]:
+    """Return every file in a folder to read, by their names, but for those in a state folder there.
+
+    Snapshots and data sets are made of votes that its store has: read again they would count twice.
+    """
+    states = [store.parent for store in folder.rglob(STORE)]
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.name.lower().endswith(SUFFIXES)
+        and not path.name.startswith(".")
+        and path.is_file()
+        and not any(path.is_relative_to(state) for state in states)
+    )
 
 
 _Parsed = tuple[int, str, "Values | FeedbackRefused"]

@@ -90,6 +90,19 @@ def test_a_rater_that_cannot_be_one_goes_to_quarantine(
     assert all("rater" in detail for detail in details)
 
 
+def test_what_was_made_of_votes_is_not_read_again_with_the_folder_around_it(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    pair = {"prompt": "Why?", "chosen": "A.", "rejected": "B."}
+    write(tmp_path / "around" / "votes.jsonl", THUMBS)
+    state = tmp_path / "around" / "state"
+    write(state / "feedback.db", "")
+    write(state / "agents" / "tea" / "snapshots" / "1f" / "preference_pairs.jsonl", pair)
+    assert ingest(store, tmp_path / "around", "tea").read == 1
+    write(state / "inbox" / "tea" / "dropped.jsonl", THUMBS)
+    assert ingest(store, state / "inbox" / "tea", "tea").read == 1  # who names it, means it
+
+
 def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(
     store: FeedbackStore, tmp_path: Path
 ) -> None:
