@@ -79,11 +79,13 @@ def main() -> None:
     be_quiet()
     console, pipeline = Console(), Pipeline()
     try:
-        processes.prepare_home(pipeline.settings().state_dir)
-        if arguments.agent not in pipeline.store.agents():
+        state = pipeline.settings().state_dir
+        processes.prepare_home(state)
+        if arguments.agent not in (agents := pipeline.store.agents()):
             raise PipelineError(
-                f"needed an agent with feedback, found none called {arguments.agent!r}; "
-                "`rlhf ingest FILE --agent NAME` makes one"
+                f"needed an agent with feedback, found none called {arguments.agent!r}; known: "
+                f"{', '.join(agents) or f'none yet in {state}'}; `rlhf ingest FILE --agent NAME` "
+                "makes one"
             )
         bars = Bars(console)
         with bars.progress:

@@ -59,6 +59,25 @@ def test_a_recipe_that_is_not_there_is_a_line(
     assert capsys.readouterr().err.startswith("error: needed a recipe, found no ")
 
 
+def test_an_agent_that_nobody_has_named_is_told_beside_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    monkeypatch.setenv("RLHF_STATE_DIR", str(state))
+    monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tee"])
+    monkeypatch.setattr(launch, "be_quiet", lambda: None)
+    monkeypatch.setattr(processes, "prepare_home", lambda state: state)
+    for known in (f"none yet in {state}", "tea"):
+        with pytest.raises(SystemExit, match="1"):
+            launch.main()
+        told = capsys.readouterr().err
+        assert told.startswith(
+            f"error: needed an agent with feedback, found none called 'tee'; known: {known}; `rlhf"
+        )
+        Pipeline().store.ensure_agent("tea")
+    Pipeline().database.close()
+
+
 def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
