@@ -558,6 +558,9 @@ def test_status_shows_the_others_where_an_agents_recipe_has_gone(rlhf: Run, tmp_
     for agent in ("coffee", "tea"):
         rlhf("ingest", votes, "--agent", agent)
     Workspace().store.set_agent("coffee", recipe="/srv/gone.yaml")
+    told = rlhf("ingest", votes, "--agent", "coffee").stdout
+    assert cells(told)["already known"] == "1"
+    assert "no reward yet: needed a recipe, found no /srv/gone.yaml" in told
     without, sound = json.loads(rlhf("status", "--json").stdout)
     assert without["next_turn"].startswith("none until its recipe loads: needed a recipe, found no")
     assert (without["automatic_promotion"], without["votes"]) == (None, {"thumbs": 1})

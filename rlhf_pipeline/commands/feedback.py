@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.common import (
     Force,
     console,
     need_new,
+    one_line,
     progress,
     workspace,
 )
@@ -82,7 +83,10 @@ def ingest(
         summary = take_in(
             here.store, paths, agent, format, source=source, split=split, on_progress=report
         )
-    lacks = reward_lacks(here.store.counts(agent), here.settings_of(agent).reward)
+    try:
+        lacks = reward_lacks(here.store.counts(agent), here.settings_of(agent).reward)
+    except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
+        lacks = one_line(error)
     _print_summary(summary, agent, lacks)
     if is_new and summary.read:  # a misspelt name makes one too
         typer.echo(f"{agent} is a new agent; known before: {', '.join(others)}", err=True)
