@@ -449,10 +449,10 @@ def test_a_full_disk_is_told_in_one_line(
     assert told == "error: database is locked\n"
 
 
-def test_a_key_is_for_an_agent_that_can_be(rlhf: Run) -> None:
+def test_a_key_is_for_an_agent_that_can_be(rlhf: Run, tmp_path: Path) -> None:
     told = rlhf("keys", "create", "--agent", "bad name", code=1).stderr
     assert "found 'bad name'" in told
-    assert "no key yet" in rlhf("keys", "list").stdout
+    assert f"no key yet in {tmp_path}/state; " in rlhf("keys", "list").stdout
 
 
 def test_a_key_may_come_before_its_agents_first_vote(rlhf: Run, tmp_path: Path) -> None:

@@ -46,9 +46,10 @@ def show() -> None:
     """List the keys by their ids: what each may do, and until when."""
     from rlhf_pipeline.serving.keys import Keys
 
-    found = Keys(workspace().settings.state_dir).all()
+    folder = workspace().settings.state_dir
+    found = Keys(folder).all()
     if not found:
-        typer.echo("no key yet; `rlhf keys create` makes one")
+        typer.echo(f"no key yet in {folder}; `rlhf keys create` makes one")
     for key in found.values():
         ends = f"until {key.expires_at}" if key.expires_at else "no end"
         state = ends if key.holds else "revoked" if key.revoked_at else "expired"
