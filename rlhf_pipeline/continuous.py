@@ -15,6 +15,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
 
 TEACHING = get_args(Trains)  # kinds of votes
+FEWEST_JUDGED = 2  # preferences and corrections: with fewer no reward model can be judged
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
@@ -138,11 +139,24 @@ def reward_lacks(votes: Mapping[str, int], reward: RewardSettings) -> str | None
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
-        return None
+        return _judge_lacks(votes)
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
+    if told and _judge_lacks(votes):  # whoever names them is to know before the next turn says so
+        more += f"; judging it takes {FEWEST_JUDGED} preferences or corrections all the same"
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
+
+
+def _judge_lacks(votes: Mapping[str, int]) -> str | None:
+    """Return what is too little for a reward to be judged, whatever it learns from; else None."""
+    compared = votes.get("preference", 0) + votes.get("correction", 0)
+    if compared >= FEWEST_JUDGED:
+        return None
+    return (
+        f"{compared} preferences and corrections to judge one by, of at least {FEWEST_JUDGED} on "
+        "held-out prompts; the review page asks people for some"
+    )
 
 
 def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:

@@ -485,6 +485,10 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     rlhf("config", "use", "--agent", "tea", teaches)
     more = THUMBS + THUMBS.replace("Why?", "When?") + THUMBS.replace("Why?", "Where?")
     path = str(write(tmp_path / "votes.jsonl", more))
+    told = rlhf("ingest", path, "--agent", "tea").stdout
+    assert "no reward yet: 0 preferences and corrections to judge one by, of at least 2" in told
+    pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
+    path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout
     assert "reward" not in cells(rlhf("status").stdout)
 
