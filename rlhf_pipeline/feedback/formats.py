@@ -570,7 +570,7 @@ def _rater(row: Row) -> str | None:
 
 def _named_rater(row: Row) -> str | None:
     rater = next((row.values[name] for name in SIGNED if name in row.values), None)
-    if rater is None or rater == "":
+    if rater is None or (isinstance(rater, str) and not rater.strip()):  # a cell of blanks
         return None
     if isinstance(rater, float) and rater.is_integer() and abs(rater) < 2**53:
         rater = int(rater)  # pandas has 7 as 7.0 beside an empty cell; beyond, two may be one

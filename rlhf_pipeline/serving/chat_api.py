@@ -393,7 +393,8 @@ class _Answer:
         self.on_answer = on_answer
         self.interaction_id = uuid7()
         self.created = int(time.time())
-        user = hash_rater(agent_id, asked.user) if asked.user else None  # "" names nobody
+        name = asked.user or ""
+        user = hash_rater(agent_id, name) if name.strip() else None  # blanks name nobody
         self.pieces = gateway.reply(
             agent_id,
             asked.prompt,

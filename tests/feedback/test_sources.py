@@ -88,6 +88,15 @@ def test_events_of_every_kind_are_read(tmp_path: Path) -> None:
     assert {e.origin for e in events} == {"f.jsonl"}
 
 
+def test_a_rater_of_blanks_is_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text("kind,value,prompt,completion,rater\nthumbs,up,Why?,Because., \n")
+    blank = write_lines(tmp_path / "f.jsonl", [{**THUMBS, "rater": name} for name in ("", "\t ")])
+    for file in (path, blank):
+        events, aside = read_all(file)
+        assert ({event.rater_id for event in events}, aside) == ({None}, [])
+
+
 def test_two_voters_or_two_values_in_one_row_are_refused(tmp_path: Path) -> None:
     ann, bob = (hash_rater("tea", name) for name in ("ann", "bob"))
     rows = [

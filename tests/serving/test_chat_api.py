@@ -508,12 +508,12 @@ def test_the_openai_client_works_unchanged(service: Service) -> None:
         # What was said goes back as the client has it, with fields that say nothing.
         said_before = [*ASKED["messages"], whole.choices[0].message]
         more = client.chat.completions.create(
-            model="shop", messages=[*said_before, *ASKED["messages"]], max_tokens=4, user=""
+            model="shop", messages=[*said_before, *ASKED["messages"]], max_tokens=4, user=" "
         )
         kept = service.here.store.interaction(more.id)
         assert kept is not None
         assert [message.role for message in kept.prompt] == ["user", "assistant", "user"]
-        assert kept.user_id is None  # an empty name is nobody's
+        assert kept.user_id is None  # blanks are nobody's
         assert whole.usage is not None
         assert 0 < whole.usage.completion_tokens <= 20
         with client.chat.completions.create(
