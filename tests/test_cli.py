@@ -537,6 +537,17 @@ def test_a_port_that_is_taken_is_told_in_one_line(rlhf: Run) -> None:
     )
 
 
+def test_a_service_tells_its_addresses_and_the_folder_it_serves(
+    rlhf: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.serving.app.run", lambda *_, about_to, **__: about_to())
+    told = rlhf("serve", "--port", "9", "--no-pages").stdout.splitlines()
+    assert told == [
+        "API       http://127.0.0.1:9/openapi.json",
+        f"state     {tmp_path / 'state'}",
+    ]
+
+
 def test_status_tells_what_is_there_and_why_nothing_starts(rlhf: Run, tmp_path: Path) -> None:
     assert "yet; `rlhf ingest` makes one known" in rlhf("status").stdout
     assert json.loads(rlhf("status", "--json").stdout) == []

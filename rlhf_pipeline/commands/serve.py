@@ -41,6 +41,7 @@ def serve(
             typer.echo(f"chat      {address}/ui/")
             typer.echo(f"review    {address}/ui/review/")
             typer.echo(f"dashboard {address}/dashboard")
+        typer.echo(f"state     {settings.state_dir}")  # begun anew where there was none
 
     names = answers_to or ()
     run(settings, port, pages=pages, host=host, names=names, about_to=tell)
