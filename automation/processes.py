@@ -4,7 +4,6 @@ Each is a child that ends with its parent, on Linux with one that was killed too
 <state>/logs/<name>.log, and what was in it before it grew large to <name>.log.1 beside it.
 """
 
-import fcntl
 import os
 import shutil
 import socket
@@ -16,12 +15,11 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import psutil
 
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.files import make_private
+from rlhf_pipeline.files import locked, make_private
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
@@ -120,7 +118,7 @@ def start_daemon(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as lock:
         began = time.monotonic()
-        while not _locked(lock):
+        while not locked(lock):
             lock.seek(0)
             parent, _, other = lock.read().partition(" ")
             ends = parent.isdecimal() and not psutil.pid_exists(int(parent))
@@ -136,14 +134,6 @@ def start_daemon(
         lock.write(f"{os.getpid()} {within}")
         lock.flush()
         return start("dagster-daemon", command, state_dir, keeps_open=[lock.fileno()])
-
-
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def start_webserver(state_dir: Path, port: int) -> "subprocess.Popen[bytes]":

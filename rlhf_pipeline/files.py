@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -53,14 +53,21 @@ def alone_in(directory: Path) -> Iterator[None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".held").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not locked(handle):
             raise TrainingError(
                 f"one process at a time trains in {directory}, found another at work; wait for "
                 "it, or stop it and run this again"
-            ) from error
+            )
         yield
+
+
+def locked(handle: IO[str]) -> bool:
+    """Take the lock of an open file, and say whether nobody else had it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_private(directory: Path) -> None:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from rlhf_pipeline import records
 from rlhf_pipeline.database import Database, claims, experiments, model_versions, promotions
 from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
+from rlhf_pipeline.files import locked
 
 PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
 LOOK_SECONDS = 0.05
@@ -422,7 +423,7 @@ class PromotionLedger:
             file = Path(f"{self.database.url.database}.projection-{name}.lock")
             with file.open("w") as handle:
                 deadline = time.monotonic() + wait_seconds
-                while not _locked(handle):
+                while not locked(handle):
                     if time.monotonic() > deadline:
                         raise _held_too_long(agent_id, wait_seconds)
                     time.sleep(LOOK_SECONDS)
@@ -526,17 +527,6 @@ class PromotionLedger:
                 "it taken by another writer just now; ask again"
             ) from error
         return self._version(connection, agent_id, version)
-
-
-def _locked(handle: IO[str]) -> bool:
-    """Take the lock of an open file, and say whether nobody else had it."""
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _held_too_long(agent_id: str, seconds: float) -> RegistryError:
