@@ -60,7 +60,7 @@ def load_base(
     adapters of this rank (they go on, with the alpha they have). Otherwise policy_dir is the base,
     with fresh adapters.
     """
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
 
     if _goes_on(policy_dir, reference_dir, rank):
         kept = Path(policy_dir) / KEPT
@@ -77,11 +77,19 @@ def load_base(
         take_few_passes(policy.model)
         return SharedBase(policy, wrapper, read_json(kept / BASE)["digest"])
     policy = load_policy(policy_dir, device=device, dtype=dtype)
-    torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
-    config = lora_config(trunk_of(policy.model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
-    wrapper = get_peft_model(policy.model, config)
-    take_few_passes(policy.model)
+    wrapper = with_adapters(policy.model, rank=rank, alpha=alpha, seed=seed)
     return SharedBase(policy, wrapper, base_digest(policy_dir))
+
+
+def with_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> Any:
+    """Return PEFT's wrapper of a causal LM with fresh adapters in float32, the rest frozen."""
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
+    config = lora_config(trunk_of(model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
+    wrapper = get_peft_model(model, config)
+    take_few_passes(model)
+    return wrapper
 
 
 def shares_base(policy_dir: str | Path, reference_dir: str | Path, rank: int) -> bool:

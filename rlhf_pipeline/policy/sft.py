@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, lora_config
+from rlhf_pipeline.policy.adapters import ALPHA_PER_RANK, with_adapters
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompt, encode_prompts
 from rlhf_pipeline.policy.loading import Policy, save_policy
-from rlhf_pipeline.policy.low_rank import take_few_passes
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import state_logprobs, trunk_of
 from rlhf_pipeline.records import Progress, SftExample, ignore_progress
@@ -75,7 +73,10 @@ def train_sft(
     watcher = _Watcher(report or ignore_progress)
     with tempfile.TemporaryDirectory() as scratch:
         plain: Any = policy.model
-        trained = plain if not lora_rank else _with_adapters(plain, lora_rank, seed)
+        trained = plain
+        if lora_rank:
+            alpha = ALPHA_PER_RANK * lora_rank
+            trained = with_adapters(plain, rank=lora_rank, alpha=alpha, seed=seed)
         trainer = _make_trainer(
             policy, trained, rows, scratch, epochs, learning_rate, batch_size, seed, watcher
         )
@@ -148,18 +149,6 @@ def packed_loss(
     kept = (labels != IGNORED).nonzero()[:, 0]
     logprobs = state_logprobs(model, hidden[:-1].index_select(0, kept), labels[kept], 1.0)
     return -logprobs.sum() / (len(kept) if num_items_in_batch is None else num_items_in_batch)
-
-
-def _with_adapters(model: Any, rank: int, seed: int) -> Any:
-    """Return PEFT's wrapper of the model with fresh adapters in float32, the rest frozen."""
-    from peft import get_peft_model
-
-    torch.manual_seed(seed)  # PEFT draws the adapters' first weights from torch's own generator
-    alpha = ALPHA_PER_RANK * rank
-    config = lora_config(trunk_of(model), rank=rank, alpha=alpha, task_type="CAUSAL_LM")
-    wrapper = get_peft_model(model, config)
-    take_few_passes(model)
-    return wrapper
 
 
 def _make_trainer(
