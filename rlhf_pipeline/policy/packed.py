@@ -195,7 +195,7 @@ def fuse_steps(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, ACT2FN["gelu_pytorch_tanh"])
-            if type(child) is nn.LayerNorm:
+            if type(child) is nn.LayerNorm and child.elementwise_affine:
                 child.__class__ = _LayerNorm
 
 
@@ -203,10 +203,8 @@ class _LayerNorm(nn.LayerNorm):
     """A layer norm whose states stay of half of float32 where its weights are."""
 
     def forward(self, states: Tensor) -> Tensor:
-        kind = states.device.type
-        if states.dtype == torch.float32 or states.dtype != self.weight.dtype:
-            return super().forward(states)
-        with torch.autocast(kind, enabled=False):
+        halved = states.dtype == self.weight.dtype != torch.float32
+        with torch.autocast(states.device.type, enabled=False) if halved else nullcontext():
             return super().forward(states)
 
 

@@ -319,3 +319,11 @@ def test_the_gradient_at_a_confident_token_keeps_bfloat16s_digits() -> None:
     assert ours.grad is not None
     assert plain.grad is not None
     torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=0.02, atol=0.0)
+
+
+def test_a_norm_without_weights_is_left_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16, elementwise_affine=False))
+    fuse_steps(model)
+    states = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.nn.functional.layer_norm(states.float(), (16,))
+    torch.testing.assert_close(model(states).float(), exact, rtol=1e-2, atol=1e-2)
