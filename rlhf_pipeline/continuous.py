@@ -13,9 +13,9 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.reward import FEWEST_JUDGED
 
 TEACHING = get_args(Trains)  # kinds of votes
-FEWEST_JUDGED = 2  # preferences and corrections: with fewer no reward model can be judged
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"

@@ -30,7 +30,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
-from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.reward import FEWEST_JUDGED, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
@@ -393,11 +393,12 @@ def check_pairs(
             "the same; collect at least 1 that says otherwise"
         )
     decided = sum(not is_tie(pair) for pair in test_pairs)
-    if decided < 2:
+    if decided < FEWEST_JUDGED:
         raise NotEnoughData(
-            "judging a reward model needs 2 preferences or corrections on held-out prompts, found "
-            f"{decided}; collect more of them (the review page asks people for some), for thumbs "
-            "on two prompts compare no answers, or raise feedback.evaluation_share"
+            f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on held-out "
+            f"prompts, found {decided}; collect more of them (the review page asks people for "
+            "some), for thumbs on two prompts compare no answers, or raise "
+            "feedback.evaluation_share"
         )
     taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]
     if len({record.prompt for record in taught}) < 2:
