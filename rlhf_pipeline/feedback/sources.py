@@ -84,10 +84,11 @@ def files_in(folder: Path) -> list[Path]:
 
     Snapshots and data sets are made of votes that its store has: read again they would count twice.
     """
-    states = [store.parent for store in folder.rglob(STORE)]
+    every = list(folder.rglob("*"))
+    states = [path.parent for path in every if path.name == STORE]
     return sorted(
         path
-        for path in folder.rglob("*")
+        for path in every
         if path.name.lower().endswith(SUFFIXES)
         and not path.name.startswith(".")
         and path.is_file()
