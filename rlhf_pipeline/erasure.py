@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ def erase(
             held.enter_context(claims.kept_alive(claim.token))
             tokens[person] = claim.token
         for agent in sorted({person.agent_id for person in people}):
-            held.enter_context(_no_search(settings.agent_folder(agent) / "tuning"))
+            _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
             while _once(settings, registry, person, token):
                 pass  # more came in meanwhile
@@ -120,18 +120,13 @@ def erase(
     return {"erasures": raters.erasures_of(database, meant)}
 
 
-@contextmanager
-def _no_search(folder: Path) -> Iterator[None]:
+def _keep_searches_out(held: ExitStack, folder: Path) -> None:
     """Keep searches for settings, which hold no claim, from training on what is taken out."""
-    if not folder.is_dir():
-        yield
-        return
-    with ExitStack() as held:
+    if folder.is_dir():
         try:
             held.enter_context(alone_in(folder))
         except TrainingError as error:
             raise ClaimRefused(str(error)) from error
-        yield
 
 
 def versions_with(
