@@ -82,19 +82,19 @@ def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> 
 
 def no_such_agent() -> HTMLResponse:
     """Return the page of an agent that nobody knows."""
-    nonce = new_nonce()
-    body = (
-        '<nav><a href="/dashboard">Agents</a></nav><h1>No such agent</h1>'
-        "<p>Those that there are stand on the dashboard; feedback makes one known.</p>"
-    )
-    return answer(whole("No such agent", body, nonce), nonce, 404)
+    there = "<p>Those that there are stand on the dashboard; feedback makes one known.</p>"
+    return _missing("No such agent", there, above='<nav><a href="/dashboard">Agents</a></nav>')
 
 
 def no_such_page() -> HTMLResponse:
     """Return the page of an address at which there is none."""
+    there = '<p>Correct the address, or go to the <a href="/ui/">chat</a>.</p>'
+    return _missing("No such page", there)
+
+
+def _missing(title: str, words: str, *, above: str = "") -> HTMLResponse:
     nonce = new_nonce()
-    body = '<h1>No such page</h1><p>Correct the address, or go to the <a href="/ui/">chat</a>.</p>'
-    return answer(whole("No such page", body, nonce), nonce, 404)
+    return answer(whole(title, f"{above}<h1>{title}</h1>{words}", nonce), nonce, 404)
 
 
 def to_first(
