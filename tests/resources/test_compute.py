@@ -130,11 +130,12 @@ def test_without_a_launcher_it_is_a_python_of_its_own_and_what_was_finished_is_g
 
 
 def test_what_is_refused_is_not_tried_again_and_says_why(loop: Loop, launcher: list[str]) -> None:
-    result, _ = run(loop, launcher, "refuse", begun(loop, "refusing"))
+    turn = begun(loop, "refusing")
+    result, _ = run(loop, launcher, "refuse", turn)
     assert not result.success
     assert attempts(loop, result) == 1
     assert why_failed(result.all_events) == "trained: needed 30 preference pairs, found 2"
-    assert "Traceback" in (loop.state / "agents/refusing/work/refuse.log").read_text()
+    assert "Traceback" in (turn.work / "refuse.log").read_text()
 
 
 def test_of_a_log_the_words_of_our_own_error_are_told_else_its_last_error() -> None:
