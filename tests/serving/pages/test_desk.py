@@ -621,7 +621,8 @@ def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
         _, answer = ask(desk, pair=True)
         desk.tracing.finish()
     assert answer.other is not None
-    assert {"MLflow is away"} == {one["why"] for one in said}
+    about = [one for one in said if "not logged" in one["event"]]  # other threads log as well
+    assert {"MLflow is away"} == {one["why"] for one in about}
     assert not any("exc_info" in one for one in said)  # while it is away, so many lines a day
     assert logged == [answer.interaction.interaction_id, answer.other.interaction_id]
 
