@@ -11,7 +11,7 @@ from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import highest_floor
+from rlhf_pipeline.reward.calibration import highest_floor, judged_by
 
 
 @dg.asset(
@@ -106,6 +106,9 @@ def reward_model(
             "low": round(reports[job]["interval"][0], 4),
             "high": round(reports[job]["interval"][1], 4),
             "held-out pairs": reports[job]["n"],
+            "pairs are of": "answers to one prompt"
+            if judged_by(reports[job]) == "pairs"
+            else "votes on single answers",
             "always longer": round(reports[job]["floors"]["longer"], 4),
             "random": reports[job]["floors"]["random"],
             "training pairs": reports[job]["pairs"],

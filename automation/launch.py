@@ -6,7 +6,9 @@ any other run. Exit code 0 when the turn came to its verdict, whether that was a
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 from rich.console import Console
@@ -19,6 +21,7 @@ from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.reward.calibration import judged_by
 
 
 def run_job(
@@ -120,11 +123,16 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
             console.print(
                 f"{job} reward model: accuracy {report['accuracy']:.3f} "
                 f"({report['interval'][0]:.3f} to {report['interval'][1]:.3f}) on {report['n']} "
-                f"held-out pairs; always the longer: {report['floors']['longer']:.3f}, random: 0.5"
+                f"held-out pairs{_of_what(report)}; always the longer: "
+                f"{report['floors']['longer']:.3f}, random: 0.5"
                 + (f"; its trunk is as it was: {report['undone']}" if report.get("undone") else ""),
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def _of_what(report: Mapping[str, Any]) -> str:
+    return "" if judged_by(report) == "pairs" else " of votes on single answers"
 
 
 if __name__ == "__main__":

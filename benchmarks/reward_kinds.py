@@ -22,7 +22,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,19 @@ def untrained(base: Path) -> tuple[RewardModel, Any]:
     return new_reward_model(base, seed=0, reads="mean", likelihood=True, device="cpu")
 
 
-def votes(pool: Pool, events: int, seed: int) -> tuple[Datasets, frozenset[str]]:
+def votes(
+    pool: Pool,
+    events: int,
+    seed: int,
+    *,
+    shares: Mapping[FeedbackKind, float] = SHARES,
+    evaluation_share: float = 0.0,
+) -> tuple[Datasets, frozenset[str]]:
     """Return what people say, `events` in all, as data sets; and who of them is careless."""
     rng = random.Random(f"kinds {seed}")
     people = [replace(p, careless=rng.random() < CARELESS) for p in population(RATERS, seed)]
     rows: list[dict[str, Any]] = []
-    for kind, share in SHARES.items():
+    for kind, share in shares.items():
         wanted = len(rows) + round(share * events)
         while len(rows) < wanted:
             i, person = rng.randrange(len(pool.prompts)), rng.choice(people)
@@ -176,7 +183,8 @@ def votes(pool: Pool, events: int, seed: int) -> tuple[Datasets, frozenset[str]]
                 }
             )
     careless = frozenset(person.name for person in people if person.careless)
-    return build(pd.DataFrame(rows), evaluation_share=0.0, min_rating=4), careless
+    data = build(pd.DataFrame(rows), evaluation_share=evaluation_share, min_rating=4)
+    return data, careless
 
 
 def accuracies(

@@ -311,7 +311,7 @@ class RewardSettings(Section):
     kinds: Mapping[Trains, Annotated[float, Field(gt=0)]] = Field(
         default_factory=lambda: dict(PAIRS_ALONE),
         description="Kinds of feedback the score is learnt from, with the weight of each in the "
-        "loss.",
+        "loss, and judged by where pairs are few.",
     )
 
     base: str | None = Field(
@@ -362,7 +362,8 @@ class RewardSettings(Section):
         None,
         description="Use the turn before's reward models again until their accuracy on the votes "
         "since they were trained is so much below what it was found to be, and surely below, or "
-        "the settings they were made by change; None trains every turn.",
+        "the settings they were made by change. Those that votes on single answers judge are "
+        "trained every turn, and None trains all.",
     )
     given: str | None = Field(
         None,

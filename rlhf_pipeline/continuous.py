@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import get_args
 
-from rlhf_pipeline.config import RewardSettings, Settings, Trains
+from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.reward import FEWEST_JUDGED
+from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
 
 TEACHING = get_args(Trains)  # kinds of votes
+JUDGING = (
+    f"{FEWEST_JUDGED} preferences or corrections, or {2 * FEWEST_MATCHED} other votes, on "
+    "held-out prompts"
+)
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
@@ -139,23 +143,25 @@ def reward_lacks(votes: Mapping[str, int], reward: RewardSettings) -> str | None
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
-        return _judge_lacks(votes)
+        return _judge_lacks(votes, reward.kinds)
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
-    if told and _judge_lacks(votes):  # whoever names them is to know before the next turn says so
-        more += f"; judging it takes {FEWEST_JUDGED} preferences or corrections all the same"
+    # Whoever names them is to know before the next turn says so.
+    if told and _judge_lacks(votes, [*reward.kinds, *others]):
+        more += f"; judging one takes {JUDGING}"
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
 
 
-def _judge_lacks(votes: Mapping[str, int]) -> str | None:
-    """Return what is too little for a reward to be judged, whatever it learns from; else None."""
-    compared = votes.get("preference", 0) + votes.get("correction", 0)
-    if compared >= FEWEST_JUDGED:
+def _judge_lacks(votes: Mapping[str, int], kinds: Collection[str]) -> str | None:
+    """Return what is too little for a reward to be judged that learns from these kinds, or None."""
+    compared = sum(votes.get(kind, 0) for kind in PAIRS_ALONE)
+    single = sum(votes.get(kind, 0) for kind in kinds if kind not in PAIRS_ALONE)
+    if compared >= FEWEST_JUDGED or single >= 2 * FEWEST_MATCHED:
         return None
     return (
-        f"{compared} preferences and corrections to judge one by, of at least {FEWEST_JUDGED} on "
-        "held-out prompts; the review page asks people for some"
+        f"{compared} preferences and corrections and {single} other votes to judge one by, which "
+        f"takes {JUDGING}; the review page asks people for some"
     )
 
 

@@ -220,6 +220,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     Given ones are used as they are, and the turn before's while they are good enough
     (reward.retrain_drop).
     """
+    from rlhf_pipeline.reward.matched import judging_votes
     from rlhf_pipeline.reward.training import train_reward_model
 
     settings = turn.settings
@@ -240,7 +241,12 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     warm = turn.previous if settings.reward.warm_start else None
     if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):
         warm = None  # they may have learnt from what they would be held against, or each other's
-    centre_on = _baseline_completions(turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS])
+    centre_on = _baseline_completions(
+        turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS], report
+    )
+    held_out = [example for example in found if example.split == "evaluation"]
+    matches = judging_votes(test, held_out, settings.reward.weights) if every else None
+    usual = {} if matches is None else _usual(turn, baseline, matches.prompts, report)
     reports: dict[str, Any] = {}
     for job in JOBS:
         keep_going()
@@ -253,7 +259,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
             freeze_trunk=freeze,
             centre_on=centre_on,
             examples=said[job],
-            test_examples=[example for example in found if example.split == "evaluation"],
+            test_examples=held_out,
+            usual=usual,
             topics=topics,
             earlier=None if warm is None else warm / "reward" / job,
             kinds=settings.reward.weights if every else None,
@@ -320,8 +327,16 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
     Nor the turn before's where they were made by other settings. Raises TrainingError where given
     ones read less than the policy may say.
     """
+    from rlhf_pipeline.reward.calibration import judged_by
     from rlhf_pipeline.reward.model import load_reward_model
-    from rlhf_pipeline.reward.reuse import accuracy_on, has_fallen, is_whole, trained_in, use_again
+    from rlhf_pipeline.reward.reuse import (
+        REPORT,
+        accuracy_on,
+        has_fallen,
+        is_whole,
+        trained_in,
+        use_again,
+    )
 
     reward, previous = turn.settings.reward, turn.previous
     before: set[str] = set()
@@ -331,6 +346,8 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
         source = previous / "reward"
         if not all(is_whole(source / job) for job in JOBS):
             return None
+        if any(judged_by(read_json(source / job / REPORT)) != "pairs" for job in JOBS):
+            return None  # new pairs, where there are any, would not tell whether it has fallen
         if _made_otherwise(previous, turn):
             return None
         # Votes since it was trained, not since the turn before: few a turn become enough to tell.
@@ -816,7 +833,7 @@ def training_prompts(turn: Turn) -> list[Prompt]:
 
 
 def _baseline_completions(
-    turn: Turn, baseline: Path, prompts: Sequence[Prompt]
+    turn: Turn, baseline: Path, prompts: Sequence[Prompt], report: Progress
 ) -> list[RewardInput]:
     from rlhf_pipeline.policy.loading import load_policy
     from rlhf_pipeline.policy.sampling import complete
@@ -830,8 +847,22 @@ def _baseline_completions(
         max_prompt_tokens=settings.max_prompt_tokens,
         temperature=settings.temperature,
         seed=turn.settings.training.seed,
+        report=report,
     )
     return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _usual(
+    turn: Turn, baseline: Path, prompts: Sequence[Prompt], report: Progress
+) -> dict[str, list[str]]:
+    """Return what the baseline usually answers to these prompts, by prompt."""
+    from rlhf_pipeline.reward.matched import USUAL
+
+    asked = [prompt for prompt in prompts for _ in range(USUAL)]
+    usual: dict[str, list[str]] = {}
+    for said in _baseline_completions(turn, baseline, asked, report):
+        usual.setdefault(prompt_to_json(said.prompt), []).append(said.completion)
+    return usual
 
 
 def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:

@@ -478,15 +478,15 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
 ) -> None:
     path = str(write(tmp_path / "votes.jsonl", THUMBS))
     told = rlhf("ingest", path, "--agent", "tea").stdout
-    lacks = cells(rlhf("status").stdout)["reward"]
-    assert told.splitlines()[-1] == f"no reward yet: {lacks}"
+    lacks = cells(rlhf("status").stdout)["reward"]  # its first line
+    assert told.splitlines()[-1].startswith(f"no reward yet: {lacks}")
     assert "thumbs 1 would count where reward.kinds names them" in lacks
     teaches = str(write(tmp_path / "mine.yaml", "reward: {kinds: {thumbs: 1}, min_pairs: 1}"))
     rlhf("config", "use", "--agent", "tea", teaches)
     more = THUMBS + THUMBS.replace("Why?", "When?") + THUMBS.replace("Why?", "Where?")
     path = str(write(tmp_path / "votes.jsonl", more))
     told = rlhf("ingest", path, "--agent", "tea").stdout
-    assert "no reward yet: 0 preferences and corrections to judge one by, of at least 2" in told
+    assert "no reward yet: 0 preferences and corrections and 3 other votes to judge one by" in told
     pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
     path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout

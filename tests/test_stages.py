@@ -14,12 +14,20 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ConfigError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
+from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
-from rlhf_pipeline.records import Progress, ignore_progress
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    PreferencePair,
+    Progress,
+    RewardExample,
+    ignore_progress,
+)
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
+from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop
@@ -80,6 +88,44 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
         # However often it is used again, votes are new since it was trained.
         assert reports["proxy"]["reused_from"] == str(before / "proxy")
         assert reports["proxy"]["on_new_votes"] == new
+
+
+def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    data = tmp_path / "data"
+    shutil.copytree(turn.data, data)
+    thumbs = [  # one for one side of each pair, so that no two compare
+        RewardExample(
+            pair.pair_id,
+            pair.prompt,
+            pair.chosen if i % 2 else pair.rejected,
+            FeedbackKind.thumbs,
+            float(i % 2),
+            None,
+            pair.voter,
+            datasets.split_of(pair.prompt, 0.5),  # so few votes are no turn's
+        )
+        for i, pair in enumerate(datasets.read_jsonl(data / stages.PAIRS, PreferencePair))
+    ]
+    datasets.write_jsonl(data / stages.EXAMPLES, thumbs)
+    datasets.write_jsonl(data / stages.PAIRS, [])
+    reward = turn.settings.reward.model_copy(
+        update={"kinds": {"thumbs": 1.0}, "retrain_drop": 0.5, "freeze_trunk": True, "min_pairs": 2}
+    )
+    settings = turn.settings.model_copy(update={"reward": reward})
+    turn = replace(turn, data=data, settings=settings)
+    reports = stages.train_reward_models(turn, ignore_progress, lambda: None)
+    assert {one["judged_by"] for one in reports.values()} == {"votes"}
+    assert all(one["n"] >= FEWEST_MATCHED and one["pairs"] == 0 for one in reports.values())
+    # No votes since could tell whether these have fallen, so the next turn trains its own.
+    later = replace(turn, work=tmp_path / "later", previous=turn.work)
+    again = stages.train_reward_models(later, ignore_progress, lambda: None)
+    assert "reused_from" not in again["proxy"]
+    assert again["proxy"]["accuracy"] == reports["proxy"]["accuracy"]
 
 
 @pytest.mark.parametrize(

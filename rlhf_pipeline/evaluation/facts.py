@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_pipeline.evaluation.report import APART
 from rlhf_pipeline.feedback.support import JUDGED_RATERS
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.reward.calibration import highest_floor
+from rlhf_pipeline.reward.calibration import highest_floor, judged_by
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
@@ -47,7 +47,8 @@ def reward_facts(
 
     The change's upper bound is Newcombe's for two proportions of different pairs (1998,
     doi:10.1002/(SICI)1097-0258(19980430)17:8<873::AID-SIM779>3.0.CO;2-I, method 10): the judge is
-    refused for being worse only where chance does not explain it.
+    refused for being worse only where chance does not explain it. Judges that were judged by
+    different things (pairs, or votes on single answers) are not compared.
     """
     facts = {"reward/held_out_pairs": float(report["n"])}
     if report["n"] < FEWEST_PAIRS:
@@ -56,7 +57,8 @@ def reward_facts(
     if (words := (report.get("findings") or {}).get("bag_of_words")) is not None:
         facts["reward/accuracy_over_words"] = report["accuracy"] - words["low"]
     facts["reward/ece_beyond_chance"] = max(0.0, report["ece"] - report["ece_noise"])
-    if before is not None and before["n"] >= FEWEST_PAIRS:
+    alike = before is not None and judged_by(before) == judged_by(report)
+    if before is not None and alike and before["n"] >= FEWEST_PAIRS:
         up = report["interval"][1] - report["accuracy"]
         down = before["accuracy"] - before["interval"][0]
         change = report["accuracy"] - before["accuracy"]

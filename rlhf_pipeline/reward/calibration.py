@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ class Confidence:
     def chance(self, margin: float) -> float:
         """Return the probability that a completion ahead by `margin` is preferred."""
         return self.lapse / 2 + (1 - self.lapse) * sigmoid(margin / self.temperature)
+
+
+def judged_by(report: Mapping[str, Any]) -> str:
+    """Return what judged the model of a report.json: "pairs", or "votes" (matched.py)."""
+    return str(report.get("judged_by", "pairs"))  # which earlier releases knew alone
 
 
 def pair_accuracy(margins: Sequence[float]) -> float:

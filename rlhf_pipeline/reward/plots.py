@@ -19,6 +19,8 @@ MOST_BARS = 16  # in the picture; the report has all, and the topics
 
 def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Path) -> None:
     """Write the PNG files of PLOTS into `folder`."""
+    is_of_pairs = report.judged_by == "pairs"
+    of = "held-out pairs" if is_of_pairs else "held-out votes, two by two"
     loss, axes = _figure("optimizer step", "loss (nats)", "Training loss")
     axes.plot(*zip(*report.loss_curve, strict=True), marker=".")
     axes.axhline(0.6931, color="grey", linestyle=":", label="knows nothing")
@@ -37,7 +39,7 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
         [b.confidence for b in report.reliability],
         [b.accuracy for b in report.reliability],
         s=[20 + 600 * b.n / report.n for b in report.reliability],
-        label="held-out pairs (size: how many)",
+        label=f"{of} (size: how many)",
     )
     axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="lower right")
@@ -45,8 +47,10 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
 
     low, high = report.interval
     histogram, axes = _figure(
-        "margin = score(chosen) - score(rejected)",
-        "held-out pairs",
+        "margin = score(chosen) - score(rejected)"
+        if is_of_pairs
+        else "margin = lead of the liked answer - lead of the disliked one",
+        of,
         f"Accuracy {report.accuracy:.3f} [{low:.3f}, {high:.3f}], n = {report.n}",
     )
     axes.hist(margins, bins=30)
@@ -69,7 +73,8 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     ]  # no topics: they may be people's words, which no erasure takes out of a picture
     shown = [(name[:24], one) for name, one in rows if one is not None][:MOST_BARS]
     figure, axes = _figure("accuracy, 95 % intervals", "", "Held-out votes")
-    axes.set_position((0.36, 0.13, 0.24, 0.79))
+    learnt = findings.learning_curve
+    axes.set_position((0.36, 0.13, 0.24 if learnt else 0.6, 0.79))
     for place, (_, one) in enumerate(shown):
         axes.plot([one.low, one.high], [place, place], color="C0")
         axes.plot([one.share], [place], "o", color="C0")
@@ -77,9 +82,10 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     axes.legend(fontsize=7)
     axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
     axes.invert_yaxis()
+    if not learnt:  # it began with an earlier model, or learnt from no pairs
+        return figure
     curve = figure.add_axes((0.74, 0.13, 0.24, 0.79))
-    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="What more votes bring")
-    learnt = findings.learning_curve
+    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="More votes")
     for bound in ("low", "share", "high"):
         style = "o-" if bound == "share" else ":"
         heights = [getattr(one.accuracy, bound) for one in learnt]

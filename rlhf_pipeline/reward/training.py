@@ -30,7 +30,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
-from rlhf_pipeline.reward import FEWEST_JUDGED, WORST
+from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
@@ -72,6 +72,14 @@ from rlhf_pipeline.reward.kinds import (
     voters_of,
 )
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
+from rlhf_pipeline.reward.matched import (
+    JudgedBy,
+    Matches,
+    judging_votes,
+    match,
+    of_matches,
+    of_pairs,
+)
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
     Calibration,
@@ -99,14 +107,18 @@ RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen feat
 
 @dataclass(frozen=True)
 class RewardModelReport:
-    """What a reward model is worth, measured on held-out pairs that people decided."""
+    """What a reward model is worth, measured on held-out pairs that people decided.
+
+    Where these are few, on held-out votes two by two (matched.py): `judged_by` is then "votes", and
+    what is said of pairs here goes for these.
+    """
 
     path: Path
     # accuracy
     accuracy: float  # share of held-out pairs ranked as people did
     interval: tuple[float, float]  # its 95 % Wilson interval
     n: int  # held-out pairs without ties
-    train_accuracy: float  # on the training pairs, as they were seen in the last epoch
+    train_accuracy: float | None  # on the training pairs, as seen in the last epoch; None: no pairs
     # what accuracy is read beside: "longer" and "random" know nothing, "bag_of_words" has learnt
     # from the same pairs, "annotators" is how often people agree; the last two where known
     floors: dict[str, float]
@@ -126,6 +138,7 @@ class RewardModelReport:
     loss_curve: tuple[tuple[int, float], ...]  # (optimizer step, mean loss since the last one)
     seconds: float
     freeze_trunk: bool
+    judged_by: JudgedBy = "pairs"
     # the raters
     raters: int = 0  # who gave the training pairs
     doubted: int = 0  # of them, weighed below one half (raters.py)
@@ -150,6 +163,7 @@ def train_reward_model(
     centre_on: Sequence[RewardInput],
     examples: Sequence[RewardExample] = (),
     test_examples: Sequence[RewardExample] = (),
+    usual: Mapping[str, Sequence[str]] | None = None,
     topics: Mapping[str, str] | None = None,
     earlier: Path | None = None,
     kinds: Mapping[str, float] | None = None,
@@ -178,6 +192,8 @@ def train_reward_model(
     `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
     pairs, and what else these and `test_examples` say (held_out.py, by `topics` too: prompt as JSON
     -> what it was filed under); 6. save model, report.json, worst.json and plots in one rename.
+    Where pairs are few test_examples judge it by `usual`, answers of the baseline by prompt as JSON
+    to every prompt of matched.judging_votes; without it they never do.
     `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head is fitted
     first and nothing else is asked for. With reads_likelihood or `kinds` the head is fitted on the
     trunk as it is before all of it is trained: few votes then bend the features less
@@ -201,7 +217,17 @@ def train_reward_model(
             f"{heads} heads need a frozen trunk, found one that trains; set reward.freeze_trunk, "
             "or set reward.heads to 1"
         )
-    check_pairs(train_pairs, test_pairs, centre_on, min_pairs, examples=examples, kinds=kinds)
+    matches = judging_votes(test_pairs, test_examples, kinds or ()) if usual else None
+    check_pairs(
+        train_pairs,
+        test_pairs,
+        centre_on,
+        min_pairs,
+        examples=examples,
+        matches=matches,
+        matched=len(match(test_examples, kinds or ()).all),
+        kinds=kinds,
+    )
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
     descent = Descent(epochs, learning_rate, batch_size, seed)
@@ -230,11 +256,18 @@ def train_reward_model(
     groups = [opening_digest(pair) for pair in train_pairs]
     if kinds is None and (weigh_raters or heads > 1):
         features = all_features(model, [*train.chosen, *train.rejected], report)
-    decided = [pair for pair in test_pairs if not is_tie(pair)]
+    decided = [] if matches else [pair for pair in test_pairs if not is_tie(pair)]
     test = encode_pairs(tokenizer, decided, limits)
-    seen = all_features(model, [*test.chosen, *test.rejected], report) if freeze_trunk else None
+    rows = [*test.chosen, *test.rejected]
+    if matches and usual:
+        held_out = of_matches(matches, usual)
+        rows = encode_rows(tokenizer, held_out.texts, limits)
+    else:
+        held_out = of_pairs(decided, *halves(decided))
+    seen = all_features(model, rows, report) if freeze_trunk else None
     pair_ids = [pair.pair_id for pair in train_pairs]
-    curve = () if warm else head_curve(model, train, pair_ids, test, features, seen, report)
+    tells_curve = not warm and held_out.judged_by == "pairs"
+    curve = head_curve(model, train, pair_ids, test, features, seen, report) if tells_curve else ()
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
@@ -270,37 +303,32 @@ def train_reward_model(
 
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
     centre = score_rows(model, centre_rows)
-    if seen is None:
-        by_head = scores_by_head(model, [*test.chosen, *test.rejected])
-    else:
-        by_head = scores_of_features(model, seen)
+    by_head = scores_by_head(model, rows) if seen is None else scores_of_features(model, seen)
     scores = model.combined(by_head)
-    margins = (scores[: len(test)] - scores[len(test) :]).tolist()
+    margins = held_out.margins(scores)
     votes = Counter(heard)
     influence: list[PartInfluence] = []
     unknown = None
     if heads > 1:
         per_part = Counter(parts[voter] for voter in heard)
         given = [per_part[part] for part in range(heads)]
-        influence = of_heads(
-            model.combined, by_head[: len(test)], by_head[len(test) :], parts, given
-        )
+        better, worse = held_out.lead(by_head).chunk(2)
+        influence = of_heads(model.combined, better, worse, parts, given)
     else:
         unknown = why_unknown(trunk_trains=not freeze_trunk, raters=len(votes))
         if seen is not None and went.without is not None and unknown is None:
-            apart = seen[: len(test)] - seen[len(test) :]
-            influence = of_one_head(torch.tensor(margins), apart, went.without, votes)
-    fitting, judging = halves(decided)
-    confidence = fit_confidence([margins[i] for i in fitting])
-    judged = [margins[i] for i in judging]
+            better, worse = held_out.lead(seen).chunk(2)
+            influence = of_one_head(torch.tensor(margins), better - worse, went.without, votes)
+    confidence = fit_confidence([margins[i] for i in held_out.fitting])
+    judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
     singles = some_of_each_kind(test_examples)
     said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
     findings = find(
         decided,
-        margins,
-        scores.tolist(),
+        margins if decided else [],
+        scores.tolist() if decided else [],
         train=[pair for pair in train_pairs if not is_tie(pair)],
         examples=singles,
         example_scores=score_rows(model, said),
@@ -313,14 +341,18 @@ def train_reward_model(
         interval=wilson_interval(accuracy, len(margins)),
         n=len(margins),
         train_accuracy=went.train_accuracy,
-        floors={"longer": longer_is_better(decided), "random": 0.5, **learnt_floors(findings)},
+        floors={
+            "longer": held_out.longer_is_better(),
+            "random": 0.5,
+            **learnt_floors(findings),
+        },
         temperature=confidence.temperature,
         lapse=confidence.lapse,
         ece=calibration_error(bins),
         ece_before=calibration_error(reliability(judged, Confidence())),
         ece_noise=calibration_noise(bins),
         reliability=tuple(bins),
-        calibrated_on=len(fitting),
+        calibrated_on=len(held_out.fitting),
         offset=statistics.fmean(centre),
         score_deviation=statistics.pstdev(centre),
         pairs=len(train),
@@ -328,6 +360,7 @@ def train_reward_model(
         loss_curve=tuple(went.loss_curve),
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
+        judged_by=held_out.judged_by,
         raters=len(set(voters)),
         doubted=sum(one.weight < 0.5 for one in weighed.values()),
         turned=len(turned) + sum(bool(one.turned_after) for one in weighed.values()),
@@ -369,11 +402,14 @@ def check_pairs(
     min_pairs: int,
     *,
     examples: Sequence[RewardExample] = (),
+    matches: Matches | None = None,
+    matched: int = 0,
     kinds: Mapping[str, float] | None = None,
 ) -> None:
     """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these.
 
-    With `kinds` what has no weight in them teaches nothing, and counts for nothing.
+    With `kinds` what has no weight in them teaches nothing, and counts for nothing. With `matches`
+    these judge, and test_pairs do not; `matched` is how many there are where these are too few.
     """
     found = len(train_pairs) if kinds is None else len(voters_of(train_pairs, examples, kinds))
     what = "preference pairs" if kinds is None else f"votes of the kinds {', '.join(kinds)}"
@@ -392,14 +428,16 @@ def check_pairs(
             f"reward training needs {what} that tell completions apart, found {found} that all say "
             "the same; collect at least 1 that says otherwise"
         )
-    decided = sum(not is_tie(pair) for pair in test_pairs)
-    if decided < FEWEST_JUDGED:
-        raise NotEnoughData(
-            f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on held-out "
-            f"prompts, found {decided}; collect more of them (the review page asks people for "
-            "some), for thumbs on two prompts compare no answers, or raise "
-            "feedback.evaluation_share"
-        )
+    if matches is None:
+        decided = sum(not is_tie(pair) for pair in test_pairs)
+        if decided < FEWEST_JUDGED:
+            raise NotEnoughData(
+                f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
+                f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
+                f"liked beside as many they did not, by votes of one kind in reward.kinds, found "
+                f"{matched}; collect more (the review page asks people for preferences), or raise "
+                "feedback.evaluation_share"
+            )
     taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]
     if len({record.prompt for record in taught}) < 2:
         raise NotEnoughData(
@@ -407,11 +445,12 @@ def check_pairs(
             "collect feedback on at least 1 more"
         )
     openings = {opening_of(record.prompt) for record in taught}
-    seen = sum(opening_of(pair.prompt) in openings for pair in test_pairs)
+    judged = [pair.prompt for pair in test_pairs] if matches is None else matches.prompts
+    seen = sum(opening_of(prompt) in openings for prompt in judged)
     if seen:
         raise TrainingError(
-            f"held-out pairs must be of conversations that training does not see, found {seen} of "
-            f"{len(test_pairs)} of training's; split by how conversations began"
+            f"what judges must be of conversations that training does not see, found {seen} of "
+            f"{len(judged)} of training's; split by how conversations began"
         )
     if not centre_on:
         raise NotEnoughData(
@@ -677,7 +716,8 @@ def fit_kinds(
             fit(features, said, kinds, ridge=ridge, likelihoods=likelihoods, gold=gold)
         )
 
-    went = Fit([(1, fitted.loss)], pair_accuracy(margins or [0.0]), None if parts else without)
+    right = pair_accuracy(margins) if margins else None
+    went = Fit([(1, fitted.loss)], right, None if parts else without)
     if descent is not None:
         trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
         before = {name: w.detach().cpu().clone() for name, w in trained.items()}
@@ -713,11 +753,6 @@ def fit_kinds(
     if opinions.criteria:
         model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
     return went, careful, turned
-
-
-def longer_is_better(pairs: Sequence[PreferencePair]) -> float:
-    """Return the accuracy of always preferring the longer completion, in characters."""
-    return pair_accuracy([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs])
 
 
 def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:

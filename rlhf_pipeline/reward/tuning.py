@@ -44,7 +44,7 @@ class Fit:
     """How training went."""
 
     loss_curve: list[tuple[int, float]]  # (optimizer step, mean loss since the last one)
-    train_accuracy: float  # on the decided training pairs, as seen in the last epoch
+    train_accuracy: float | None  # on decided training pairs, as seen in the last epoch; None: none
     without: Without | None = None  # the head without some raters, where it alone was fitted
     undone: str | None = None  # why the trunk is as it was, although it was trained
 
@@ -148,7 +148,7 @@ def tune_to_kinds(
     curve = descend(model, lengths, learn, descent, report)
     decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
     margins = [seen[a] - seen[b] for a, b in decided if a in seen]
-    return Fit(curve, pair_accuracy(margins or [0.0]))
+    return Fit(curve, pair_accuracy(margins) if margins else None)
 
 
 def descend(

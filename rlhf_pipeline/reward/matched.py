@@ -1,0 +1,177 @@
+"""What a reward model is judged on: pairs that people decided, or votes on single answers, matched.
+
+Where nobody compares, people still like one answer and dislike another, to other questions. A
+reward that knows which questions please, and nothing of answers, would tell the two apart; so each
+answer is measured against what the baseline usually answers to that very prompt, which takes out
+whatever hangs on the prompt alone. Then a liked answer is set beside a disliked one, each vote
+once, and the model is right where the liked one is further ahead.
+
+What this does not tell: how often the model is right about two answers to one prompt. That is more
+often, as a vote on one answer hangs on the voter's mood and measure too: in benchmarks/README.md
+0.62 to 0.70 here are 0.82 to 0.87 there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.feedback.datasets import opening_of, unit_interval
+from rlhf_pipeline.records import PreferencePair, Prompt, RewardExample, prompt_to_json
+from rlhf_pipeline.reward import FEWEST_MATCHED
+from rlhf_pipeline.reward.calibration import pair_accuracy
+from rlhf_pipeline.reward.held_out import is_good
+
+JudgedBy = Literal["pairs", "votes"]
+
+MOST_MATCHES = 400
+USUAL = 4  # of the baseline's answers to a prompt, whose mean score is what is usual there
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Two votes of one kind on single answers, mostly to different prompts."""
+
+    liked: RewardExample
+    disliked: RewardExample
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Held-out votes two by two, in halves that share no conversation."""
+
+    fitting: tuple[Match, ...] = ()  # temperature and lapse
+    judging: tuple[Match, ...] = ()
+
+    @property
+    def all(self) -> tuple[Match, ...]:
+        """Return those of both halves."""
+        return (*self.fitting, *self.judging)
+
+    @property
+    def enough(self) -> bool:
+        """Say whether a reward can be judged by them."""
+        return len(self.all) >= FEWEST_MATCHED and bool(self.fitting and self.judging)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts once each, in an order that only they decide."""
+        votes = [vote for match in self.all for vote in (match.liked, match.disliked)]
+        by_text = {prompt_to_json(vote.prompt): vote.prompt for vote in votes}
+        return [by_text[text] for text in sorted(by_text)]
+
+
+def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
+    """Return the held-out ones of `examples` that judge well beside those that judge badly.
+
+    Votes of the same kind are matched, of `kinds` alone, each once, the same every time.
+    """
+    votes = [e for e in examples if e.split == "evaluation" and e.kind.value in kinds]
+    openings = sorted({prompt_to_json(opening_of(vote.prompt)) for vote in votes})
+    half_of = {opening: place % 2 for place, opening in enumerate(openings)}
+    sides: dict[tuple[int, str, bool], list[RewardExample]] = defaultdict(list)
+    for vote in sorted(votes, key=lambda v: unit_interval("matched", v.example_id)):
+        good = is_good(vote)
+        if good is not None:
+            half = half_of[prompt_to_json(opening_of(vote.prompt))]
+            sides[half, vote.kind.value, good].append(vote)
+    halves: list[tuple[Match, ...]] = []
+    for half in range(2):
+        found = [
+            Match(liked, disliked)
+            for kind in sorted({kind for _, kind, _ in sides})
+            for liked, disliked in zip(
+                sides[half, kind, True], sides[half, kind, False], strict=False
+            )
+        ]
+        found.sort(key=lambda m: unit_interval("matches", m.liked.example_id))
+        halves.append(tuple(found[: MOST_MATCHES // 2]))
+    return Matches(*halves)
+
+
+def judging_votes(
+    pairs: Sequence[PreferencePair], examples: Sequence[RewardExample], kinds: Collection[str]
+) -> Matches | None:
+    """Return the votes that judge a reward model in place of the held-out `pairs`, or None.
+
+    None where the pairs are FEWEST_MATCHED, or no fewer than the matches, or these too few as well:
+    two answers to one prompt say more.
+    """
+    decided = sum(not (pair.tie or pair.both_bad) for pair in pairs)
+    if decided >= FEWEST_MATCHED:
+        return None
+    matches = match(examples, kinds)
+    return matches if matches.enough and len(matches.all) > decided else None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Twos of completions the first of which people find better, and what is usual beside each.
+
+    `texts` are N better ones, N worse ones, and USUAL for each of the prompts that `place` (2N,)
+    numbers; none where pairs judge, whose two sides have one prompt.
+    """
+
+    judged_by: JudgedBy
+    texts: list[tuple[Prompt, str]]
+    fitting: list[int]  # of the twos, those that fit temperature and lapse
+    judging: list[int]
+    place: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.fitting) + len(self.judging)
+
+    def lead(self, values: Tensor) -> Tensor:
+        """Return the 2N completions' values less what is usual; `values` are the texts', (T, ...).
+
+        Scores, features or lengths: whatever is a mean's to take.
+        """
+        said, usual = values[: 2 * len(self)], values[2 * len(self) :]
+        if self.place is None:
+            return said
+        return said - usual.reshape(-1, USUAL, *usual.shape[1:]).mean(1)[self.place]
+
+    def margins(self, values: Tensor) -> list[float]:
+        """Return how far the better completions lead the worse ones; `values` are (T,)."""
+        better, worse = self.lead(values).chunk(2)
+        margins: list[float] = (better - worse).tolist()
+        return margins
+
+    def longer_is_better(self) -> float:
+        """Return the accuracy of always preferring the longer completion, in characters."""
+        lengths = torch.tensor([len(text) for _, text in self.texts], dtype=torch.float64)
+        return pair_accuracy(self.margins(lengths))
+
+
+def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[int]) -> HeldOut:
+    """Return decided pairs as what judges, in these halves."""
+    sides = [(pair.prompt, pair.chosen) for pair in pairs]
+    sides += [(pair.prompt, pair.rejected) for pair in pairs]
+    return HeldOut("pairs", sides, fitting, judging)
+
+
+def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
+    """Return matched votes as what judges.
+
+    `usual` has USUAL answers of the baseline to each prompt (records.prompt_to_json).
+    """
+    votes = [m.liked for m in matches.all] + [m.disliked for m in matches.all]
+    texts = [(vote.prompt, vote.completion) for vote in votes]
+    place: dict[str, int] = {}
+    for prompt in matches.prompts:
+        key = prompt_to_json(prompt)
+        place[key] = len(place)
+        texts += [(prompt, answer) for answer in usual[key]]
+    count = len(matches.all)
+    return HeldOut(
+        "votes",
+        texts,
+        list(range(len(matches.fitting))),
+        list(range(len(matches.fitting), count)),
+        torch.tensor([place[prompt_to_json(vote.prompt)] for vote in votes]),
+    )

@@ -1,0 +1,264 @@
+"""Where nobody compared two answers, votes on single ones judge a reward: by answers alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.evaluation.facts import reward_facts
+from rlhf_pipeline.feedback.datasets import opening_of
+from rlhf_pipeline.files import read_json
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    Message,
+    Prompt,
+    RewardExample,
+    prompt_to_json,
+    user_prompt,
+)
+from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
+from rlhf_pipeline.reward.held_out import tells_apart
+from rlhf_pipeline.reward.matched import (
+    MOST_MATCHES,
+    USUAL,
+    HeldOut,
+    Match,
+    Matches,
+    judging_votes,
+    match,
+    of_matches,
+)
+from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.plots import PLOTS
+from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
+from tests.reward.conftest import SETTINGS, WORDS, Planted
+
+KINDS = {"thumbs": 1.0, "rating": 1.0}
+PLEASING = ("blue", "shop")  # what prompts are about that people are pleased with, whatever is said
+
+
+def vote(
+    number: float,
+    prompt: Prompt | str,
+    completion: str = "Yes.",
+    kind: FeedbackKind = FeedbackKind.thumbs,
+    split: str = "evaluation",
+    name: str = "",
+) -> RewardExample:
+    asked = user_prompt(prompt) if isinstance(prompt, str) else prompt
+    name = name or f"{prompt} {completion} {kind} {number}"
+    return RewardExample(name, asked, completion, kind, number, None, name, split)  # type: ignore[arg-type]
+
+
+def test_a_vote_is_matched_once_with_one_of_its_kind_and_the_other_opinion() -> None:
+    votes = [vote(float(i % 3 == 0), f"q{i}") for i in range(60)]
+    votes += [vote(1 + i % 5, f"r{i}", kind=FeedbackKind.rating) for i in range(40)]
+    others = [vote(1, "train", split="train"), vote(0.9, "score", kind=FeedbackKind.score)]
+    found = match([*votes, *others], KINDS)
+    used = [one for m in found.all for one in (m.liked, m.disliked)]
+    assert len({one.example_id for one in used}) == len(used)
+    assert {one.kind.value for one in used} == set(KINDS)
+    for one in found.all:
+        assert one.liked.kind is one.disliked.kind
+        if one.liked.kind is FeedbackKind.rating:  # 3 is neither
+            assert (one.liked.number or 0) > 3 > (one.disliked.number or 0)
+        else:
+            assert (one.liked.number, one.disliked.number) == (1, 0)
+    # No more could be: twenty thumbs up, sixteen good ratings beside as many bad, less what the
+    # halves leave over.
+    assert 28 <= len(found.all) <= 36
+    assert found.enough
+    shuffled = random.Random(3).sample(votes, len(votes))
+    assert match([*shuffled, *others], KINDS) == found
+    assert match(votes, {}) == Matches()
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), max_size=80))
+def test_halves_share_no_conversation(rows: list[tuple[int, int, bool]]) -> None:
+    votes = []
+    for i, (conversation, turn, up) in enumerate(rows):
+        said = [Message("assistant", "Yes."), Message("user", "And?")] * turn
+        prompt = (Message("user", f"c{conversation}"), *said)
+        votes.append(vote(float(up), prompt, name=f"vote {i}"))
+    found = match(votes, KINDS)
+    one, other = (
+        {opening_of(v.prompt) for m in half for v in (m.liked, m.disliked)}
+        for half in (found.fitting, found.judging)
+    )
+    assert not one & other
+
+
+def test_the_many_votes_of_a_large_agent_are_a_sample() -> None:
+    votes = [vote(float(i % 2), f"q{i}") for i in range(3 * MOST_MATCHES)]
+    found = match(votes, KINDS)
+    assert len(found.fitting) == len(found.judging) == MOST_MATCHES // 2
+
+
+def test_two_answers_to_one_prompt_judge_where_there_are_enough(planted: Planted) -> None:
+    votes = [vote(float(i % 2), f"q{i}") for i in range(60)]
+    pairs = list(planted.test)
+    assert judging_votes(pairs[:10], votes, KINDS) is None
+    ties = [replace(pair, tie=True) for pair in pairs]
+    assert judging_votes([*pairs[:9], *ties], votes, KINDS) == match(votes, KINDS)
+    assert judging_votes([], votes, {"rating": 1}) is None
+    assert judging_votes([], votes[:16], KINDS) is None  # eight of each
+    assert judging_votes([], votes[::2], KINDS) is None  # all of one opinion
+
+
+def hand_worked() -> tuple[HeldOut, torch.Tensor]:
+    """Return two matches on three prompts, and a score of each text."""
+    a, b = vote(1, "p0", "12345"), vote(0, "p1", "123")
+    c, d = vote(1, "p1", "1234"), vote(0, "p2", "1")
+    held = of_matches(
+        Matches((Match(a, b),), (Match(c, d),)),
+        {prompt_to_json(user_prompt(f"p{i}")): ["x" * i] * USUAL for i in range(3)},
+    )
+    said = [5.0, 1.0, 2.0, 0.0]  # liked of both matches, then disliked
+    usual = [4.0, 4.0, 4.0, 8.0, 0.0, 1.0, 1.0, 2.0, -3.0, -1.0, -1.0, -3.0]
+    return held, torch.tensor([*said, *usual])
+
+
+def test_answers_are_measured_against_what_is_usual_at_their_prompt() -> None:
+    held, scores = hand_worked()
+    assert len(held) == 2
+    # p0's usual answers score 5, p1's 1, p2's -2: leads 0 and 0 of the liked, 1 and 2.
+    assert held.lead(scores).tolist() == [0, 0, 1, 2]
+    assert held.margins(scores) == [-1, -2]
+    both = torch.stack([scores, 2 * scores], 1)  # of two heads, or features
+    assert held.lead(both).tolist() == [[0, 0], [0, 0], [1, 2], [2, 4]]
+    # Of usual length 0, 1 and 2: ahead by 5 and 3, and by 2 and -1.
+    assert held.longer_is_better() == 1.0
+
+
+def about(question: str) -> bool:
+    return any(word in question for word in PLEASING)
+
+
+def thumbs_of(planted: Planted, split: str, *, by_prompt: bool) -> list[RewardExample]:
+    """Return a thumb for each side of the pairs: what people think of the answer, or the question.
+
+    Nobody voted on both answers to a prompt, so no two votes compare any.
+    """
+    pairs = planted.train if split == "train" else planted.test
+    rng = random.Random(split)
+    found = []
+    for i, pair in enumerate(pairs):
+        side = rng.random() < 0.5
+        question = f"{pair.prompt[0].content} {WORDS[i % len(WORDS)]}"
+        good = about(question) if by_prompt else side
+        text = pair.chosen if side else pair.rejected
+        found.append(vote(float(good), question, text, split=split, name=f"{split} {i}"))
+    return found
+
+
+def usual_of(planted: Planted, votes: Sequence[RewardExample]) -> dict[str, list[str]]:
+    """Return USUAL completions by each vote's prompt, of no particular merit."""
+    rng = random.Random(7)
+    texts = [pair.rejected for pair in planted.train]
+    return {prompt_to_json(v.prompt): rng.choices(texts, k=USUAL) for v in votes}
+
+
+def train(planted: Planted, folder: Path, *, by_prompt: bool, **changes: Any) -> RewardModelReport:
+    held_out = thumbs_of(planted, "evaluation", by_prompt=by_prompt)
+    return train_reward_model(
+        planted.base,
+        [],
+        [],
+        folder,
+        **{
+            "freeze_trunk": True,
+            "centre_on": planted.centre,
+            "examples": thumbs_of(planted, "train", by_prompt=by_prompt),
+            "test_examples": held_out,
+            "usual": usual_of(planted, held_out),
+            "kinds": KINDS,
+            **SETTINGS,
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize("how", ["head", "heads", "trunk"])
+def test_a_reward_is_learnt_and_judged_by_thumbs_alone(
+    planted: Planted, tmp_path: Path, how: str
+) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "head": {},
+        "heads": {"heads": 3, "combine": "median"},
+        "trunk": {"freeze_trunk": False, "learning_rate": 1e-3},
+    }
+    report = train(planted, tmp_path / "rm", by_prompt=False, **ways[how])
+    assert report.judged_by == "votes"
+    assert 25 <= report.n <= 40
+    assert report.accuracy > 0.8
+    assert report.interval[0] > highest_floor(report.floors)
+    assert report.calibrated_on + sum(b.n for b in report.reliability) == report.n
+    assert (report.pairs, report.train_accuracy) == (0, None)
+    told = read_json(tmp_path / "rm" / "report.json")
+    assert (told["judged_by"], told["train_accuracy"]) == ("votes", None)
+    assert all((tmp_path / "rm" / name).stat().st_size > 1000 for name in PLOTS)
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    scores = {
+        side: reward([replace(i, completion=getattr(p, side)) for i, p in sides])
+        for side in ("chosen", "rejected")
+        for sides in [list(zip(planted.centre, planted.test, strict=False))]
+    }
+    margins = [a - b for a, b in zip(scores["chosen"], scores["rejected"], strict=True)]
+    assert pair_accuracy(margins) > 0.9  # what nobody said, two answers to one prompt
+
+
+def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
+    planted: Planted, tmp_path: Path
+) -> None:
+    report = train(planted, tmp_path / "rm", by_prompt=True)
+    assert report.findings is not None
+    assert report.findings.by_kind["thumbs"].share > 0.75  # good and bad votes it tells apart
+    assert report.interval[0] < 0.5  # yet not by the answers
+    # A reward of nothing but the prompt has no lead at all, and a margin of 0 counts half.
+    votes = thumbs_of(planted, "evaluation", by_prompt=True)
+    found = judging_votes([], votes, KINDS)
+    assert found is not None
+    held = of_matches(found, usual_of(planted, votes))
+    knows = torch.tensor([float(about(prompt[0].content)) for prompt, _ in held.texts])
+    liked, disliked = knows[: 2 * len(held)].chunk(2)
+    assert tells_apart(liked.tolist(), disliked.tolist()).share == 1
+    assert pair_accuracy(held.margins(knows)) == 0.5
+
+
+def test_what_cannot_judge_is_refused_before_anything_trains(
+    planted: Planted, tmp_path: Path
+) -> None:
+    with pytest.raises(NotEnoughData, match="needs 2 preferences or corrections"):
+        train(planted, tmp_path / "rm", by_prompt=False, usual={})
+    few = thumbs_of(planted, "evaluation", by_prompt=False)[:8]
+    with pytest.raises(NotEnoughData, match=r"10 answers there that .* found 3;"):
+        train(planted, tmp_path / "rm", by_prompt=False, test_examples=few)
+    seen = [replace(v, split="evaluation") for v in thumbs_of(planted, "train", by_prompt=False)]
+    with pytest.raises(TrainingError, match="of conversations that training does not see"):
+        train(
+            planted,
+            tmp_path / "rm",
+            by_prompt=False,
+            test_examples=seen,
+            usual=usual_of(planted, seen),
+        )
+    assert not (tmp_path / "rm").exists()
+
+
+def test_judges_that_were_judged_by_other_things_are_not_compared() -> None:
+    one = {"n": 200, "accuracy": 0.8, "interval": [0.74, 0.85], "ece": 0.0, "ece_noise": 0.0}
+    one["floors"] = {"longer": 0.5, "random": 0.5}
+    votes = {**one, "judged_by": "votes", "accuracy": 0.6, "interval": [0.53, 0.67]}
+    assert "reward/accuracy_change_high" in reward_facts(votes, {**votes, "accuracy": 0.7})
+    assert "reward/accuracy_change_high" not in reward_facts(votes, one)
+    assert "reward/accuracy_change_high" not in reward_facts(one, votes)
+    assert reward_facts(votes, one)["reward/accuracy_over_floor"] == pytest.approx(0.1)
