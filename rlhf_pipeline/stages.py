@@ -147,9 +147,11 @@ def check_before_training(turn: Turn) -> None:
     from rlhf_pipeline.ppo.learner import check_context, new_scaler
     from rlhf_pipeline.ppo.plan import read_config
     from rlhf_pipeline.ppo.trackers import check_trackers
+    from rlhf_pipeline.reward.named import check_keys
 
     settings, ppo = turn.settings, turn.settings.ppo
     pair_judge_of(settings)
+    check_keys(settings.reward.functions)
     check_trackers(settings.training.report_to)
     new_scaler(choose_device(ppo.device), ppo)
     start = turn.champion or turn.baseline

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import ConfigError, TrainingError
+from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -29,10 +29,15 @@ from rlhf_pipeline.records import (
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
 from tests.assets.world import FirstTurn, Loop
 from tests.ppo.world import changed, save_absolute, save_base
 from tests.reward.conftest import save_encoder
+
+KEYED = FunctionSettings(
+    function="https://rewards.example/score", options={"key_variable": "NO_SUCH_KEY"}
+)
 
 
 @pytest.mark.parametrize("estimator", [pytest.param("rloo", marks=pytest.mark.slow), "dpo"])
@@ -135,6 +140,7 @@ def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
         ({"ppo": {"precision": "float16"}}, "needed a CUDA device, found cpu"),
         ({"ppo": {"max_completion_tokens": 90}}, r"context of \d+ tokens, found"),
         ({"ppo": {"max_prompt_tokens": 2, "long_prompts": "refuse"}}, "watch_prompts must have at"),
+        ({"reward": {"functions": {"mine": KEYED}}}, "reward mine needs its key in NO_SUCH_KEY"),
     ],
 )
 def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
@@ -151,8 +157,9 @@ def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
     turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
     ppo = replace(turn.settings.ppo, device="cpu", **changes.get("ppo", {}))
     training = turn.settings.training.model_copy(update=changes.get("training", {}))
-    asked = turn.settings.model_copy(update={"ppo": ppo, "training": training})
-    with pytest.raises((ConfigError, TrainingError), match=message):
+    reward = turn.settings.reward.model_copy(update=changes.get("reward", {}))
+    asked = turn.settings.model_copy(update={"ppo": ppo, "training": training, "reward": reward})
+    with pytest.raises((ConfigError, ModelError, TrainingError), match=message):
         stages.train_reward_models(replace(turn, settings=asked), ignore_progress, lambda: None)
     assert not (turn.work / "reward").exists()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlhf_pipeline.reward.composite import CompositeReward, Term
 from rlhf_pipeline.reward.functions import CheckedReward, as_reward
 from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.lexicon import empathy, item_ratio, recommendation, safety
+from rlhf_pipeline.reward.remote import RemoteReward, bearer_token
 from rlhf_pipeline.reward.rules import NEED_REFERENCES, RULES, format_fit, length_window
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings
 
@@ -53,8 +55,9 @@ def named_reward(
     """Return the reward a person names, checked at once that it can be called.
 
     A name is one of `known_names`, the address of a remote reward, a reward model's folder, or
-    `module:function`. A function with `options` is called with them and returns the reward; an
-    address and a folder take none. Raises ModelError for any other name or wrong options.
+    `module:function`. A function with `options` is called with them and returns the reward, an
+    address is asked as they say, and a folder takes none. Raises ModelError for any other name or
+    wrong options.
     """
     options = options or {}
     if name in RULES and not options:
@@ -64,12 +67,13 @@ def named_reward(
     offered = _offered()
     if name in offered:
         return _loaded(offered[name], name, options)
-    is_address = name.startswith(("http://", "https://"))
-    if is_address or Path(name).is_dir():
+    if name.startswith(("http://", "https://")):
+        return _made(partial(_remote, name), "at its address", options)  # which may hold a secret
+    if Path(name).is_dir():
         if options:
             raise ModelError(
-                f"a reward behind {name} takes no options, found {', '.join(options)}; leave them "
-                "out"
+                f"a reward model's folder takes no options, found {', '.join(options)} for {name}; "
+                "leave them out"
             )
         return as_reward(name, device=device)
     if ":" in name:
@@ -130,6 +134,34 @@ def composite_of(
             running=one.normalisation == "running",
         )
     return CompositeReward(terms, references=references)
+
+
+def check_keys(functions: Mapping[str, FunctionSettings]) -> None:
+    """Raise ModelError where a function that counts asks with a key that is not set."""
+    for name, one in functions.items():
+        variable = one.options.get("key_variable")
+        if isinstance(variable, str) and not (one.weight == 0 and one.floor is None):
+            bearer_token(variable, f"the reward {name}", "set it where training starts")
+
+
+def _remote(
+    url: str,
+    *,
+    key_variable: str | None = None,
+    timeout_seconds: float = 30.0,
+    attempts: int = 4,
+    batch_size: int = 64,
+    allow_plain_http: bool = False,
+) -> RewardFunction:
+    """Return the reward behind an address, with what a recipe may say of it."""
+    return RemoteReward(
+        url,
+        key_variable=key_variable,
+        timeout_seconds=timeout_seconds,
+        attempts=attempts,
+        batch_size=batch_size,
+        allow_plain_http=allow_plain_http,
+    )
 
 
 def _criterion(learned: RewardFunction, name: str) -> RewardFunction:

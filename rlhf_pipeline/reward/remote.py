@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -43,24 +44,28 @@ class RemoteReward:
         timeout_seconds: float = 30.0,
         attempts: int = 4,
         batch_size: int = 64,
-        bearer_token: str | None = None,
+        key_variable: str | None = None,
         allow_plain_http: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Check the address, as Service does; ask nothing yet. A request holds batch_size items."""
+        """Check the address, as Service does; ask nothing yet. A request holds batch_size items.
+
+        key_variable names the environment variable with the service's key, read when it is asked.
+        """
         if batch_size < 1:
             raise ModelError(
                 f"a remote reward needs a batch_size of at least 1, found {batch_size}; correct it"
             )
-        self._service = Service(
+        self._service = partial(
+            Service,
             url,
             timeout_seconds=timeout_seconds,
             attempts=attempts,
-            bearer_token=bearer_token,
             allow_plain_http=allow_plain_http,
             sleep=sleep,
         )
-        self.shown_url = self._service.shown_url
+        self.shown_url = self._service().shown_url
+        self._key_variable = key_variable
         self.version = hashed("remote", url)
         self._batch_size = batch_size
 
@@ -69,15 +74,18 @@ class RemoteReward:
 
         Batches are asked for one after another; one that fails for good fails the whole call.
         """
+        whose = f"the reward at {self.shown_url}"
+        token = bearer_token(self._key_variable, whose, "set it where training starts")
+        ask = partial(self._ask, self._service(bearer_token=token))
         scores: list[float] = []
         for start in range(0, len(items), self._batch_size):
             some = items[start : start + self._batch_size]
-            scores += checked_scores(self._ask, some, name=self.shown_url, error=ModelError)
+            scores += checked_scores(ask, some, name=self.shown_url, error=ModelError)
         return scores
 
-    def _ask(self, items: Sequence[RewardInput], /) -> list[float]:
+    def _ask(self, service: Service, items: Sequence[RewardInput], /) -> list[float]:
         body = json.dumps({"items": [asdict(item) for item in items]}, default=_plain)
-        answer = self._service.post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
+        answer = service.post(body.encode(), longest=4096 + BYTES_PER_SCORE * len(items))
         try:
             # A whole number that no float holds is read as infinite, and refused as such.
             scores = json.loads(answer, parse_int=float)["scores"]
@@ -209,7 +217,7 @@ def _checked_url(url: str, allow_plain_http: bool) -> str:
     if parts.username is not None or parts.password is not None:
         raise ModelError(
             f"the address of a remote reward must hold no user or password, found one for {shown}; "
-            "pass bearer_token"
+            "name the environment variable with its key as key_variable"
         )
     if parts.scheme == "http" and not (_is_loopback(parts.hostname) or allow_plain_http):
         raise ModelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.named import check_function, check_keys, named_reward
 from rlhf_pipeline.reward.remote import RemoteReward
+from rlhf_pipeline.reward.settings import FunctionSettings
 from tests.loopback import answering
 
 ITEMS = [RewardInput(user_prompt("hi"), "a" * n) for n in (3, 1, 2)]
@@ -70,10 +73,13 @@ def service() -> Iterator[Service]:
         yield server
 
 
-def test_items_go_out_in_batches_and_scores_come_back_in_order(service: Service) -> None:
+def test_items_go_out_in_batches_and_scores_come_back_in_order(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCORES_KEY", "s3cret")
     prompt = (Message("system", "be kind"), *user_prompt("hi"))
     items = [*ITEMS, RewardInput(prompt, "ä", ("b",), {"turn": 2})]
-    reward = RemoteReward(service.url, batch_size=3, bearer_token="s3cret")
+    reward = RemoteReward(service.url, batch_size=3, key_variable="SCORES_KEY")
     assert reward(items) == [3.0, 1.0, 2.0, 1.0]
     assert [len(heard["items"]) for heard in service.heard] == [3, 1]
     assert service.heard[1]["items"][0] == {
@@ -86,6 +92,33 @@ def test_items_go_out_in_batches_and_scores_come_back_in_order(service: Service)
     assert reward([]) == []
     assert as_reward(service.url)(ITEMS) == [3.0, 1.0, 2.0]
     assert reward.version != RemoteReward(service.url + "2").version
+
+
+def test_a_recipe_says_how_a_service_is_asked(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"key_variable": "SCORES_KEY", "timeout_seconds": 5, "attempts": 1, "batch_size": 2}
+    asked = FunctionSettings(function=service.url, options=options)
+    check_function("mine", asked)  # asks nothing, and needs no key yet
+    reward = named_reward(service.url, options)
+    unset = "needs its key in SCORES_KEY, found it unset"
+    with pytest.raises(ModelError, match=unset):
+        check_keys({"mine": asked})
+    with pytest.raises(ModelError, match=unset):
+        reward(ITEMS)
+    check_keys({"mine": replace(asked, weight=0.0)})  # which is not asked
+    monkeypatch.setenv("SCORES_KEY", "s3cret")
+    check_keys({"mine": asked})
+    assert reward(ITEMS) == [3.0, 1.0, 2.0]
+    assert [len(heard["items"]) for heard in service.heard] == [2, 1]
+    assert {sent["Authorization"] for sent in service.sent_headers} == {"Bearer s3cret"}
+    # Another key or patience is the same reward: a run resumed with it goes on.
+    assert getattr(reward, "version", None) == RemoteReward(service.url).version
+    service.answers = [(503, {}, b"")]
+    with pytest.raises(ModelError, match="at the last of 1 attempts"):
+        reward(ITEMS)
+    with pytest.raises(ModelError, match="timeout_seconds above 0"):
+        named_reward(service.url, {"timeout_seconds": 0})
 
 
 def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> None:

@@ -111,7 +111,11 @@ def test_length_has_the_window_that_is_asked_for() -> None:
         ("recommendation", {"items": "no-such-file.json"}, "items must be titles"),
         ("recommendation", {"items": {"Up": "comedy"}}, "items must be titles"),
         ("distinct-1", {"n": 2}, "'distinct-1' with options"),
-        ("https://example.org/score", {"n": 2}, "takes no options"),
+        (
+            "https://example.org/score?key=s3cret",
+            {"n": 2},
+            r"at its address takes the options key_v",
+        ),
     ],
 )
 def test_options_that_make_no_function_are_refused(
