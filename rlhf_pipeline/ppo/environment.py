@@ -123,11 +123,17 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
     ) -> tuple[State, dict[str, Any]]:
         """Begin conversations anew, with prompts drawn at random where none are given.
 
-        Raises TrainingError for a prompt that is too long, or a number that no prompt has.
+        Raises TrainingError for a prompt that is too long, or a number that no prompt has, and then
+        every conversation is as it was.
         """
         super().reset(seed=seed)
         options = options or {}
-        flags = options.get("reset_mask", np.ones(self.num_envs, bool))
+        flags = np.asarray(options.get("reset_mask", np.ones(self.num_envs, bool)))
+        if flags.shape != (self.num_envs,):
+            raise ShapeMismatch(
+                f"reset_mask needs a flag for each of {self.num_envs} conversations, found the "
+                f"shape {flags.shape}; pass as many"
+            )
         begun = np.flatnonzero(flags).tolist()
         wanted = options.get("prompts")
         if wanted is None:
@@ -142,22 +148,28 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
                 f"a conversation begins with one of {len(self.task.prompts)} prompts, numbered "
                 f"from 0: found {unknown[0]}; pass another"
             )
-        for i, prompt in zip(begun, wanted, strict=True):
-            self.conversations[i] = self.task.prompts[prompt]
-            self._turn[i], self._said[i] = 0, []
-            self._terminated[i] = self._truncated[i] = False
-        too_long = self._read(begun)
+        prompts = [self.task.prompts[prompt] for prompt in wanted]
+        rows = self._rows(prompts)
+        too_long = sum(len(row) > self.task.max_prompt_tokens for row in rows)
         if too_long:
             raise TrainingError(
                 f"prompts must have at most {self.task.max_prompt_tokens} tokens, found "
-                f"{len(too_long)} longer; shorten them or raise max_prompt_tokens"
+                f"{too_long} longer; shorten them or raise max_prompt_tokens"
             )
+        for i, conversation, row in zip(begun, prompts, rows, strict=True):
+            self.conversations[i], self._encoded[i] = conversation, row
+            self._turn[i], self._said[i] = 0, []
+            self._terminated[i] = self._truncated[i] = False
         return self._state(), self._infos([], [])
 
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[State, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Let the assistant say its next token or completion in every conversation that goes on."""
+        """Let the assistant say its next token or completion in every conversation that goes on.
+
+        Raises ShapeMismatch or TrainingError for actions that are none of the action space.
+        """
+        self._check(actions)
         over = [i for i in self.going_on if self._say(i, actions[i])]
         rewards = np.zeros(self.num_envs)
         items = self._end_turns(over)
@@ -192,6 +204,21 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
                 lines.append(f"assistant: {text} …")
             frames.append("\n".join(lines))
         return tuple(frames)
+
+    def _check(self, actions: NDArray[np.int64]) -> None:
+        """Refuse what no conversation could say; those that are over do not read their actions."""
+        if actions.shape != self.action_space.shape:
+            raise ShapeMismatch(
+                f"actions need the shape {self.action_space.shape}, found {actions.shape}; pass an "
+                "action for each conversation"
+            )
+        read = actions[self.going_on]
+        unknown = read[(read < 0) | (read >= self.task.vocabulary)]
+        if len(unknown):
+            raise TrainingError(
+                f"actions are token ids from 0 below {self.task.vocabulary}, found {unknown[0]}; "
+                "pass ids of the task's tokenizer"
+            )
 
     def _say(self, i: int, action: NDArray[np.int64]) -> bool:
         """Take what the assistant says in conversation i; return whether its turn is over."""
@@ -238,15 +265,16 @@ class ChatVectorEnv(VectorEnv[State, NDArray[np.int64], NDArray[Any]]):
     def _read(self, members: Sequence[int]) -> list[int]:
         """Encode conversations; return those that do not fit, which keep their latest tokens."""
         limit = self.task.max_prompt_tokens
-        keeps = self.task.long_prompts == "keep_latest"
-        rows = encode_prompts(
-            self.task.tokenizer,
-            [self.conversations[i] for i in members],
-            max_tokens=limit if keeps else 10**9,
-        )
+        rows = self._rows([self.conversations[i] for i in members])
         for i, row in zip(members, rows, strict=True):
             self._encoded[i] = row[-limit:]
         return [i for i, row in zip(members, rows, strict=True) if len(row) > limit]
+
+    def _rows(self, conversations: Sequence[Prompt]) -> list[list[int]]:
+        """Return conversations as tokens; with keep_latest those that fit."""
+        keeps = self.task.long_prompts == "keep_latest"
+        most = self.task.max_prompt_tokens if keeps else 10**9
+        return encode_prompts(self.task.tokenizer, conversations, max_tokens=most)
 
     def _state(self) -> State:
         shape = (self.num_envs, self.task.state_tokens)

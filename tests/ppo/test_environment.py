@@ -188,6 +188,37 @@ def test_what_cannot_be_a_conversation_is_refused() -> None:
         one.step(saying("la")[0])
 
 
+def test_a_step_or_a_reset_that_is_refused_changes_no_conversation() -> None:
+    env = ChatVectorEnv(task(prompts=[*PROMPTS, user_prompt("why " * 40)]), 2)
+    env.reset(options={"prompts": [0, 2]})
+    actions = saying("", "la")
+    env.step(actions)
+    assert env.going_on == [1]
+
+    def held() -> list[Any]:
+        rows = [env.encoded(i) for i in range(2)]
+        return [list(env.conversations), rows, env.going_on, env._turn.tolist()]
+
+    before = held()
+    with pytest.raises(TrainingError, match="found 1 longer"):
+        env.reset(options={"prompts": [2, len(PROMPTS)]})
+    for flags in ([True], [True] * 3, True):
+        with pytest.raises(ShapeMismatch, match="reset_mask needs a flag for each of 2"):
+            env.reset(options={"reset_mask": flags, "prompts": [0]})
+    for token in (-1, env.task.vocabulary):
+        wrong = actions.copy()
+        wrong[1, 3] = token
+        with pytest.raises(TrainingError, match=f"token ids from 0 below .*, found {token};"):
+            env.step(wrong)
+    for shape in (actions[:1], actions[:, :4], actions[:, 0]):
+        with pytest.raises(ShapeMismatch, match=r"need the shape \(2, 8\), found"):
+            env.step(shape)
+    assert held() == before
+    actions[0] = -1  # that conversation is over and reads no action
+    env.step(actions)
+    assert held() != before
+
+
 def test_ppo_plays_whole_conversations_and_knows_which_turn_follows_which(base: Path) -> None:
     learner = learner_at(base, changed(max_prompt_tokens=48, max_turns=3, temperature=1.0))
     generator = torch.Generator().manual_seed(0)
