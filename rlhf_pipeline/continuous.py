@@ -17,8 +17,8 @@ from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
 
 TEACHING = get_args(Trains)  # kinds of votes
 JUDGING = (
-    f"{FEWEST_JUDGED} preferences or corrections, or {2 * FEWEST_MATCHED} other votes, on "
-    "held-out prompts"
+    f"{FEWEST_JUDGED} preferences or corrections, or {2 * FEWEST_MATCHED} other votes, half "
+    "of them good, on held-out prompts"
 )
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)

@@ -370,8 +370,8 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     few = RewardSettings(min_pairs=5, kinds={"thumbs": 1})
     assert reward_lacks({"thumbs": 19, "preference": 1}, few) == (
         "1 preferences and corrections and 19 other votes to judge one by, which takes 2 "
-        "preferences or corrections, or 20 other votes, on held-out prompts; the review page asks "
-        "people for some"
+        "preferences or corrections, or 20 other votes, half of them good, on held-out prompts; "
+        "the review page asks people for some"
     )
     assert reward_lacks({"thumbs": 20}, few) is None
     assert reward_lacks({"thumbs": 500}, pairs) == (
@@ -381,7 +381,7 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     assert reward_lacks({"thumbs": 19}, pairs) == (
         "0 votes to learn from (preference, correction) of at least 30; thumbs 19 would count "
         "where reward.kinds names them; judging one takes 2 preferences or corrections, or 20 "
-        "other votes, on held-out prompts"
+        "other votes, half of them good, on held-out prompts"
     )
     none = reward_lacks({}, RewardSettings(min_pairs=10))
     assert none == "0 votes to learn from (preference, correction) of at least 30"

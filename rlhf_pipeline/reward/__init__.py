@@ -1,7 +1,5 @@
 """Rewards: the learned model, its training, and whatever else scores a completion."""
 
 FEWEST_JUDGED = 2  # preferences and corrections that can judge a reward model
-FEWEST_MATCHED = (
-    10  # answers that people liked, and as many they did not, that can where these are few
-)
+FEWEST_MATCHED = 10  # liked answers, and as many disliked ones, that can where these are few
 WORST = "worst.json"  # in a reward model's folder: the words of what it is most wrong about

@@ -8,7 +8,7 @@ once, and the model is right where the liked one is further ahead.
 
 What this does not tell: how often the model is right about two answers to one prompt. That is more
 often, as a vote on one answer hangs on the voter's mood and measure too: in benchmarks/README.md
-0.62 to 0.70 here are 0.82 to 0.87 there.
+0.62 to 0.70 here are 0.82 to 0.87 there. The chances that a model gives are as modest.
 """
 
 from __future__ import annotations
