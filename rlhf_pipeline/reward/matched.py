@@ -3,8 +3,8 @@
 Where nobody compares, people still like one answer and dislike another, to other questions. A
 reward that knows which questions please, and nothing of answers, would tell the two apart; so each
 answer is measured against what the baseline usually answers to that very prompt, which takes out
-whatever hangs on the prompt alone. Then a liked answer is set beside a disliked one, each vote
-once, and the model is right where the liked one is further ahead.
+whatever hangs on the prompt alone. Then a liked answer is set beside a disliked one, each answer
+once however many voted on it, and the model is right where the liked one is further ahead.
 
 What this does not tell: how often the model is right about two answers to one prompt. That is more
 often, as a vote on one answer hangs on the voter's mood and measure too: in benchmarks/README.md
@@ -69,17 +69,16 @@ class Matches:
 def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
     """Return the held-out ones of `examples` that judge well beside those that judge badly.
 
-    Votes of the same kind are matched, of `kinds` alone, each once, the same every time.
+    Votes of the same kind are matched, of `kinds` alone, the same every time; of those on one
+    answer a single one speaks, as a hundred of them say no more of a model than one does.
     """
     votes = [e for e in examples if e.split == "evaluation" and e.kind.value in kinds]
     openings = sorted({prompt_to_json(opening_of(vote.prompt)) for vote in votes})
     half_of = {opening: place % 2 for place, opening in enumerate(openings)}
     sides: dict[tuple[int, str, bool], list[RewardExample]] = defaultdict(list)
-    for vote in sorted(votes, key=lambda v: unit_interval("matched", v.example_id)):
-        good = is_good(vote)
-        if good is not None:
-            half = half_of[prompt_to_json(opening_of(vote.prompt))]
-            sides[half, vote.kind.value, good].append(vote)
+    for vote, good in _by_answer(votes):
+        half = half_of[prompt_to_json(opening_of(vote.prompt))]
+        sides[half, vote.kind.value, good].append(vote)
     halves: list[tuple[Match, ...]] = []
     for half in range(2):
         found = [
@@ -92,6 +91,21 @@ def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
         found.sort(key=lambda m: unit_interval("matches", m.liked.example_id))
         halves.append(tuple(found[: MOST_MATCHES // 2]))
     return Matches(*halves)
+
+
+def _by_answer(votes: Sequence[RewardExample]) -> list[tuple[RewardExample, bool]]:
+    """Return a vote on each answer, and whether it was liked, as most votes of the kind have it.
+
+    None of an answer that as many liked as did not.
+    """
+    said: dict[tuple[str, str, str], dict[bool, list[RewardExample]]] = {}
+    for vote in sorted(votes, key=lambda v: unit_interval("matched", v.example_id)):
+        good = is_good(vote)
+        if good is not None:
+            answer = prompt_to_json(vote.prompt), vote.completion, vote.kind.value
+            said.setdefault(answer, {True: [], False: []})[good].append(vote)
+    more = [(sides, len(sides[True]) - len(sides[False])) for sides in said.values()]
+    return [(sides[ahead > 0][0], ahead > 0) for sides, ahead in more if ahead]
 
 
 def judging_votes(

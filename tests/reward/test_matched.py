@@ -82,6 +82,23 @@ def test_a_vote_is_matched_once_with_one_of_its_kind_and_the_other_opinion() -> 
     assert match(votes, {}) == Matches()
 
 
+def test_an_answer_is_matched_once_as_most_people_found_it() -> None:
+    # 40 votes up of one answer and 40 down of another to each of two prompts are four answers.
+    many = [vote(float(i % 2), f"p{i % 4 // 2}", str(i % 2), name=f"many {i}") for i in range(160)]
+    assert len(match(many, KINDS).all) == 2
+    assert judging_votes([], many, KINDS) is None
+    votes = [vote(1, "p", "Good.", name=f"good {i}") for i in range(3)]
+    votes += [vote(0, "p", "Good.", name="one who did not like it")]
+    votes += [vote(float(i % 2), "p", "Disputed.", name=f"disputed {i}") for i in range(4)]
+    votes += [vote(0, "p", "Bad."), vote(1, "q", "Bad."), vote(0, "q", "Good.")]
+    found = {
+        (m.liked.prompt[0].content, m.liked.completion, m.liked.number)
+        for m in match(votes, KINDS).all
+    }
+    assert found == {("p", "Good.", 1), ("q", "Bad.", 1)}
+    assert all(m.disliked.number == 0 for m in match(votes, KINDS).all)
+
+
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), max_size=80))
 def test_halves_share_no_conversation(rows: list[tuple[int, int, bool]]) -> None:
     votes = []
