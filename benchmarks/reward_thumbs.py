@@ -33,7 +33,7 @@ from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress, prompt_to_json
 from rlhf_pipeline.reward.heads import Combined
 from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart
-from rlhf_pipeline.reward.matched import USUAL, match, of_matches
+from rlhf_pipeline.reward.matched import match, of_matches, usual_of_each
 from rlhf_pipeline.reward.model import encode_rows, score_rows
 from rlhf_pipeline.reward.training import fit_kinds
 from rlhf_pipeline.simulation.world import ALL_TOPICS, question_of
@@ -73,7 +73,8 @@ def learn(base: Path, policy: Policy, pool: Pool, examples: Sequence[RewardExamp
     fit_kinds(model, tokenizer, [], train, KINDS, pool.limits, report=ignore_progress)
     model.eval()
     matches = match(examples, KINDS)
-    prompts = [prompt for prompt in matches.prompts for _ in range(USUAL)]
+    each = usual_of_each(len(matches.prompts))
+    prompts = [prompt for prompt in matches.prompts for _ in range(each)]
     said = complete(
         policy,
         prompts,

@@ -858,9 +858,9 @@ def _usual(
     turn: Turn, baseline: Path, prompts: Sequence[Prompt], report: Progress
 ) -> dict[str, list[str]]:
     """Return what the baseline usually answers to these prompts, by prompt."""
-    from rlhf_pipeline.reward.matched import USUAL
+    from rlhf_pipeline.reward.matched import usual_of_each
 
-    asked = [prompt for prompt in prompts for _ in range(USUAL)]
+    asked = [prompt for prompt in prompts for _ in range(usual_of_each(len(prompts)))]
     usual: dict[str, list[str]] = {}
     for said in _baseline_completions(turn, baseline, asked, report):
         usual.setdefault(prompt_to_json(said.prompt), []).append(said.completion)

@@ -30,7 +30,8 @@ from rlhf_pipeline.reward.held_out import is_good
 JudgedBy = Literal["pairs", "votes"]
 
 MOST_MATCHES = 400
-USUAL = 4  # of the baseline's answers to a prompt, whose mean score is what is usual there
+USUAL = (4, 64)  # answers of the baseline to a prompt, at least and at most: see `usual_of_each`
+MOST_USUAL = 1600  # of them in all, where that leaves each prompt the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,17 @@ def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
     return Matches(*halves)
 
 
+def usual_of_each(prompts: int) -> int:
+    """Return how many answers of the baseline tell what is usual at each of so many prompts.
+
+    Votes on one prompt share what chance does to the mean of these, and where prompts are few that
+    would pass for what the model knows. Four of each to thirty prompts of twenty votes left only
+    four in five of the intervals of a model that knows nothing around one half.
+    """
+    least, most = USUAL
+    return max(least, min(most, MOST_USUAL // max(1, prompts)))
+
+
 def _by_answer(votes: Sequence[RewardExample]) -> list[tuple[RewardExample, bool]]:
     """Return a vote on each answer, and whether it was liked, as most votes of the kind have it.
 
@@ -127,7 +139,7 @@ def judging_votes(
 class HeldOut:
     """Twos of completions the first of which people find better, and what is usual beside each.
 
-    `texts` are N better ones, N worse ones, and USUAL for each of the prompts that `place` (2N,)
+    `texts` are N better ones, N worse ones, and as many for each of the prompts that `place` (2N,)
     numbers; none where pairs judge, whose two sides have one prompt.
     """
 
@@ -148,7 +160,8 @@ class HeldOut:
         said, usual = values[: 2 * len(self)], values[2 * len(self) :]
         if self.place is None:
             return said
-        return said - usual.reshape(-1, USUAL, *usual.shape[1:]).mean(1)[self.place]
+        prompts = int(self.place.max()) + 1
+        return said - usual.reshape(prompts, -1, *usual.shape[1:]).mean(1)[self.place]
 
     def margins(self, values: Tensor) -> list[float]:
         """Return how far the better completions lead the worse ones; `values` are (T,)."""
@@ -172,7 +185,7 @@ def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[
 def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
     """Return matched votes as what judges.
 
-    `usual` has USUAL answers of the baseline to each prompt (records.prompt_to_json).
+    `usual` has as many answers of the baseline to each prompt (records.prompt_to_json).
     """
     votes = [m.liked for m in matches.all] + [m.disliked for m in matches.all]
     texts = [(vote.prompt, vote.completion) for vote in votes]

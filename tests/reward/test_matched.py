@@ -26,16 +26,16 @@ from rlhf_pipeline.records import (
     user_prompt,
 )
 from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
-from rlhf_pipeline.reward.held_out import tells_apart
+from rlhf_pipeline.reward.held_out import measured, tells_apart
 from rlhf_pipeline.reward.matched import (
     MOST_MATCHES,
-    USUAL,
     HeldOut,
     Match,
     Matches,
     judging_votes,
     match,
     of_matches,
+    usual_of_each,
 )
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.plots import PLOTS
@@ -137,7 +137,7 @@ def hand_worked() -> tuple[HeldOut, torch.Tensor]:
     c, d = vote(1, "p1", "1234"), vote(0, "p2", "1")
     held = of_matches(
         Matches((Match(a, b),), (Match(c, d),)),
-        {prompt_to_json(user_prompt(f"p{i}")): ["x" * i] * USUAL for i in range(3)},
+        {prompt_to_json(user_prompt(f"p{i}")): ["x" * i] * 4 for i in range(3)},
     )
     said = [5.0, 1.0, 2.0, 0.0]  # liked of both matches, then disliked
     usual = [4.0, 4.0, 4.0, 8.0, 0.0, 1.0, 1.0, 2.0, -3.0, -1.0, -1.0, -3.0]
@@ -154,6 +154,32 @@ def test_answers_are_measured_against_what_is_usual_at_their_prompt() -> None:
     assert held.lead(both).tolist() == [[0, 0], [0, 0], [1, 2], [2, 4]]
     # Of usual length 0, 1 and 2: ahead by 5 and 3, and by 2 and -1.
     assert held.longer_is_better() == 1.0
+
+
+@pytest.mark.parametrize("prompts", [10, 30])
+def test_where_prompts_are_few_a_model_that_knows_nothing_still_shows_one_half(
+    prompts: int,
+) -> None:
+    """People are pleased by the question; the scores are noise, whatever was asked or answered."""
+    around = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        pleased = [rng.choice((0.1, 0.9)) for _ in range(prompts)]
+        votes = [
+            vote(float(rng.random() < pleased[i % prompts]), f"{seed} {i % prompts}", f"a{i}")
+            for i in range(400)
+        ]
+        found = match(votes, KINDS)
+        usual = ["An answer."] * usual_of_each(len(found.prompts))
+        held = of_matches(found, {prompt_to_json(prompt): usual for prompt in found.prompts})
+        noise = torch.randn(len(held.texts), generator=torch.Generator().manual_seed(seed))
+        one = measured(held.margins(noise))
+        around += one.low <= 0.5 <= one.high
+    assert around >= 91  # four answers to each prompt leave 73 and 90
+
+
+def test_a_large_agent_asks_its_baseline_no_more_than_it_must() -> None:
+    assert [usual_of_each(n) for n in (0, 2, 25, 100, 400, 800)] == [64, 64, 64, 16, 4, 4]
 
 
 def about(question: str) -> bool:
@@ -178,10 +204,10 @@ def thumbs_of(planted: Planted, split: str, *, by_prompt: bool) -> list[RewardEx
 
 
 def usual_of(planted: Planted, votes: Sequence[RewardExample]) -> dict[str, list[str]]:
-    """Return USUAL completions by each vote's prompt, of no particular merit."""
+    """Return four completions by each vote's prompt, of no particular merit."""
     rng = random.Random(7)
     texts = [pair.rejected for pair in planted.train]
-    return {prompt_to_json(v.prompt): rng.choices(texts, k=USUAL) for v in votes}
+    return {prompt_to_json(v.prompt): rng.choices(texts, k=4) for v in votes}
 
 
 def train(planted: Planted, folder: Path, *, by_prompt: bool, **changes: Any) -> RewardModelReport:
