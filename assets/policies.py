@@ -112,6 +112,7 @@ def reward_model(
             "always longer": round(reports[job]["floors"]["longer"], 4),
             "random": reports[job]["floors"]["random"],
             "training pairs": reports[job]["pairs"],
+            "votes": reports[job].get("votes", reports[job]["pairs"]),  # as of earlier releases
             "ECE": round(reports[job]["ece"], 4),
             "raters": reports[job]["raters"],
             "doubted": reports[job]["doubted"],

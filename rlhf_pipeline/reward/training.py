@@ -140,8 +140,9 @@ class RewardModelReport:
     freeze_trunk: bool
     judged_by: JudgedBy = "pairs"
     # the raters
-    raters: int = 0  # who gave the training pairs
-    doubted: int = 0  # of them, weighed below one half (raters.py)
+    votes: int = 0  # it learnt from, pairs and whatever else
+    raters: int = 0  # who gave them
+    doubted: int = 0  # of them, weighed below one half (raters.py), or who hardly looked (kinds.py)
     turned: int = 0  # of them, who were careful until some vote and not from there
     heads: int = 1
     disagreement: float = 0.0  # mean deviation among heads on the held-out completions
@@ -361,8 +362,10 @@ def train_reward_model(
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
         judged_by=held_out.judged_by,
-        raters=len(set(voters)),
-        doubted=sum(one.weight < 0.5 for one in weighed.values()),
+        votes=len(heard),
+        raters=len(votes),
+        doubted=sum(one.weight < 0.5 for one in weighed.values())
+        + sum(looked < 0.5 for looked in careful.values()),
         turned=len(turned) + sum(bool(one.turned_after) for one in weighed.values()),
         heads=heads,
         disagreement=float(disagreement(by_head).mean()),

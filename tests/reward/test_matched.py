@@ -259,6 +259,18 @@ def test_a_reward_is_learnt_and_judged_by_thumbs_alone(
     assert pair_accuracy(margins) > 0.9  # what nobody said, two answers to one prompt
 
 
+def test_a_report_counts_votes_that_are_no_pairs_and_who_gave_them(
+    planted: Planted, tmp_path: Path
+) -> None:
+    votes = thumbs_of(planted, "train", by_prompt=False)
+    signed = [replace(v, voter=f"r{i % 8}") for i, v in enumerate(votes)]
+    contrary = [replace(v, number=1 - (v.number or 0)) if v.voter == "r3" else v for v in signed]
+    report = train(planted, tmp_path / "rm", by_prompt=False, examples=contrary)
+    assert (report.pairs, report.votes, report.raters) == (0, len(votes), 8)
+    careful = read_json(tmp_path / "rm" / "raters.json")["careful"]
+    assert (report.doubted, [who for who, looked in careful.items() if looked < 0.5]) == (1, ["r3"])
+
+
 def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
     planted: Planted, tmp_path: Path
 ) -> None:
