@@ -140,10 +140,12 @@ def check_before_training(turn: Turn) -> None:
     """Raise for what a later stage of the turn would refuse, before the earlier ones train.
 
     Nothing is loaded for it: a judge's key, trackers, the precision, and, where there is a policy
-    to start from, whether its context holds the settings' lengths and the prompts.
+    to start from, whether its context holds the settings' lengths and the prompts, and whether
+    there are pairs where it learns from these.
     """
     from rlhf_pipeline.policy.loading import choose_device, context_length_of, load_tokenizer
     from rlhf_pipeline.ppo.collecting import encode_within
+    from rlhf_pipeline.ppo.dpo import decided_pairs
     from rlhf_pipeline.ppo.learner import check_context, new_scaler
     from rlhf_pipeline.ppo.plan import read_config
     from rlhf_pipeline.ppo.trackers import check_trackers
@@ -161,8 +163,10 @@ def check_before_training(turn: Turn) -> None:
     prompts, watch_prompts, _ = asked_prompts(turn)
     tokenizer = load_tokenizer(start)
     encode_within(tokenizer, watch_prompts, ppo, "watch_prompts")
-    if ppo.estimator != "dpo":  # which asks nothing but the watch prompts
+    if ppo.estimator != "dpo":
         encode_within(tokenizer, prompts, ppo, "prompts")
+    else:  # which asks nothing but the watch prompts
+        decided_pairs(_proxy_pairs(turn), ppo)
 
 
 def base_source(settings: Settings) -> str | Path | None:
@@ -504,12 +508,10 @@ def improve(
     votes = turn.data / snapshot.FILE
     feedback_count = snapshot.count(votes) if votes.exists() else None
     if ppo.estimator == "dpo":
-        pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
         return train_dpo(
             policy_dir=champion,
             reference_dir=baseline,
-            # The proxy's voters: those of the stopping and the gate model stay unseen.
-            pairs=_pairs_by_job(pairs, settings)["proxy"],
+            pairs=_proxy_pairs(turn),
             reward=proxy,
             stopping=stopping,
             watch_prompts=watch_prompts,
@@ -540,6 +542,12 @@ def improve(
         report=report,
         keep_going=keep_going,
     )
+
+
+def _proxy_pairs(turn: Turn) -> list[PreferencePair]:
+    """Return what DPO learns from: the voters of the stopping and the gate model stay unseen."""
+    pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
+    return _pairs_by_job(pairs, turn.settings)["proxy"]
 
 
 def asked_prompts(

@@ -52,6 +52,23 @@ from rlhf_pipeline.records import (
 )
 
 
+def decided_pairs(pairs: Sequence[PreferencePair], settings: PpoSettings) -> list[PreferencePair]:
+    """Return the pairs that teach DPO something; raises NotEnoughData below one step's."""
+    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
+    needed = _pairs_per_step(settings)
+    if len(decided) < needed:
+        raise NotEnoughData(
+            f"DPO needs {needed} pairs with a preference, one optimizer step's, found "
+            f"{len(decided)}; collect more, lower ppo.rollouts_per_update, or set ppo.estimator to "
+            "gae or rloo, which learn from any votes the reward learns from"
+        )
+    return decided
+
+
+def _pairs_per_step(settings: PpoSettings) -> int:
+    return settings.rollouts_per_update // settings.minibatches
+
+
 def train_dpo(
     *,
     policy_dir: str | Path,
@@ -75,13 +92,7 @@ def train_dpo(
     not finite.
     """
     torch.manual_seed(settings.seed)
-    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
-    batch = settings.rollouts_per_update // settings.minibatches
-    if len(decided) < batch:
-        raise NotEnoughData(
-            f"DPO needs {batch} pairs with a preference, one optimizer step's, found "
-            f"{len(decided)}; collect more, or lower ppo.rollouts_per_update"
-        )
+    decided, batch = decided_pairs(pairs, settings), _pairs_per_step(settings)
     started = run_fingerprint(
         [policy_dir, reference_dir], [reward, stopping], watch_prompts, settings
     )
