@@ -13,7 +13,7 @@ often, as a vote on one answer hangs on the voter's mood and measure too: in ben
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -92,6 +92,19 @@ def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
         found.sort(key=lambda m: unit_interval("matches", m.liked.example_id))
         halves.append(tuple(found[: MOST_MATCHES // 2]))
     return Matches(*halves)
+
+
+def sides_of(examples: Sequence[RewardExample], kinds: Collection[str]) -> str:
+    """Return in words how many held-out answers people liked and how many they did not, by kind."""
+    votes = [e for e in examples if e.split == "evaluation" and e.kind.value in kinds]
+    found = _by_answer(votes)
+    sides = Counter((vote.kind.value, good) for vote, good in found)
+    told = [
+        f"{kind} {sides[kind, True]} liked and {sides[kind, False]} not"
+        for kind in sorted({kind for kind, _ in sides})
+    ]
+    conversations = len({opening_of(vote.prompt) for vote, _ in found})
+    return f"{', '.join(told)}, in {conversations} conversations" if told else "none"
 
 
 def usual_of_each(prompts: int) -> int:

@@ -76,9 +76,9 @@ from rlhf_pipeline.reward.matched import (
     JudgedBy,
     Matches,
     judging_votes,
-    match,
     of_matches,
     of_pairs,
+    sides_of,
 )
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
@@ -226,7 +226,7 @@ def train_reward_model(
         min_pairs,
         examples=examples,
         matches=matches,
-        matched=len(match(test_examples, kinds or ()).all),
+        sides=sides_of(test_examples, kinds or ()),
         kinds=kinds,
     )
     report = report or ignore_progress
@@ -406,13 +406,13 @@ def check_pairs(
     *,
     examples: Sequence[RewardExample] = (),
     matches: Matches | None = None,
-    matched: int = 0,
+    sides: str = "none",
     kinds: Mapping[str, float] | None = None,
 ) -> None:
     """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these.
 
     With `kinds` what has no weight in them teaches nothing, and counts for nothing. With `matches`
-    these judge, and test_pairs do not; `matched` is how many there are where these are too few.
+    these judge, and test_pairs do not; `sides` are what there is where these are too few.
     """
     found = len(train_pairs) if kinds is None else len(voters_of(train_pairs, examples, kinds))
     what = "preference pairs" if kinds is None else f"votes of the kinds {', '.join(kinds)}"
@@ -437,8 +437,9 @@ def check_pairs(
             raise NotEnoughData(
                 f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
                 f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
-                f"liked beside as many they did not, by votes of one kind in reward.kinds, found "
-                f"{matched}; collect more (the review page asks people for preferences), or raise "
+                "liked beside as many they did not (a rating of 3 is neither), by votes of one "
+                f"kind in reward.kinds and in several conversations, found {sides}; collect "
+                "more (the review page asks people for preferences), or raise "
                 "feedback.evaluation_share"
             )
     taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]

@@ -295,8 +295,19 @@ def test_what_cannot_judge_is_refused_before_anything_trains(
     with pytest.raises(NotEnoughData, match="needs 2 preferences or corrections"):
         train(planted, tmp_path / "rm", by_prompt=False, usual={})
     few = thumbs_of(planted, "evaluation", by_prompt=False)[:8]
-    with pytest.raises(NotEnoughData, match=r"10 answers there that .* found 3;"):
+    with pytest.raises(
+        NotEnoughData, match=r"10 answers there .* found thumbs \d liked and \d not, "
+    ):
         train(planted, tmp_path / "rm", by_prompt=False, test_examples=few)
+    # Nobody dislikes anything, or all of it is one conversation: both are to be told from too few.
+    kind = [vote(4 + i % 2, f"q{i}", kind=FeedbackKind.rating) for i in range(30)]
+    same = [vote(float(i % 2), "Why?", f"a{i}") for i in range(30)]
+    for votes, found in (
+        (kind, "rating 30 liked and 0 not, in 30 conversations;"),
+        (same, "thumbs 15 liked and 15 not, in 1 conversations;"),
+    ):
+        with pytest.raises(NotEnoughData, match=f"found 0, or .*found {found}"):
+            train(planted, tmp_path / "rm", by_prompt=False, test_examples=votes)
     seen = [replace(v, split="evaluation") for v in thumbs_of(planted, "train", by_prompt=False)]
     with pytest.raises(TrainingError, match="of conversations that training does not see"):
         train(
