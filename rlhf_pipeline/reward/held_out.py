@@ -70,7 +70,9 @@ class Findings:
     """What held-out votes say of one reward model; what too few votes stand behind is left out."""
 
     by_topic: dict[str, Measured]
-    by_kind: dict[str, Measured]  # pairs by how they came about; of single votes see `tells_apart`
+    # pairs by how they came about; of single votes see `tells_apart`, or where these judge the
+    # accuracy of those that were matched
+    by_kind: dict[str, Measured]
     by_cohort: dict[str, Measured]  # of raters: where their votes came in
     bag_of_words: Measured | None  # accuracy of a regression on the words, fitted to the same pairs
     annotators: Measured | None  # share of people who said the same of the same two completions

@@ -53,6 +53,7 @@ from rlhf_pipeline.reward.held_out import (
     Disagreement,
     Findings,
     Learnt,
+    by_group,
     find,
     learning_curve,
     learnt_floors,
@@ -324,7 +325,8 @@ def train_reward_model(
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
-    singles = some_of_each_kind(test_examples)
+    # A score that knows questions alone tells them apart: where they judge, it is two by two.
+    singles = [] if matches else some_of_each_kind(test_examples)
     said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
     findings = find(
         decided,
@@ -336,6 +338,9 @@ def train_reward_model(
         topics=topics or {},
         curve=curve,
     )
+    if matches:
+        by_kind = by_group(margins, [one.liked.kind.value for one in matches.all])
+        findings = replace(findings, by_kind=by_kind)
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,

@@ -22,11 +22,12 @@ from rlhf_pipeline.records import (
     Message,
     Prompt,
     RewardExample,
+    RewardInput,
     prompt_to_json,
     user_prompt,
 )
 from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
-from rlhf_pipeline.reward.held_out import measured, tells_apart
+from rlhf_pipeline.reward.held_out import Measured, measured, tells_apart
 from rlhf_pipeline.reward.matched import (
     MOST_MATCHES,
     HeldOut,
@@ -275,11 +276,19 @@ def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
     planted: Planted, tmp_path: Path
 ) -> None:
     report = train(planted, tmp_path / "rm", by_prompt=True)
-    assert report.findings is not None
-    assert report.findings.by_kind["thumbs"].share > 0.75  # good and bad votes it tells apart
-    assert report.interval[0] < 0.5  # yet not by the answers
-    # A reward of nothing but the prompt has no lead at all, and a margin of 0 counts half.
     votes = thumbs_of(planted, "evaluation", by_prompt=True)
+    reward = load_reward_model(tmp_path / "rm", device="cpu")
+    scores = reward([RewardInput(v.prompt, v.completion) for v in votes])
+    plain: dict[float | None, list[float]] = {1.0: [], 0.0: []}
+    for one, score in zip(votes, scores, strict=True):
+        plain[one.number].append(score)
+    assert tells_apart(plain[1.0], plain[0.0]).share > 0.75  # good and bad votes it tells apart
+    assert report.interval[0] < 0.5  # yet not by the answers
+    assert report.findings is not None  # which no other number of the report hides
+    assert report.findings.by_kind == {
+        "thumbs": Measured(report.accuracy, *report.interval, report.n)
+    }
+    # A reward of nothing but the prompt has no lead at all, and a margin of 0 counts half.
     found = judging_votes([], votes, KINDS)
     assert found is not None
     held = of_matches(found, usual_of(planted, votes))
