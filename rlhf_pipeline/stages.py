@@ -783,10 +783,12 @@ def reward_splits(
         found = len(voters_of(train[job], others[job], kinds))
         missing = settings.reward.min_pairs - found
         if missing > 0:
+            heard = [v for some in JOBS for v in voters_of(train[some], others[some], kinds)]
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
-                f"{found}; collect about {round(missing / _shares(settings)[job])} more, or lower "
-                f"reward.min_pairs{_unread(examples, settings)}"
+                f"{found} of {len(heard)}, which {len(set(heard))} raters gave, no rater teaching "
+                f"two models; collect about {round(missing / _shares(settings)[job])} more of "
+                f"several raters, or lower reward.min_pairs{_unread(examples, settings)}"
             )
     return train, test
 

@@ -199,6 +199,12 @@ def test_where_every_kind_is_learnt_from_each_counts_and_bad_pairs_stay() -> Non
     train, _ = reward_splits(pairs, settings, examples)
     assert sum(map(len, train.values())) == 1
     tree["reward"] = {"min_pairs": 5}
+    with pytest.raises(NotEnoughData, match=r"found 0 of 91, which 1 raters gave, no .* several"):
+        reward_splits(
+            [replace(p, voter="ann") for p in pairs],
+            settings,
+            [replace(e, voter="ann") for e in examples],
+        )
     with pytest.raises(NotEnoughData, match="needs 5 preference pairs, found 0"):
         reward_splits(pairs, Settings.model_validate(tree))
     with pytest.raises(NotEnoughData, match=r"other votes .* \(thumbs 90\): name .* reward.kinds"):
