@@ -570,6 +570,11 @@ def asked_prompts(
                 f"training prompts that have one, found {len(prompts)}; collect preferences or "
                 "corrections, or leave out what needs references"
             )
+    if len(prompts) < 2 and settings.ppo.estimator != "dpo":
+        raise NotEnoughData(
+            "PPO needs 2 training prompts at least, one of them to watch, found "
+            f"{len(prompts)}, however often people voted on it; collect feedback on other prompts"
+        )
     watched = min(settings.training.watch_prompts, max(1, len(prompts) // 5))
     return prompts[watched:], prompts[:watched], references
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import ConfigError, PipelineError, TrainingError
+from rlhf_pipeline.errors import ConfigError, NotEnoughData, PipelineError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
@@ -25,6 +25,7 @@ from rlhf_pipeline.records import (
     Progress,
     RewardExample,
     ignore_progress,
+    user_prompt,
 )
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward import FEWEST_MATCHED
@@ -163,6 +164,25 @@ def test_what_ppo_would_refuse_is_refused_before_reward_models_are_trained(
     with pytest.raises(PipelineError, match=message):
         stages.train_reward_models(replace(turn, settings=asked), ignore_progress, lambda: None)
     assert not (turn.work / "reward").exists()
+
+
+def test_many_votes_on_one_prompt_are_told_to_be_of_one(tmp_path: Path) -> None:
+    prompt = user_prompt("Where is it?")
+    votes = [
+        RewardExample(str(i), prompt, f"{i}", FeedbackKind.thumbs, i % 2, None, "ann", "train")
+        for i in range(90)
+    ]
+    datasets.write_jsonl(tmp_path / stages.PAIRS, [])
+    datasets.write_jsonl(tmp_path / stages.EXAMPLES, votes)
+    settings = load_settings("tiny", {"state_dir": tmp_path})
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
+    with pytest.raises(NotEnoughData, match=r"2 training prompts .* found 1, .* other prompts"):
+        stages.asked_prompts(turn)
+    datasets.write_jsonl(
+        tmp_path / stages.EXAMPLES, [*votes, replace(votes[0], prompt=user_prompt("When?"))]
+    )
+    prompts, watched, _ = stages.asked_prompts(turn)
+    assert (len(prompts), len(watched)) == (1, 1)
 
 
 def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(
