@@ -11,7 +11,7 @@ from resources.pipeline import Pipeline
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import highest_floor, judged_by
+from rlhf_pipeline.reward.calibration import beyond_chance, highest_floor, judged_by
 
 
 @dg.asset(
@@ -128,7 +128,7 @@ def reward_model(
         for job in JOBS
     ]
     worst = min(reports.values(), key=lambda r: r["accuracy"] - highest_floor(r["floors"]))
-    calibration = max(r["ece"] for r in reports.values())
+    miscalibrated = max(beyond_chance(report) for report in reports.values())
     return dg.MaterializeResult(
         metadata={
             "accuracy": round(reports["proxy"]["accuracy"], 4),
@@ -148,9 +148,12 @@ def reward_model(
             ),
             dg.AssetCheckResult(
                 check_name="is_calibrated",
-                passed=calibration <= 0.05,
+                passed=miscalibrated <= 0.05,  # as the gate has it
                 severity=dg.AssetCheckSeverity.WARN,
-                metadata={"worst ECE": calibration},
+                metadata={
+                    "worst ECE": max(report["ece"] for report in reports.values()),
+                    "worst beyond chance": miscalibrated,
+                },
             ),
         ],
     )

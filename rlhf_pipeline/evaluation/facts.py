@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_pipeline.evaluation.report import APART
 from rlhf_pipeline.feedback.support import JUDGED_RATERS
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.reward.calibration import highest_floor, judged_by
+from rlhf_pipeline.reward.calibration import beyond_chance, highest_floor, judged_by
 
 FEWEST_PAIRS = 100  # below which the accuracy's 95 % interval is wider than 20 points
 DRIFT, SUPPORT = "drift.json", "support.json"  # in the turn's data folder
@@ -56,7 +56,7 @@ def reward_facts(
     facts["reward/accuracy_over_floor"] = report["accuracy"] - highest_floor(report["floors"])
     if (words := (report.get("findings") or {}).get("bag_of_words")) is not None:
         facts["reward/accuracy_over_words"] = report["accuracy"] - words["low"]
-    facts["reward/ece_beyond_chance"] = max(0.0, report["ece"] - report["ece_noise"])
+    facts["reward/ece_beyond_chance"] = beyond_chance(report)
     alike = before is not None and judged_by(before) == judged_by(report)
     if before is not None and alike and before["n"] >= FEWEST_PAIRS:
         up = report["interval"][1] - report["accuracy"]

@@ -120,6 +120,11 @@ def calibration_noise(bins: Sequence[Bin]) -> float:
     )
 
 
+def beyond_chance(report: Mapping[str, Any]) -> float:
+    """Return how much of a report.json's calibration error so few pairs do not explain."""
+    return max(0.0, float(report["ece"]) - float(report["ece_noise"]))
+
+
 def fit_confidence(margins: Sequence[float]) -> Confidence:
     """Return the temperature and lapse under which the margins' log loss is least, in bounds.
 

@@ -85,6 +85,17 @@ def test_every_check_is_recorded_and_only_what_makes_training_pointless_is_an_er
     assert found["gate_lets_it_through"].passed
 
 
+def test_calibration_is_checked_beyond_what_chance_gives_so_few_pairs(
+    first_turn: FirstTurn,
+) -> None:
+    checks = first_turn.result.get_asset_check_evaluations()
+    (found,) = [check for check in checks if check.check_name == "is_calibrated"]
+    reports = read_json(first_turn.work / "reward.json")["result"].values()
+    beyond = max(report["ece"] - report["ece_noise"] for report in reports)
+    assert found.metadata["worst beyond chance"].value == pytest.approx(max(0.0, beyond))
+    assert found.passed == (beyond <= 0.05)
+
+
 def test_version_0_is_the_baseline_and_version_1_the_promoted_candidate(
     loop: Loop, first_turn: FirstTurn
 ) -> None:
