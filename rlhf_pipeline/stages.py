@@ -226,8 +226,8 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     Given ones are used as they are, and the turn before's while they are good enough
     (reward.retrain_drop).
     """
-    from rlhf_pipeline.reward.matched import judging_votes
-    from rlhf_pipeline.reward.training import train_reward_model
+    from rlhf_pipeline.reward.matched import judging_votes, sides_of
+    from rlhf_pipeline.reward.training import check_judge, train_reward_model
 
     settings = turn.settings
     baseline = _need(turn.baseline, "a baseline", "sft_policy")
@@ -247,11 +247,13 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     warm = turn.previous if settings.reward.warm_start else None
     if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):
         warm = None  # they may have learnt from what they would be held against, or each other's
+    held_out = [example for example in found if example.split == "evaluation"]
+    judging = settings.reward.weights if every else {}
+    matches = judging_votes(test, held_out, judging)
+    check_judge(test, matches, sides_of(held_out, judging))
     centre_on = _baseline_completions(
         turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS], report
     )
-    held_out = [example for example in found if example.split == "evaluation"]
-    matches = judging_votes(test, held_out, settings.reward.weights) if every else None
     usual = {} if matches is None else _usual(turn, baseline, matches.prompts, report)
     reports: dict[str, Any] = {}
     for job in JOBS:

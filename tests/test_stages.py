@@ -97,7 +97,7 @@ def test_reward_models_are_used_again_while_nobody_votes_otherwise(
 
 
 def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
-    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = loop.version(first_turn.agent_id, 1)
     recorded = loop.pipeline.settings(first_turn.agent_id)
@@ -132,6 +132,12 @@ def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
     again = stages.train_reward_models(later, ignore_progress, lambda: None)
     assert "reused_from" not in again["proxy"]
     assert again["proxy"]["accuracy"] == reports["proxy"]["accuracy"]
+    # What cannot judge is said before the baseline is asked for anything.
+    monkeypatch.setattr(stages, "_baseline_completions", lambda *_: pytest.fail("it was asked"))
+    pleased = [replace(v, number=1.0) if v.split == "evaluation" else v for v in thumbs]
+    datasets.write_jsonl(data / stages.EXAMPLES, pleased)
+    with pytest.raises(NotEnoughData, match=r"found thumbs \d+ liked and 0 not"):
+        stages.train_reward_models(replace(later, work=tmp_path / "w"), ignore_progress, print)
 
 
 @pytest.mark.parametrize(

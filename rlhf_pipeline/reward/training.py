@@ -436,17 +436,7 @@ def check_pairs(
             f"reward training needs {what} that tell completions apart, found {found} that all say "
             "the same; collect at least 1 that says otherwise"
         )
-    if matches is None:
-        decided = sum(not is_tie(pair) for pair in test_pairs)
-        if decided < FEWEST_JUDGED:
-            raise NotEnoughData(
-                f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
-                f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
-                "liked beside as many they did not (a rating of 3 is neither), by votes of one "
-                f"kind in reward.kinds and in several conversations, found {sides}; collect "
-                "more (the review page asks people for preferences), or raise "
-                "feedback.evaluation_share"
-            )
+    check_judge(test_pairs, matches, sides)
     taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]
     if len({record.prompt for record in taught}) < 2:
         raise NotEnoughData(
@@ -472,6 +462,22 @@ def check_pairs(
                 f"a preference needs two different completions, found the same one twice in pair "
                 f"{pair.pair_id}; remove it or mark it a tie"
             )
+
+
+def check_judge(test_pairs: Sequence[PreferencePair], matches: Matches | None, sides: str) -> None:
+    """Raise NotEnoughData unless `matches`, or else test_pairs, can judge a reward model."""
+    if matches is not None:
+        return
+    decided = sum(not is_tie(pair) for pair in test_pairs)
+    if decided < FEWEST_JUDGED:
+        raise NotEnoughData(
+            f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
+            f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
+            "liked beside as many they did not (a rating of 3 is neither), by votes of one "
+            f"kind in reward.kinds and in several conversations, found {sides}; collect "
+            "more (the review page asks people for preferences), or raise "
+            "feedback.evaluation_share"
+        )
 
 
 def is_tie(pair: PreferencePair) -> bool:
