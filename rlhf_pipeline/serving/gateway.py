@@ -90,8 +90,13 @@ class _Draft:
     completion_tokens: int = 0  # so far: a rule may end it before a total is told
     sampling: dict[str, Any] = field(default_factory=dict)
     beside: list[asyncio.Future[str]] = field(default_factory=list)  # others under way
+    of_beside: list[_Draft] = field(default_factory=list)  # what those have read and written
     others: tuple[str, ...] = ()
     broken: Exception | None = None  # what ended it after words had been shown
+
+    def count(self, tokens: int) -> None:
+        """Note how many tokens are written so far."""
+        self.completion_tokens = tokens
 
 
 class _Stopped(Exception):
@@ -266,8 +271,9 @@ class Gateway:
                     done = draft
                     break
             finally:
-                if done is draft or draft.completion_tokens:  # else perhaps nothing read the prompt
-                    self._count_tokens(agent_id, draft)
+                for one in (draft, *draft.of_beside):
+                    if one is done or one.completion_tokens:  # else perhaps nothing read the prompt
+                        self._count_tokens(agent_id, one)
         if trial and unit and arms[0] == "challenger":  # an unsafe request does not reach it
             await asyncio.to_thread(
                 self.trials.tell, trial, unit, fell_back=first is not None, network=network
@@ -397,22 +403,24 @@ class Gateway:
             "max_completion_tokens": sampling.max_completion_tokens,
             "model_sha256": seat.digest,
         }
+        draft.of_beside = [_Draft(draft.arm, prompt_tokens=len(ids)) for _ in range(others)]
         draft.beside = [
             asyncio.ensure_future(
                 _whole(
                     seat.decoder.pieces(
-                        ids, replace(sampling, seed=seed + 1 + n), deadline=deadline
+                        ids,
+                        replace(sampling, seed=seed + 1 + n),
+                        deadline=deadline,
+                        count=other.count,
                     )
                 )
             )
-            for n in range(others)
+            for n, other in enumerate(draft.of_beside)
         ]
-
-        def count(tokens: int) -> None:
-            draft.completion_tokens = tokens
-
         async with aclosing(
-            seat.decoder.pieces(ids, sampling, deadline=deadline, certain=certain, count=count)
+            seat.decoder.pieces(
+                ids, sampling, deadline=deadline, certain=certain, count=draft.count
+            )
         ) as pieces:
             async for piece in pieces:
                 if isinstance(piece, str):
@@ -455,29 +463,25 @@ class Gateway:
         draft.sampling = {**settings, "upstream": upstream.model}
         size = sum(len(message.content.encode()) for message in prompt)
         draft.prompt_tokens = math.ceil(size / BYTES_OF_TOKEN)  # most tell it last, if at all
-        seeds = [
-            {} if wishes.seed is None else {"seed": wishes.seed + 1 + n} for n in range(others)
+        draft.of_beside = [
+            _Draft(draft.arm, prompt_tokens=draft.prompt_tokens) for _ in range(others)
         ]
+
+        def asked_for(into: _Draft, seed: Mapping[str, int]) -> AsyncGenerator[str, None]:
+            more = {**settings, **seed}
+            return _noted(upstream_pieces(upstream, prompt, more, deadline=deadline), into)
+
         draft.beside = [
             asyncio.ensure_future(
-                _whole(upstream_pieces(upstream, prompt, {**settings, **seed}, deadline=deadline))
+                _whole(
+                    asked_for(other, {} if wishes.seed is None else {"seed": wishes.seed + 1 + n})
+                )
             )
-            for seed in seeds
+            for n, other in enumerate(draft.of_beside)
         ]
-        async with aclosing(
-            upstream_pieces(upstream, prompt, settings, deadline=deadline)
-        ) as pieces:
+        async with aclosing(asked_for(draft, {})) as pieces:
             async for piece in pieces:
-                if isinstance(piece, str):
-                    draft.completion_tokens += 1  # a delta is about a token
-                    yield piece
-                    continue
-                usage = piece["usage"] or {}
-                draft.prompt_tokens = int(usage.get("prompt_tokens") or draft.prompt_tokens)
-                told = usage.get("completion_tokens")
-                draft.completion_tokens = int(told or draft.completion_tokens)
-                reason = piece["finish_reason"]
-                draft.ending = reason if reason in ("length", "content_filter") else "stop"
+                yield piece
 
     # -- the store --------------------------------------------------------------------------------
 
@@ -510,6 +514,24 @@ class Gateway:
             )
         except Exception:  # the answer goes on; the log above has it
             log.exception("chat event not stored", interaction=interaction_id)
+
+
+async def _noted(
+    pieces: AsyncGenerator[str | dict[str, Any], None], draft: _Draft
+) -> AsyncGenerator[str, None]:
+    """Yield an upstream's texts, and note in the draft its tokens and how it ends."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if isinstance(piece, str):
+                draft.completion_tokens += 1  # a delta is about a token
+                yield piece
+                continue
+            usage = piece["usage"] or {}
+            draft.prompt_tokens = int(usage.get("prompt_tokens") or draft.prompt_tokens)
+            told = usage.get("completion_tokens")
+            draft.completion_tokens = int(told or draft.completion_tokens)
+            reason = piece["finish_reason"]
+            draft.ending = reason if reason in ("length", "content_filter") else "stop"
 
 
 async def _whole(written: AsyncGenerator[Any, None]) -> str:

@@ -54,14 +54,17 @@ from rlhf_pipeline.reward.model import (
 from rlhf_pipeline.serving import gateway
 from rlhf_pipeline.serving import tracing as tracing_module
 from rlhf_pipeline.serving.chat_api import SORRY
+from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
+from rlhf_pipeline.serving.metrics import Metrics
 from rlhf_pipeline.serving.pages import chat_page, review_page
 from rlhf_pipeline.serving.pages import desk as desk_module
-from rlhf_pipeline.serving.pages.desk import Answer, Desk
+from rlhf_pipeline.serving.pages.desk import ALTERNATIVES, Answer, Desk, _in_turn
 from rlhf_pipeline.serving.pages.visitors import Visitors
 from tests.serving.pages.world import made_desk
 
 ASKED: dict[str, Any] = {"session_id": "s", "person": "ann", "network": "home"}
+STOPPED = {"finish_reason": "stop"}
 EMPTY = "Not stored: nothing is written yet."
 
 
@@ -592,6 +595,58 @@ def test_answers_of_an_upstream_are_compared_too(
     assert isinstance(answer, Answer)
     assert (answer.interaction.completion, answer.other) == ("Ten.", None)
     assert len(asked) == 6
+
+
+def test_tokens_of_answers_drawn_beside_one_are_counted(desk: Desk) -> None:
+    """Each of them read the prompt, and wrote, whether or not it is shown."""
+    metrics = Metrics()
+    counting = Gateway(desk.settings, desk.store, desk.registry, metrics)
+    wishes = Wishes(max_completion_tokens=5, seed=0)  # each is as long as it may be
+    pieces = counting.reply("shop", user_prompt("how much?"), wishes, others=ALTERNATIVES)
+    reply = list(_in_turn(pieces))[-1]
+    assert isinstance(reply, Reply)
+    assert len(reply.others) == ALTERNATIVES
+
+    def counted(side: str) -> float:
+        labels = {"agent": "shop", "side": side}
+        return metrics.registry.get_sample_value("rlhf_tokens_total", labels) or 0.0
+
+    assert counted("prompt") == (1 + ALTERNATIVES) * reply.prompt_tokens
+    assert counted("completion") == (1 + ALTERNATIVES) * 5
+    counting.close()
+
+
+def test_tokens_of_an_upstreams_second_answers_are_as_it_tells_them(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on its bill, one that broke off as well."""
+    asked: list[dict[str, Any]] = []
+
+    async def upstream(
+        _: Any, prompt: Any, settings: dict[str, Any], **__: Any
+    ) -> AsyncIterator[Any]:
+        asked.append(settings)
+        number = len(asked)
+        await asyncio.sleep(0)
+        yield "It is "
+        if number == 3:
+            raise ModelError("it is busy")
+        yield f"{number}."
+        yield {"usage": {"prompt_tokens": 7, "completion_tokens": 10 * number}} | STOPPED
+
+    monkeypatch.setattr(gateway, "upstream_pieces", upstream)
+    there = UpstreamSettings(url="http://127.0.0.1:9/v1", model="far")
+    serving = desk.settings.serving.model_copy(update={"upstreams": {"far": there}})
+    settings, metrics = desk.settings.model_copy(update={"serving": serving}), Metrics()
+    far = Desk(
+        settings, desk.store, desk.registry, Gateway(settings, desk.store, desk.registry, metrics)
+    )
+    *_, answer = far.answer("far", user_prompt("how much?"), pair=True, **ASKED)
+    assert isinstance(answer, Answer)
+    counted = metrics.shown().decode()
+    assert 'rlhf_tokens_total{agent="far",side="completion"} 31.0' in counted  # 10 + 20 + a piece
+    by_length = len("how much?") // 4 + 1
+    assert f'rlhf_tokens_total{{agent="far",side="prompt"}} {14 + by_length}.0' in counted
 
 
 def test_nobody_answers_without_a_sound_champion(desk: Desk, tmp_path: Path) -> None:
