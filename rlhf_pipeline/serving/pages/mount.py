@@ -12,6 +12,7 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.pages.chat_page import chat_page
 from rlhf_pipeline.serving.pages.desk import Desk
+from rlhf_pipeline.serving.pages.parts import no_such_page
 from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, review_page
 from rlhf_pipeline.serving.pages.visitors import KnowAgain, Visitors
 
@@ -122,6 +124,14 @@ async def _stale(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": words}, 404)  # Gradio shows the detail
 
 
+async def _nowhere(request: Request, error: Exception) -> Response:
+    """Answer as Gradio does, but who reads an address at which there is none is shown a page."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404 and "text/html" in request.headers.get("accept", ""):
+        return no_such_page()
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
 def mount_pages(
     app: FastAPI, desk: Desk, *, may_chat: Who | None = None, may_review: Who | None = None
 ) -> None:
@@ -152,7 +162,13 @@ def mount_pages(
             max_file_size=1,  # nothing is uploaded here
             ssr_mode=False,
             mcp_server=False,
-            app_kwargs={"exception_handlers": {LookupError: _stale, FnIndexInferError: _stale}},
+            app_kwargs={
+                "exception_handlers": {
+                    LookupError: _stale,
+                    FnIndexInferError: _stale,
+                    HTTPException: _nowhere,
+                }
+            },
             enable_monitoring=False,
             pwa=False,
         )

@@ -60,6 +60,17 @@ def test_a_page_of_an_earlier_release_is_told_to_load_again(
             assert (answer.status_code, "load the page again" in answer.text) == (404, True)
 
 
+def test_an_address_below_the_pages_at_which_there_is_none_is_a_page(
+    ports: tuple[int, int],
+) -> None:
+    """A program, Gradio's own script among them, is told in JSON as before."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", trust_env=False) as visitor:
+        for path in ("/ui/nothing/here", "/ui/review/nothing/here", "/ui/nothing"):
+            read = visitor.get(path, headers={"accept": "text/html,*/*"})
+            assert (read.status_code, "No such page" in read.text) == (404, True), path
+            assert visitor.get(path).json() == {"detail": "Not Found"}
+
+
 def test_who_may_not_enter_is_refused(ports: tuple[int, int]) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", trust_env=False) as visitor:
         for path, headers, code in (
