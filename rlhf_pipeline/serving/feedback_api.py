@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
+KEY_IS_USED = "this key was used before for another body; send a new key for a new vote"
 TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, TOO_MANY, AWAY = 408, 409, 413, 415, 422, 429, 503
 
 Answer = tuple[int, dict[str, Any]]
@@ -161,7 +162,7 @@ async def take(inbox: Inbox, body: bytes, key: str | None) -> Answer:
         if isinstance(outcome, FeedbackRefused):
             return REFUSED, refusal_of(outcome)
         if isinstance(outcome, FeedbackError):
-            return CONFLICT, {"error": str(outcome)}
+            return CONFLICT, {"error": KEY_IS_USED}
         return 200, _stored(outcome)
     sound = [row for row in sent if isinstance(row, Feedback)]
     outcomes = iter(await inbox.put(sound) if sound else [])
@@ -211,7 +212,7 @@ def _told(outcome: Stored | FeedbackError) -> dict[str, Any]:
         return _stored(outcome)
     if isinstance(outcome, FeedbackRefused):
         return refusal_of(outcome)
-    return {"error": str(outcome), "rule": Rule.idempotency_conflict}
+    return {"error": KEY_IS_USED, "rule": Rule.idempotency_conflict}
 
 
 def _event(values: Any, key: str | None) -> Feedback:
