@@ -116,7 +116,8 @@ def erase(
             while _once(settings, registry, person, token):
                 pass  # more came in meanwhile
     database.fold_back()
-    log.info("a person was erased", agents=[person.agent_id for person in people])
+    if people:  # else nothing has come in since they were
+        log.info("a person was erased", agents=[person.agent_id for person in people])
     return {"erasures": raters.erasures_of(database, meant)}
 
 
