@@ -358,6 +358,13 @@ def _score(store: FeedbackStore, agent_id: str, body: bytes, key: str | None) ->
     )
     interaction = store.interaction(said.runId) if len(said.runId) <= 36 else None
     if interaction is not None and interaction.agent_id == agent_id:
+        if interaction.prompt[-1].content.strip() not in said.prompt:
+            refuse(
+                Rule.two_targets,
+                "the question that the interaction named by runId was asked, alone or at the end "
+                "of its conversation, or another runId",
+                said.prompt,
+            )
         if interaction.completion.strip() != said.response.strip():
             refuse(
                 Rule.two_targets,

@@ -209,8 +209,9 @@ def test_a_run_id_that_is_an_interactions_is_about_what_it_answered(service: Ser
     service.store.add_interactions([interaction])
     run_id = interaction.interaction_id
     assert service.score("tied", {**SCORE, "runId": run_id}).status_code == 200
-    put = service.score("tied", {**SCORE, "runId": run_id, "response": "put in my mouth"})
-    assert (put.status_code, put.json()["rule"]) == (422, "two_targets")
+    for change in ({"response": "put in my mouth"}, {"prompt": "never asked"}):
+        put = service.score("tied", {**SCORE, "runId": run_id, **change})
+        assert (put.status_code, put.json()["rule"]) == (422, "two_targets")
     assert service.score("other", {**SCORE, "runId": run_id}).status_code == 200  # only a text
     with service.database.read() as connection:
         rows = connection.exec_driver_sql(
