@@ -42,6 +42,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.feedback.claims import NO_TRAINING
+from rlhf_pipeline.feedback.sources import SUFFIXES
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 
@@ -129,7 +130,11 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     sizes: dict[str, int] = {}
     requests, reasons = [], []
     if settings.feedback.enabled:
-        for path in sorted(inbox.glob("*/*.json*")):
+        for path in sorted(inbox.glob("*/*")):
+            if ".json" not in path.name:
+                if path.name.lower().endswith(SUFFIXES):
+                    reasons.append(f"{path.name} is not called .jsonl; `rlhf ingest` takes it in")
+                continue
             try:
                 stat, problem = path.stat(), unfit_to_take(path)
             except FileNotFoundError:

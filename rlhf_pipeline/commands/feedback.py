@@ -35,8 +35,8 @@ def ingest(
         list[str],
         typer.Argument(
             metavar="PATH...",
-            help="Files (.jsonl, .json, .ndjson, .csv, each also .gz; .parquet, .xlsx), folders, "
-            "or hf://DATASET.",
+            help="Files (.jsonl, .json, .ndjson, .csv, .tsv, each also .gz; .parquet, .xlsx), "
+            "folders, or hf://DATASET.",
         ),
     ],
     agent: Agent,

@@ -21,7 +21,7 @@ from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, r
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
-TABLES = (".csv", ".csv.gz")
+TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 SUFFIXES = (*LINES, *TABLES, WORKBOOK, PARQUET)

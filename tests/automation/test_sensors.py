@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -337,6 +338,18 @@ def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) ->
     # A run that comes late finds it done, and stores nothing twice.
     assert take_in(ticks, request).success
     assert ticks.pipeline.store.counts(agent) == {"preference": 3}
+
+
+def test_a_table_in_the_inbox_is_said_to_wait_for_a_person(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "tables"
+    inbox.mkdir(parents=True)
+    for name in ("votes.tsv", "votes.part"):
+        (inbox / name).write_text("kind\tvalue\n")
+    tick = ticks.tick("dropped_files")
+    assert tick.run_requests == []
+    assert "votes.tsv is not called .jsonl; `rlhf ingest` takes it in" in str(tick.skip_message)
+    assert "votes.part" not in str(tick.skip_message)
+    shutil.rmtree(inbox)
 
 
 def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:

@@ -810,8 +810,11 @@ def test_a_table_may_begin_with_blank_lines(tmp_path: Path, suffix: str) -> None
 
 
 @pytest.mark.parametrize("sign", [";", "\t"])
-def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(tmp_path: Path, sign: str) -> None:
-    path = tmp_path / "f.csv"
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(
+    tmp_path: Path, sign: str, suffix: str
+) -> None:
+    path = tmp_path / f"f.{suffix}"
     header, cells = TABLE.strip().replace(",", sign), ("thumbs", "up", "Why, now?", "Because, dear")
     path.write_text(f"{header}\n{sign.join(cells)}{sign}ann\n")
     [event], aside = read_all(path)
