@@ -116,13 +116,13 @@ def _delete_traces(registry: ModelRegistry, agent_id: str, traces: Sequence[Any]
             client.delete_traces(registry.experiment(agent_id), trace_ids=ids)
 
 
-def _delete_files(registry: ModelRegistry, kept: Any) -> None:
-    """Delete the files at an artifact's place. Raises RegistryError unless they have gone.
+def _need_ours(registry: ModelRegistry, uri: str) -> None:
+    """Raise RegistryError for a place that is another state folder's.
 
     An embedded MLflow keeps places absolute: in a state folder that was moved or copied by hand
-    they are those of the old one, whose files are not ours to delete while our own stay.
+    they are those of the old one, whose files are not ours to change while our own stay.
     """
-    uri, folder = str(kept.artifact_uri), registry.folder.resolve()
+    folder = registry.folder.resolve()
     embedded = sqlite_file(registry.tracking_uri) is not None
     if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
         raise RegistryError(
@@ -130,6 +130,12 @@ def _delete_files(registry: ModelRegistry, kept: Any) -> None:
             "state folder was moved or copied by hand; put it back where it was, and take it "
             "elsewhere with `rlhf backup` and `rlhf restore`"
         )
+
+
+def _delete_files(registry: ModelRegistry, kept: Any) -> None:
+    """Delete the files at an artifact's place. Raises RegistryError unless they have gone."""
+    uri = str(kept.artifact_uri)
+    _need_ours(registry, uri)
     kept.delete_artifacts()
     if left := kept.list_artifacts():
         raise RegistryError(
@@ -172,6 +178,7 @@ def forget_samples(
 
     `mark` begins the turn's fingerprint; `report` is the comparison as it reads now, None where
     nobody knows: then its examples go if one is theirs. Returns how many files were logged anew.
+    Raises RegistryError where they are another state folder's.
     """
     if not _is_there(registry):
         return 0
@@ -185,6 +192,7 @@ def forget_samples(
         )
         for run in runs:
             run_id = run.info.run_id
+            _need_ours(registry, str(run.info.artifact_uri))
             changed += _clean_run(registry.client, run_id, asked(prompts), topics, report)
     return changed
 

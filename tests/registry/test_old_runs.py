@@ -15,7 +15,13 @@ from rlhf_pipeline.config import KeptSettings, RetentionSettings, Settings
 from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, now, user_prompt
-from rlhf_pipeline.registry.forgetting import forget_old_traces, forget_runs, old_traces, runs_of
+from rlhf_pipeline.registry.forgetting import (
+    forget_old_traces,
+    forget_runs,
+    forget_samples,
+    old_traces,
+    runs_of,
+)
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.traces import log_interaction
 from rlhf_pipeline.retention import Item, prune
@@ -74,6 +80,9 @@ def test_a_chat_stays_as_long_as_its_trace(registry: ModelRegistry, tmp_path: Pa
 def test_a_folder_copied_by_hand_deletes_nothing_of_the_one_it_came_from(
     registry: ModelRegistry, tmp_path: Path
 ) -> None:
+    """Nor is anybody erased there whose words would stay in what a turn logged."""
+    with registry.run("copied", fingerprint="c" * 64, stage="turn", parameters={"x": 1}) as run:
+        run.log_text("ppo/result.json", '{"evaluations": []}')
     said = Interaction("copied", "copied", user_prompt("hi"), "yes", 0, now())
     trace_id = log_interaction(registry, said)
     folder = tmp_path / "mlflow"
@@ -81,6 +90,8 @@ def test_a_folder_copied_by_hand_deletes_nothing_of_the_one_it_came_from(
     copy = ModelRegistry(registry.ledger, f"sqlite:///{folder}/mlflow.db", folder)
     with pytest.raises(RegistryError, match="moved or copied by hand"):
         forget_old_traces(copy, "copied", 0, now() + timedelta(days=1))
+    with pytest.raises(RegistryError, match="moved or copied by hand"):
+        forget_samples(copy, "copied", "c" * 16, ['[["user", "hi"]]'], [], None)
     assert [info.trace_id for info in old_traces(copy, "copied", 0, now())] == [trace_id]
     assert list(registry.folder.glob(f"artifacts/traces/{trace_id}/artifacts/traces.json"))
 
