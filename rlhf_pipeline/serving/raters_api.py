@@ -3,8 +3,8 @@
 For admins: access.py names no client who may. The id is as the sender wrote it, or the stored hash;
 `?agent=` means one agent alone; a parameter that is not known is refused, as a misspelt one would
 reach every agent. An unknown id is 404, an agent that is being trained 409; the store, MLflow or
-Dagster's database away is 503. After 409 and 503 the same request may be sent again. Nothing here
-logs an id.
+Dagster's database away is 503, and the log says what was in the way: not every such thing passes by
+itself. After 409 and 503 the same request may be sent again. Nothing here logs an id.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import sqlalchemy as sa
+import structlog
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from rlhf_pipeline.config import Settings
     from rlhf_pipeline.registry.models import ModelRegistry
+
+log = structlog.get_logger(__name__)
 
 UNKNOWN, TRAINING, REFUSED, AWAY = 404, 409, 422, 503
 
@@ -82,7 +85,9 @@ def refusal(error: Exception) -> tuple[int, str, dict[str, str]]:
         return UNKNOWN, str(error), {}
     if isinstance(error, ClaimError):
         return TRAINING, str(error), {"retry-after": "60"}
-    told = "a database is away; ask again, what is done stays done"
+    found = getattr(error, "orig", error)  # the driver's words, without what was asked for
+    log.error("data of a person not reached", why=f"{type(error).__name__}: {found}")
+    told = "a database is away, the log says why; ask again, what is done stays done"
     return AWAY, told, {"retry-after": "5"}
 
 

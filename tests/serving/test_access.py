@@ -16,13 +16,15 @@ from urllib.parse import urlencode
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import (
     LONGEST_COMMENT,
@@ -33,7 +35,7 @@ from rlhf_pipeline.feedback.rules import (
 )
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
-from rlhf_pipeline.serving import access, chat_api, feedback_api
+from rlhf_pipeline.serving import access, chat_api, feedback_api, raters_api
 from rlhf_pipeline.serving.access import COOKIE, OPEN, REFUSED_LATER, add_access, sign, unsign
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
@@ -182,6 +184,34 @@ def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: Wor
     for method in ("GET", "DELETE"):  # no agent is called so: it must not look as if all was gone
         assert world.ask(method, f"{path}?agent=", world.admin).status_code == 404
     assert "of-4711" not in world.ask("GET", "/metrics", world.admin).text
+
+
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (RegistryError("the folder was moved by hand"), "the folder was moved by hand"),
+        (
+            sa.exc.OperationalError("SELECT", {"voter": "ann"}, Exception("full")),
+            "OperationalError",
+        ),
+    ],
+)
+def test_why_a_person_could_not_be_erased_is_in_the_log_without_their_name(
+    world: World, monkeypatch: pytest.MonkeyPatch, trouble: Exception, why: str
+) -> None:
+    """Of what does not pass by itself nobody would hear however often they ask again."""
+
+    def fails(*_: Any, **__: Any) -> dict[str, Any]:
+        raise trouble
+
+    monkeypatch.setattr(raters_api, "erase", fails)
+    with capture_logs() as logs:
+        answer = world.ask("DELETE", "/v1/raters/ann", world.admin)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "the folder" not in answer.text
+    [line] = [log for log in logs if log["event"] == "data of a person not reached"]
+    assert why in line["why"]
+    assert "ann" not in line["why"]
 
 
 def test_an_agents_key_writes_for_its_agent_alone(world: World) -> None:
