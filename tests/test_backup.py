@@ -319,6 +319,7 @@ def test_a_damaged_version_out_of_use_is_named_and_keeps_nothing_from_being_copi
     )
     assert again.exit_code == 0
     assert "not as it was registered: version 2 of tea" in again.stderr
+    assert "keys that were revoked since hold again" in again.stderr
     (state / "agents" / "tea" / "v0" / "model.safetensors").unlink()  # the baseline
     with pytest.raises(BackupError, match="the previous champion"):
         back_up(settings_in(state), tmp_path / "other")

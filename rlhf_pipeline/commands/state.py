@@ -37,7 +37,7 @@ def backup(
 def restore(
     folder: Annotated[Path, typer.Argument(help="A folder that `rlhf backup` made.")],
 ) -> None:
-    """Make a state folder from a backup: the same votes, ledger and champion.
+    """Make a state folder from a backup: the same votes, ledger, champion and API keys.
 
     Goes to --state, which must not be there yet. Every file is checked before anything is written.
     """
@@ -47,6 +47,11 @@ def restore(
     found = _watched("restoring", lambda report: take_back(here.settings, folder, report))
     _tell_damaged(found)
     typer.echo(f"{here.settings.state_dir}: {found.files} files, as of {found.created_at}")
+    typer.echo(
+        "keys that were revoked since hold again, and who was erased since is back; revoke "
+        "(`rlhf keys list`) and erase again",
+        err=True,
+    )
 
 
 def prune(
