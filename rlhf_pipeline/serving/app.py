@@ -79,6 +79,7 @@ def create_app(
         """Keep connections to upstreams, and let the models go when the service ends."""
         async with connections_kept():
             yield
+        await app.state.gateway.settled()  # the process ends at once after this
         app.state.gateway.close()
         tracing.close()
 

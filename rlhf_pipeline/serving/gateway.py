@@ -46,6 +46,7 @@ LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does 
 COLDEST = 1e-4
 """A temperature below it is 0, the likeliest token: logits divided by next to nothing are infinite,
 and so look like those of a damaged model, which would count against it."""
+SETTLE_SECONDS = 5.0  # for what was cut off when the service ends to be stored
 BYTES_OF_TOKEN = 4  # of a prompt, about, where nobody tells how many tokens it has
 
 Ending = Literal["stop", "length", "content_filter"]
@@ -125,6 +126,7 @@ class Gateway:
         self.trials = Trials(store.database, self.rules_of_trials)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
+        self._leaving: set[str] = set()  # ids of what is being stored and nobody waits for
 
     @property
     def waiting(self) -> int:
@@ -244,6 +246,7 @@ class Gateway:
                     draft.text = draft.text[:shown]
                     left = as_kept(draft, time.monotonic() - began, {"left": True})
                     # Not waited for: whoever cancels does so again at every wait.
+                    self._leaving.add(interaction_id)
                     asyncio.get_running_loop().run_in_executor(None, self._store_left, left)
                 raise
             except _Stopped as stop:
@@ -292,6 +295,12 @@ class Gateway:
         yield Reply(
             interaction, done.ending, done.prompt_tokens, done.completion_tokens, done.others
         )
+
+    async def settled(self) -> None:
+        """Return once nothing is under way and what people saw before they left is stored."""
+        until = time.monotonic() + SETTLE_SECONDS
+        while (self.under_way or self._leaving) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
     def close(self) -> None:
         """Let the models go."""
@@ -496,6 +505,8 @@ class Gateway:
             self._store(interaction)
         except Exception:  # nobody waits for it
             log.exception("reply not stored", interaction=interaction.interaction_id)
+        finally:
+            self._leaving.discard(interaction.interaction_id)
 
     def _count_tokens(self, agent_id: str, draft: _Draft) -> None:
         """Count what an arm read and wrote, whatever became of it: the upstream's bill has it."""

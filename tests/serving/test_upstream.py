@@ -19,10 +19,11 @@ import pytest
 from rlhf_pipeline.config import UpstreamSettings, load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, ModelError, PromptRefused
-from rlhf_pipeline.records import user_prompt
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Interaction, user_prompt
 from rlhf_pipeline.serving import upstream as upstream_module
 from rlhf_pipeline.serving.app import create_app
-from rlhf_pipeline.serving.gateway import Gateway
+from rlhf_pipeline.serving.gateway import Gateway, Wishes
 from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.upstream import connections_kept, upstream_pieces
 from tests.serving.doors import World, listening
@@ -369,6 +370,36 @@ def test_of_an_upstream_that_refuses_no_tokens_are_counted(tmp_path: Path) -> No
         world = served_by(upstream, tmp_path)
         assert world.ask("POST", "/v1/chat/completions", None, ASKED).status_code == 503
         assert "rlhf_tokens_total{" not in world.ask("GET", "/metrics").text
+
+
+def test_what_people_saw_of_an_answer_is_stored_before_the_service_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes longer than a service waits for is cut off, and its process ends."""
+    store = FeedbackStore.add_interactions
+
+    def slowly(self: FeedbackStore, interactions: Sequence[Interaction]) -> None:
+        time.sleep(0.3)
+        store(self, interactions)
+
+    monkeypatch.setattr(FeedbackStore, "add_interactions", slowly)
+    with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        settings = load_settings("tiny", {"state_dir": tmp_path, "serving": serving})
+        app = create_app(settings, pages=False)
+
+        async def cut_off() -> None:
+            async with app.router.lifespan_context(app):
+                reply = app.state.gateway.reply(
+                    "tea", user_prompt("hi"), Wishes(), interaction_id="cut", at_once=True
+                )
+                assert await anext(reply) == "Hello there, "
+                await reply.aclose()
+            kept = app.state.gateway.store.interaction("cut")
+            assert kept is not None
+            assert kept.completion == "Hello there, "
+
+        asyncio.run(cut_off())
 
 
 def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> None:
