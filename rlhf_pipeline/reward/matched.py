@@ -8,7 +8,7 @@ once however many voted on it, and the model is right where the liked one is fur
 
 What this does not tell: how often the model is right about two answers to one prompt. That is more
 often, as a vote on one answer hangs on the voter's mood and measure too: in benchmarks/README.md
-0.62 to 0.70 here are 0.82 to 0.87 there. The chances that a model gives are as modest.
+0.65 to 0.77 here are 0.82 to 0.87 there. The chances that a model gives are as modest.
 """
 
 from __future__ import annotations
