@@ -17,8 +17,8 @@ from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
 
 TEACHING = get_args(Trains)  # kinds of votes
 JUDGING = (
-    f"{FEWEST_JUDGED} preferences or corrections, or {2 * FEWEST_MATCHED} other votes, half "
-    "of them good, on held-out prompts"
+    f"{FEWEST_JUDGED} preferences or corrections, or {FEWEST_MATCHED} answers liked and as many "
+    "not, on held-out prompts"
 )
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
@@ -134,34 +134,44 @@ def due(
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
 
 
-def reward_lacks(votes: Mapping[str, int], reward: RewardSettings) -> str | None:
+def reward_lacks(
+    votes: Mapping[str, int], sides: Mapping[str, tuple[int, int]], reward: RewardSettings
+) -> str | None:
     """Return what is too little for a reward to be learnt, however the raters fall to its models.
 
-    None where there may be enough. `votes` are effective votes by kind.
+    None where there may be enough. `votes` are effective votes by kind, `sides` how many of them
+    are for and against, where that is known.
     """
     if reward.given is not None:
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
-        return _judge_lacks(votes, reward.kinds)
+        return _judge_lacks(votes, sides, reward.kinds)
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
     # Whoever names them is to know before the next turn says so.
-    if told and _judge_lacks(votes, [*reward.kinds, *others]):
+    if told and _judge_lacks(votes, sides, [*reward.kinds, *others]):
         more += f"; judging one takes {JUDGING}"
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
 
 
-def _judge_lacks(votes: Mapping[str, int], kinds: Collection[str]) -> str | None:
+def _judge_lacks(
+    votes: Mapping[str, int], sides: Mapping[str, tuple[int, int]], kinds: Collection[str]
+) -> str | None:
     """Return what is too little for a reward to be judged that learns from these kinds, or None."""
     compared = sum(votes.get(kind, 0) for kind in PAIRS_ALONE)
-    single = sum(votes.get(kind, 0) for kind in kinds if kind not in PAIRS_ALONE)
-    if compared >= FEWEST_JUDGED or single >= 2 * FEWEST_MATCHED:
+    single = [kind for kind in kinds if kind not in PAIRS_ALONE and votes.get(kind)]
+    twos = sum(min(sides.get(kind, (votes[kind] // 2,))) for kind in single)
+    if compared >= FEWEST_JUDGED or twos >= FEWEST_MATCHED:
         return None
+    told = [f"{compared} preferences and corrections"]
+    for kind in single:
+        of = "{:,} liked and {:,} not".format(*sides[kind]) if kind in sides else f"{votes[kind]:,}"
+        told.append(f"{kind} {of}")
     return (
-        f"{compared} preferences and corrections and {single} other votes to judge one by, which "
-        f"takes {JUDGING}; the review page asks people for some"
+        f"{', '.join(told)} to judge one by, which takes {JUDGING}; the review page asks people "
+        "for some"
     )
 
 

@@ -486,7 +486,7 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     more = THUMBS + THUMBS.replace("Why?", "When?") + THUMBS.replace("Why?", "Where?")
     path = str(write(tmp_path / "votes.jsonl", more))
     told = rlhf("ingest", path, "--agent", "tea").stdout
-    assert "no reward yet: 0 preferences and corrections and 3 other votes to judge one by" in told
+    assert "no reward yet: 0 preferences and corrections, thumbs 3 liked and 0 not to judge" in told
     pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
     path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout

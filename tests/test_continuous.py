@@ -358,31 +358,37 @@ def test_settings_decide_for_each_agent(agent: Agent) -> None:
 
 def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     pairs = RewardSettings(min_pairs=10)
-    assert reward_lacks({"preference": 20, "correction": 10, "thumbs": 500}, pairs) is None
-    told = reward_lacks({"preference": 20, "correction": 9, "thumbs": 1500, "comment": 3}, pairs)
-    assert told == (
+    assert reward_lacks({"preference": 20, "correction": 10, "thumbs": 500}, {}, pairs) is None
+    votes = {"preference": 20, "correction": 9, "thumbs": 1500, "comment": 3}
+    assert reward_lacks(votes, {"thumbs": (900, 600)}, pairs) == (
         "29 votes to learn from (preference, correction) of at least 30; thumbs 1,500 would count "
         "where reward.kinds names them"
     )
-    thumbs = RewardSettings(min_pairs=10, kinds={"thumbs": 1})
-    assert reward_lacks({"thumbs": 30, "preference": 1, "correction": 1}, thumbs) is None
-    assert reward_lacks({"thumbs": 30, "preference": 1}, thumbs) is None
-    few = RewardSettings(min_pairs=5, kinds={"thumbs": 1})
-    assert reward_lacks({"thumbs": 19, "preference": 1}, few) == (
-        "1 preferences and corrections and 19 other votes to judge one by, which takes 2 "
-        "preferences or corrections, or 20 other votes, half of them good, on held-out prompts; "
+    thumbs = RewardSettings(min_pairs=5, kinds={"thumbs": 1, "criteria": 1})
+    both = {"thumbs": 30, "preference": 1, "correction": 1}
+    assert reward_lacks(both, {"thumbs": (30, 0)}, thumbs) is None
+    assert reward_lacks({"thumbs": 30, "preference": 1}, {"thumbs": (20, 10)}, thumbs) is None
+    assert reward_lacks({"thumbs": 1500, "preference": 1}, {"thumbs": (1491, 9)}, thumbs) == (
+        "1 preferences and corrections, thumbs 1,491 liked and 9 not to judge one by, which takes "
+        "2 preferences or corrections, or 10 answers liked and as many not, on held-out prompts; "
         "the review page asks people for some"
     )
-    assert reward_lacks({"thumbs": 20}, few) is None
-    assert reward_lacks({"thumbs": 500}, pairs) == (
+    # Of criteria nobody knows which are good before they are read.
+    assert reward_lacks({"criteria": 20}, {}, thumbs) is None
+    told = reward_lacks({"thumbs": 9, "criteria": 19}, {"thumbs": (9, 0)}, thumbs)
+    assert told is not None
+    assert told.startswith(
+        "0 preferences and corrections, thumbs 9 liked and 0 not, criteria 19 to"
+    )
+    assert reward_lacks({"thumbs": 500}, {"thumbs": (400, 100)}, pairs) == (
         "0 votes to learn from (preference, correction) of at least 30; thumbs 500 would count "
         "where reward.kinds names them"
     )
-    assert reward_lacks({"thumbs": 19}, pairs) == (
-        "0 votes to learn from (preference, correction) of at least 30; thumbs 19 would count "
-        "where reward.kinds names them; judging one takes 2 preferences or corrections, or 20 "
-        "other votes, half of them good, on held-out prompts"
+    assert reward_lacks({"thumbs": 500}, {"thumbs": (491, 9)}, pairs) == (
+        "0 votes to learn from (preference, correction) of at least 30; thumbs 500 would count "
+        "where reward.kinds names them; judging one takes 2 preferences or corrections, or 10 "
+        "answers liked and as many not, on held-out prompts"
     )
-    none = reward_lacks({}, RewardSettings(min_pairs=10))
+    none = reward_lacks({}, {}, RewardSettings(min_pairs=10))
     assert none == "0 votes to learn from (preference, correction) of at least 30"
-    assert reward_lacks({}, RewardSettings(given="/models/rewards")) is None
+    assert reward_lacks({}, {}, RewardSettings(given="/models/rewards")) is None

@@ -84,7 +84,9 @@ def ingest(
             here.store, paths, agent, format, source=source, split=split, on_progress=report
         )
     try:
-        lacks = reward_lacks(here.store.counts(agent), here.settings_of(agent).reward)
+        lacks = reward_lacks(
+            here.store.counts(agent), here.store.sides(agent), here.settings_of(agent).reward
+        )
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)

@@ -358,6 +358,18 @@ class FeedbackStore:
             )
             return {str(kind): int(count) for kind, count in connection.execute(query)}
 
+    def sides(self, agent_id: str) -> dict[str, tuple[int, int]]:
+        """Return how many effective votes on a scale are for and against, by kind."""
+        e = db.effective_feedback.c
+        number = _on_scale(e)
+        of_side = [
+            sa.func.sum(sa.case((side, 1), else_=0)) for side in (number > 0.5, number < 0.5)
+        ]
+        query = sa.select(e.kind, *of_side).where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
+        with self.database.read() as connection:
+            found = connection.execute(query.group_by(e.kind).order_by(e.kind))
+            return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
+
     def received_at(self, feedback_id: str) -> datetime | None:
         """Return when an event was stored, None where there is no such event."""
         f = db.feedback.c
@@ -368,7 +380,7 @@ class FeedbackStore:
     def opinion(self, agent_id: str) -> Opinion:
         """Return what the effective thumbs, ratings and scores say, on the scale from 0 to 1."""
         e = db.effective_feedback.c
-        on_scale = sa.case((e.kind == FeedbackKind.rating, (e.number - 1) / 4), else_=e.number)
+        on_scale = _on_scale(e)
         query = sa.select(
             sa.func.count(), sa.func.avg(on_scale), sa.func.avg(on_scale * on_scale)
         ).where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
@@ -635,6 +647,13 @@ def _distinct(connection: sa.Connection, query: sa.Select[Any], most: int) -> in
 
 def _trains() -> sa.ColumnElement[bool]:
     return db.feedback.c.kind != FeedbackKind.comment.value
+
+
+def _on_scale(columns: Any) -> sa.ColumnElement[float]:
+    """Return what a thumb, rating or score says, on the scale from 0 to 1."""
+    return sa.case(
+        (columns.kind == FeedbackKind.rating, (columns.number - 1) / 4), else_=columns.number
+    )
 
 
 def _open(agent_id: str, rule: str | None = None) -> list[sa.ColumnElement[bool]]:

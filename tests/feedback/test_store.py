@@ -230,6 +230,24 @@ def test_raters_targets_and_kinds_are_separate_votes(store: FeedbackStore) -> No
     assert store.counts("tea") == {"rating": 1, "thumbs": 4}
 
 
+def test_votes_on_a_scale_are_for_or_against_or_neither(store: FeedbackStore) -> None:
+    store.append([THUMBS, vote("two", rater_id="bob", number=0.0)])
+    store.append([vote("mind", number=0.0)])  # ann's, who liked it first
+    for kind, numbers in (
+        (FeedbackKind.rating, (1.0, 2.0, 3.0, 4.0, 5.0, 5.0)),
+        (FeedbackKind.score, (0.0, 0.5, 0.51)),
+    ):
+        store.append(
+            [
+                vote(f"{kind} {i}", rater_id=f"{i}", kind=kind, number=n)
+                for i, n in enumerate(numbers)
+            ]
+        )
+    store.append([vote("elsewhere", agent_id="coffee")])
+    assert store.sides("tea") == {"rating": (3, 2), "score": (1, 1), "thumbs": (0, 2)}
+    assert store.sides("milk") == {}
+
+
 def test_ranking_one_over_two_others_is_two_votes(store: FeedbackStore) -> None:
     better = vote("a", kind=FeedbackKind.preference, number=None, choice="left")
     store.append(
