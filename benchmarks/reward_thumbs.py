@@ -30,10 +30,10 @@ from benchmarks.reward_kinds import Pool, accuracy, baseline, pool, untrained, v
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import complete
-from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress, prompt_to_json
+from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress
 from rlhf_pipeline.reward.heads import Combined
 from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart
-from rlhf_pipeline.reward.matched import match, of_matches, usual_of_each
+from rlhf_pipeline.reward.matched import by_prompt, match, of_matches
 from rlhf_pipeline.reward.model import encode_rows, score_rows
 from rlhf_pipeline.reward.training import fit_kinds
 from rlhf_pipeline.simulation.world import ALL_TOPICS, question_of
@@ -73,21 +73,18 @@ def learn(base: Path, policy: Policy, pool: Pool, examples: Sequence[RewardExamp
     fit_kinds(model, tokenizer, [], train, KINDS, pool.limits, report=ignore_progress)
     model.eval()
     matches = match(examples, KINDS)
-    each = usual_of_each(len(matches.prompts))
-    prompts = [prompt for prompt in matches.prompts for _ in range(each)]
+    asked = matches.asked
     said = complete(
         policy,
-        prompts,
+        asked,
         max_completion_tokens=pool.limits.max_completion_tokens,
         max_prompt_tokens=pool.limits.max_prompt_tokens,
         temperature=load_settings("tiny").policy.temperature,
         seed=1,
         batch_size=256,
     )
-    usual: dict[str, list[str]] = {}
-    for prompt, one in zip(prompts, said, strict=True):
-        usual.setdefault(prompt_to_json(prompt), []).append(one.text)
-    held_out = of_matches(matches, usual)
+    texts = (one.text for one in said)
+    held_out = of_matches(matches, by_prompt(zip(asked, texts, strict=True)))
     scores = score_rows(model, encode_rows(tokenizer, held_out.texts, pool.limits))
     voted = [e for e in examples if e.split == "evaluation"]
     rows = encode_rows(tokenizer, [(e.prompt, e.completion) for e in voted], pool.limits)

@@ -226,7 +226,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     Given ones are used as they are, and the turn before's while they are good enough
     (reward.retrain_drop).
     """
-    from rlhf_pipeline.reward.matched import judging_votes, sides_of
+    from rlhf_pipeline.reward.matched import by_prompt, judging_votes
     from rlhf_pipeline.reward.training import check_judge, train_reward_model
 
     settings = turn.settings
@@ -250,11 +250,14 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     held_out = [example for example in found if example.split == "evaluation"]
     judging = settings.reward.weights if every else {}
     matches = judging_votes(test, held_out, judging)
-    check_judge(test, matches, sides_of(held_out, judging))
+    check_judge(test, matches, held_out, judging)
     centre_on = _baseline_completions(
         turn, baseline, training_prompts(turn)[:CENTRING_PROMPTS], report
     )
-    usual = {} if matches is None else _usual(turn, baseline, matches.prompts, report)
+    usual: dict[str, list[str]] = {}
+    if matches is not None:
+        said_there = _baseline_completions(turn, baseline, matches.asked, report)
+        usual = by_prompt((one.prompt, one.completion) for one in said_there)
     reports: dict[str, Any] = {}
     for job in JOBS:
         keep_going()
@@ -869,19 +872,6 @@ def _baseline_completions(
         report=report,
     )
     return [RewardInput(p, c.text) for p, c in zip(prompts, completions, strict=True)]
-
-
-def _usual(
-    turn: Turn, baseline: Path, prompts: Sequence[Prompt], report: Progress
-) -> dict[str, list[str]]:
-    """Return what the baseline usually answers to these prompts, by prompt."""
-    from rlhf_pipeline.reward.matched import usual_of_each
-
-    asked = [prompt for prompt in prompts for _ in range(usual_of_each(len(prompts)))]
-    usual: dict[str, list[str]] = {}
-    for said in _baseline_completions(turn, baseline, asked, report):
-        usual.setdefault(prompt_to_json(said.prompt), []).append(said.completion)
-    return usual
 
 
 def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:

@@ -14,7 +14,7 @@ often, as a vote on one answer hangs on the voter's mood and measure too: in ben
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +66,12 @@ class Matches:
         by_text = {prompt_to_json(vote.prompt): vote.prompt for vote in votes}
         return [by_text[text] for text in sorted(by_text)]
 
+    @property
+    def asked(self) -> list[Prompt]:
+        """Return each prompt as often as the baseline is asked it, to tell what is usual there."""
+        prompts = self.prompts
+        return [prompt for prompt in prompts for _ in range(usual_of_each(len(prompts)))]
+
 
 def match(examples: Sequence[RewardExample], kinds: Collection[str]) -> Matches:
     """Return the held-out ones of `examples` that judge well beside those that judge badly.
@@ -116,6 +122,14 @@ def usual_of_each(prompts: int) -> int:
     """
     least, most = USUAL
     return max(least, min(most, MOST_USUAL // max(1, prompts)))
+
+
+def by_prompt(answers: Iterable[tuple[Prompt, str]]) -> dict[str, list[str]]:
+    """Return what was answered to each prompt, as `of_matches` takes it, in the answers' order."""
+    found: dict[str, list[str]] = {}
+    for prompt, text in answers:
+        found.setdefault(prompt_to_json(prompt), []).append(text)
+    return found
 
 
 def _by_answer(votes: Sequence[RewardExample]) -> list[tuple[RewardExample, bool]]:

@@ -227,7 +227,7 @@ def train_reward_model(
         min_pairs,
         examples=examples,
         matches=matches,
-        sides=sides_of(test_examples, kinds or ()),
+        test_examples=test_examples,
         kinds=kinds,
     )
     report = report or ignore_progress
@@ -411,13 +411,13 @@ def check_pairs(
     *,
     examples: Sequence[RewardExample] = (),
     matches: Matches | None = None,
-    sides: str = "none",
+    test_examples: Sequence[RewardExample] = (),
     kinds: Mapping[str, float] | None = None,
 ) -> None:
     """Raise NotEnoughData or TrainingError unless a reward can be learnt and judged from these.
 
     With `kinds` what has no weight in them teaches nothing, and counts for nothing. With `matches`
-    these judge, and test_pairs do not; `sides` are what there is where these are too few.
+    these judge, and test_pairs do not; a refusal tells what test_examples there are.
     """
     found = len(train_pairs) if kinds is None else len(voters_of(train_pairs, examples, kinds))
     what = "preference pairs" if kinds is None else f"votes of the kinds {', '.join(kinds)}"
@@ -436,7 +436,7 @@ def check_pairs(
             f"reward training needs {what} that tell completions apart, found {found} that all say "
             "the same; collect at least 1 that says otherwise"
         )
-    check_judge(test_pairs, matches, sides)
+    check_judge(test_pairs, matches, test_examples, kinds or ())
     taught: list[PreferencePair | RewardExample] = [*train_pairs, *examples]
     if len({record.prompt for record in taught}) < 2:
         raise NotEnoughData(
@@ -464,8 +464,16 @@ def check_pairs(
             )
 
 
-def check_judge(test_pairs: Sequence[PreferencePair], matches: Matches | None, sides: str) -> None:
-    """Raise NotEnoughData unless `matches`, or else test_pairs, can judge a reward model."""
+def check_judge(
+    test_pairs: Sequence[PreferencePair],
+    matches: Matches | None,
+    test_examples: Sequence[RewardExample],
+    kinds: Collection[str],
+) -> None:
+    """Raise NotEnoughData unless `matches`, or else test_pairs, can judge a reward model.
+
+    The message tells what votes of `kinds` there are among test_examples.
+    """
     if matches is not None:
         return
     decided = sum(not is_tie(pair) for pair in test_pairs)
@@ -474,9 +482,9 @@ def check_judge(test_pairs: Sequence[PreferencePair], matches: Matches | None, s
             f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
             f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
             "liked beside as many they did not (a rating of 3 is neither), by votes of one "
-            f"kind in reward.kinds and in several conversations, found {sides}; collect "
-            "more (the review page asks people for preferences), or raise "
-            "feedback.evaluation_share"
+            "kind in reward.kinds and in several conversations, found "
+            f"{sides_of(test_examples, kinds)}; collect more (the review page asks people for "
+            "preferences), or raise feedback.evaluation_share"
         )
 
 
