@@ -119,6 +119,11 @@ class PreferencePair:
     both_bad: bool = False
     corrected: bool = False  # chosen was written by a person over rejected, not sampled
 
+    @property
+    def decided(self) -> bool:
+        """Say whether one completion was preferred over the other."""
+        return not (self.tie or self.both_bad)
+
 
 @dataclass(frozen=True, slots=True)
 class RewardExample:

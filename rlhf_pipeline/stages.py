@@ -886,7 +886,7 @@ def references_of(turn: Turn) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for pair in datasets.read_jsonl(turn.data / PAIRS, PreferencePair):
         held_out = pair.split != "train" or not proxys(pair.voter)
-        if held_out or pair.tie or pair.both_bad:
+        if held_out or not pair.decided:
             continue
         texts = found.setdefault(prompt_to_json(pair.prompt), [])
         if pair.chosen not in texts and len(texts) < MOST_REFERENCES:

@@ -33,7 +33,7 @@ def judge_by_group(
     A topic is the one its prompt was filed under, of `prompts`. Nothing of groups with few pairs.
     """
     topics = {prompt_to_json(p.prompt): p.topic for p in prompts if p.topic is not None}
-    decided = [p for p in pairs if p.split == "evaluation" and not (p.tie or p.both_bad)]
+    decided = [p for p in pairs if p.split == "evaluation" and p.decided]
     if not decided:
         return {}
     chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])

@@ -54,7 +54,7 @@ from rlhf_pipeline.records import (
 
 def decided_pairs(pairs: Sequence[PreferencePair], settings: PpoSettings) -> list[PreferencePair]:
     """Return the pairs that teach DPO something; raises NotEnoughData below one step's."""
-    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
+    decided = [pair for pair in pairs if pair.decided]
     needed = _pairs_per_step(settings)
     if len(decided) < needed:
         raise NotEnoughData(

@@ -155,7 +155,7 @@ def judging_votes(
     None where the pairs are FEWEST_MATCHED, or no fewer than the matches, or these too few as well:
     two answers to one prompt say more.
     """
-    decided = sum(not (pair.tie or pair.both_bad) for pair in pairs)
+    decided = sum(pair.decided for pair in pairs)
     if decided >= FEWEST_MATCHED:
         return None
     matches = match(examples, kinds)

@@ -114,7 +114,7 @@ def composite_of(
     terms: dict[str, Term] = {}
     for name, one in {LEARNED: FunctionSettings(), **functions}.items():
         target = one.function or name
-        if one.weight == 0 and one.floor is None:
+        if not one.counts:
             continue
         kept = {"cache": str(judgements)} if target == "judge" and judgements else {}
         options = {**kept, **one.options}
@@ -140,7 +140,7 @@ def check_keys(functions: Mapping[str, FunctionSettings]) -> None:
     """Raise ModelError where a function that counts asks with a key that is not set."""
     for name, one in functions.items():
         variable = one.options.get("key_variable")
-        if isinstance(variable, str) and not (one.weight == 0 and one.floor is None):
+        if isinstance(variable, str) and one.counts:
             bearer_token(variable, f"the reward {name}", "set it where training starts")
 
 

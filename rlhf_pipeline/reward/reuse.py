@@ -40,7 +40,7 @@ def is_whole(folder: Path) -> bool:
 
 def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Measured | None:
     """Return the accuracy on the decided ones of these pairs; None of fewer than FEWEST."""
-    decided = [pair for pair in pairs if not (pair.tie or pair.both_bad)]
+    decided = [pair for pair in pairs if pair.decided]
     if len(decided) < FEWEST:
         return None
     chosen = reward([RewardInput(pair.prompt, pair.chosen) for pair in decided])

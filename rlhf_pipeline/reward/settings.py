@@ -116,6 +116,11 @@ class FunctionSettings:
             )
 
     @property
+    def counts(self) -> bool:
+        """Say whether it is asked at all: for its weight, or for its floor."""
+        return self.weight != 0 or self.floor is not None
+
+    @property
     def fixed_range(self) -> tuple[float, float]:
         """Return the raw scores that count as 0 and 1 where no running scale is kept."""
         return (0.0, 1.0) if isinstance(self.normalisation, str) else self.normalisation

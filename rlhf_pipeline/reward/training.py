@@ -258,7 +258,7 @@ def train_reward_model(
     groups = [opening_digest(pair) for pair in train_pairs]
     if kinds is None and (weigh_raters or heads > 1):
         features = all_features(model, [*train.chosen, *train.rejected], report)
-    decided = [] if matches else [pair for pair in test_pairs if not is_tie(pair)]
+    decided = [] if matches else [pair for pair in test_pairs if pair.decided]
     test = encode_pairs(tokenizer, decided, limits)
     rows = [*test.chosen, *test.rejected]
     if matches and usual:
@@ -332,7 +332,7 @@ def train_reward_model(
         decided,
         margins if decided else [],
         scores.tolist() if decided else [],
-        train=[pair for pair in train_pairs if not is_tie(pair)],
+        train=[pair for pair in train_pairs if pair.decided],
         examples=singles,
         example_scores=score_rows(model, said),
         topics=topics or {},
@@ -362,7 +362,7 @@ def train_reward_model(
         offset=statistics.fmean(centre),
         score_deviation=statistics.pstdev(centre),
         pairs=len(train),
-        ties=sum(is_tie(pair) for pair in train_pairs),
+        ties=sum(not pair.decided for pair in train_pairs),
         loss_curve=tuple(went.loss_curve),
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
@@ -426,7 +426,7 @@ def check_pairs(
             f"reward training needs {min_pairs} {what}, found {found}; "
             f"collect {min_pairs - found} more or lower reward.min_pairs"
         )
-    if kinds is None and all(is_tie(pair) for pair in train_pairs):
+    if kinds is None and not any(pair.decided for pair in train_pairs):
         raise NotEnoughData(
             f"reward training needs pairs that people decided, found {len(train_pairs)} ties only; "
             "collect at least 1 preference"
@@ -457,7 +457,7 @@ def check_pairs(
             "pass the baseline's completions"
         )
     for pair in (*train_pairs, *test_pairs):
-        if pair.chosen == pair.rejected and not is_tie(pair):
+        if pair.chosen == pair.rejected and pair.decided:
             raise TrainingError(
                 f"a preference needs two different completions, found the same one twice in pair "
                 f"{pair.pair_id}; remove it or mark it a tie"
@@ -476,7 +476,7 @@ def check_judge(
     """
     if matches is not None:
         return
-    decided = sum(not is_tie(pair) for pair in test_pairs)
+    decided = sum(pair.decided for pair in test_pairs)
     if decided < FEWEST_JUDGED:
         raise NotEnoughData(
             f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
@@ -486,11 +486,6 @@ def check_judge(
             f"{sides_of(test_examples, kinds)}; collect more (the review page asks people for "
             "preferences), or raise feedback.evaluation_share"
         )
-
-
-def is_tie(pair: PreferencePair) -> bool:
-    """True where neither completion was preferred."""
-    return pair.tie or pair.both_bad
 
 
 def encode_pairs(
@@ -513,7 +508,7 @@ def encode_pairs(
     return EncodedPairs(
         chosen=rows([pair.chosen for pair in pairs]),
         rejected=rows([pair.rejected for pair in pairs]),
-        targets=[0.5 if is_tie(pair) else 1.0 for pair in pairs],
+        targets=[1.0 if pair.decided else 0.5 for pair in pairs],
     )
 
 
