@@ -5,7 +5,7 @@
 Random weights in GPT-2's layout, bfloat16, full-length completions. TRL's PPOTrainer runs the
 smallest model beside us, on the same weights, prompts, batch, epochs and minibatches; there updates
 alternate. Larger models have the GPU to themselves, the largest no more than 24 GB of it. Medians
-over the updates after the first.
+over the updates after the first; beside the peak of memory the one that `rlhf plan` foretells.
 `--device cpu --cases tiny` shows that the script works where there is no GPU.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -22,7 +23,14 @@ from typing import Any
 import torch
 
 from benchmarks.ppo_cases import Case, as_argument, case_from, write_model
-from benchmarks.ppo_throughput import MOST_UPDATES, Engine, phase_seconds, take_turns, work
+from benchmarks.ppo_throughput import (
+    MOST_UPDATES,
+    Engine,
+    phase_seconds,
+    settings_of,
+    take_turns,
+    work,
+)
 
 GB = 10**9
 LORA = {"lora_rank": 16, "critic": "shared"}
@@ -67,6 +75,7 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
     case, usual = CASES[name], {"device": device, "precision": "bfloat16"}
     here = [sys.executable, "-m", "benchmarks.ppo_gpu", "--worker", as_argument(case)]
     engines: dict[str, Engine] = {}
+    plans: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_model(case, folder)
@@ -80,6 +89,8 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
             if name in CAPPED and device != "cpu":
                 options += ["--cap", str(CAPPED[name])]
             commands[label] = [*here, *options]
+            said = subprocess.run([*commands[label], "--plan"], stdout=subprocess.PIPE, check=True)
+            plans[label] = int(said.stdout)
         at_once = len(commands) if name in BESIDE_TRL else 1
         for start in range(0, len(commands), at_once):
             running = {}
@@ -92,22 +103,30 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
             engines |= running
     print(
         "| engine | s an update | sample / measure / train | generation | episodes/s | tokens/s | "
-        f"peak GB | x TRL |\n|{'---|' * 8}"
+        f"peak GB | planned GB | x TRL |\n|{'---|' * 9}"
     )
     for label, engine in engines.items():
-        print(row(case, label, engine, engines.get("TRL")))
+        print(row(case, label, engine, engines.get("TRL"), plans.get(label)))
 
 
-def row(case: Case, label: str, engine: Engine, peer: Engine | None) -> str:
+def plan(case: Case, folder: Path, changes: dict[str, Any]) -> None:
+    """Print the bytes that a plan says the updates will hold at the most."""
+    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, read_config
+
+    print(make_plan(read_config(folder), settings_of(case, changes), RewardModels(count=0)).peak)
+
+
+def row(case: Case, label: str, engine: Engine, peer: Engine | None, planned: int | None) -> str:
     """Return one engine's line of the table."""
     seconds = engine.middle(lambda a: a["seconds"])
     phases = [engine.middle(partial(phase_seconds, p)) for p in ("sample", "measure", "train")]
     faster = peer.middle(lambda a: a["seconds"]) / seconds if peer else float("nan")
+    told = "" if planned is None else f"{planned / GB:.2f}"
     return (
         f"| {label} | {seconds:.2f} | {' / '.join(f'{s:.2f}' for s in phases)} | "
         f"{phases[0] / seconds:.0%} | {case.rollouts / seconds:.1f} | "
         f"{engine.middle(lambda a: a['tokens']) / seconds:.0f} | "
-        f"{engine.middle(lambda a: a['gpu_peak']) / GB:.1f} | {faster:.2f} |"
+        f"{engine.middle(lambda a: a['gpu_peak']) / GB:.2f} | {told} | {faster:.2f} |"
     )
 
 
@@ -123,12 +142,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--changes", type=json.loads, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--cap", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--plan", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         if given.cap:
             whole = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap / whole))
-        work(case_from(given.worker), given.folder, given.changes)
+        run = plan if given.plan else work
+        run(case_from(given.worker), given.folder, given.changes)
         return
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("needed a CUDA GPU, found none; --device cpu --cases tiny runs without")

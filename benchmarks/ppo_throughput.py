@@ -27,7 +27,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,9 @@ from benchmarks.ppo_cases import (
     touch,
     write_model,
 )
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.ppo.settings import PpoSettings
 
 SMALL: dict[str, Any] = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096, "rollouts": 64}
 CASES = {
@@ -76,19 +79,12 @@ class Machine:
 # --- one engine in a process of its own ----------------------------------------------------------
 
 
-def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
-    """Run our engine's updates, with these settings changed, as the protocol asks for them."""
-    from rlhf_pipeline.ppo.collecting import sample_for
-    from rlhf_pipeline.ppo.learner import build_learner
-    from rlhf_pipeline.ppo.measuring import make_rollouts
-    from rlhf_pipeline.ppo.optimising import train_on
-    from rlhf_pipeline.ppo.rollout import Tokens
+def settings_of(case: Case, changes: dict[str, Any]) -> PpoSettings:
+    """Return a case's settings for our engine, with these changed."""
     from rlhf_pipeline.ppo.settings import PpoSettings
 
-    worker = Worker()
-    torch.set_num_threads(case.threads)
     usual = {"device": "cpu", "temperature": TEMPERATURE, "learning_rate": 1e-7}
-    settings = PpoSettings(
+    return PpoSettings(
         rollouts_per_update=case.rollouts,
         epochs=case.epochs,
         minibatches=case.minibatches,
@@ -96,6 +92,19 @@ def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
         max_completion_tokens=case.completion_tokens,
         **{**usual, **changes},
     )
+
+
+def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
+    """Run our engine's updates, with these settings changed, as the protocol asks for them."""
+    from rlhf_pipeline.ppo.collecting import sample_for
+    from rlhf_pipeline.ppo.learner import build_learner
+    from rlhf_pipeline.ppo.measuring import make_rollouts
+    from rlhf_pipeline.ppo.optimising import train_on
+    from rlhf_pipeline.ppo.rollout import Tokens
+
+    worker = Worker()
+    torch.set_num_threads(case.threads)
+    settings = settings_of(case, changes)
     on_gpu = settings.device != "cpu"
     learner = build_learner(folder, folder, None, settings)
     sampling, shuffling = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)

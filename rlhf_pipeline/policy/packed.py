@@ -36,6 +36,7 @@ class Packing:
     places: Tensor  # (N,), of the tokens in a rectangle of B * L
     longest: int  # L
     filler: int = 0  # tokens after the N that belong to no sequence and mean nothing
+    as_on: str | None = None  # the kind of device to attend as on; None: the states' own
 
     @property
     def is_rectangle(self) -> bool:
@@ -118,11 +119,13 @@ def whole_tiles(count: int, device: torch.device, tile: int = TILE) -> int:
     return -(-count // tile) * tile if compiles else count
 
 
-def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Tensor:
+def rectangle_hidden(
+    trunk: nn.Module, ids: Tensor, *, read_from: int = 0, as_on: str | None = None
+) -> Tensor:
     """Return the last hidden states (B * S, H) of sequences of one length, ids (B, S), row by row.
 
     It is `packed_hidden` where nothing is looked at but shapes, so a plan can run it on tensors
-    without numbers.
+    without numbers. These attend as on their own kind of device, or as on the one a plan is for.
     """
     B, S = ids.shape
     places = torch.arange(S, device=ids.device).repeat(B)
@@ -130,7 +133,8 @@ def rectangle_hidden(trunk: nn.Module, ids: Tensor, *, read_from: int = 0) -> Te
         padded: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
         return padded.flatten(0, 1)
     every = torch.arange(B * S, device=ids.device)
-    packing, read = Packing([S] * B, every, S), every.view(B, S)[:, read_from:].flatten()
+    packing = Packing([S] * B, every, S, as_on=as_on)
+    read = every.view(B, S)[:, read_from:].flatten()
     with _attending(trunk, PACKED), _last_mlp_at(trunk, read, B * S):
         hidden: Tensor = trunk(
             input_ids=ids.flatten()[None],
@@ -220,7 +224,7 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     options["is_causal"] = True
     states = (query, key, value)
-    on_cpu = query.device.type == "cpu"
+    on_cpu = (packing.as_on or query.device.type) == "cpu"
     products = packing.is_rectangle or query.dtype == torch.bfloat16
     if on_cpu and products and is_short(packing, query.shape[-1]):
         groups = query.shape[1] // key.shape[1]
@@ -283,7 +287,7 @@ def _stepping_attention(
     with torch.autocast(kind, enabled=False):
         scores = _float_products(grouped, key.transpose(2, 3)).mul_(scale)
         if attention_mask is not None:
-            scores = scores.masked_fill_(~attention_mask, float("-inf"))
+            scores = torch.where(attention_mask, scores, float("-inf"))
         attended = torch.matmul(scores.softmax(-1).to(value.dtype), value)
     return attended.view_as(query).transpose(1, 2), None
 

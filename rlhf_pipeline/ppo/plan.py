@@ -564,10 +564,10 @@ def _rows_at_once(settings: PpoSettings, most: int) -> int:
 def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = False) -> Tensor:
     """Return the sum of a pass's log-probabilities, or of its hidden states where values."""
     P, T = settings.max_prompt_tokens, settings.max_completion_tokens
-    device = next(model.parameters()).device
+    device, kind = next(model.parameters()).device, choose_device(settings.device).type
     with autocast(device, settings), recomputing(trunk_of(model), settings):
         ids = torch.zeros(rows, P + T - 1, dtype=torch.long, device=device)
-        packed = rectangle_hidden(trunk_of(model), ids, read_from=P - 1)
+        packed = rectangle_hidden(trunk_of(model), ids, read_from=P - 1, as_on=kind)
         where = torch.arange(rows * (P + T - 1), device=device)
         hidden = packed.new_zeros(packed.shape).index_copy(0, where, packed)
         hidden = hidden.view(rows, P + T - 1, -1)[:, P - 1 :].flatten(0, 1)
@@ -575,7 +575,6 @@ def _forward(model: Any, rows: int, settings: PpoSettings, *, values: bool = Fal
             return hidden.float().sum()
         tokens = torch.zeros(rows * T, dtype=torch.long, device=device)
         states = hidden.index_select(0, torch.arange(rows * T, device=device))
-        kind = choose_device(settings.device).type
         return state_logprobs(model, states, tokens, settings.temperature, as_on=kind).sum()
 
 

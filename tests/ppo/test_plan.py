@@ -21,7 +21,9 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.adapters import shares_base, unique_bytes
 from rlhf_pipeline.policy.loading import save_policy
 from rlhf_pipeline.policy.tiny import tiny_config
+from rlhf_pipeline.ppo import plan as plan_module
 from rlhf_pipeline.ppo.plan import (
+    FULL,
     RewardModels,
     check_fits,
     make_plan,
@@ -185,6 +187,26 @@ def test_activations_follow_the_microbatch_and_recomputing_lowers_them() -> None
     held = [make_plan(config, s).parts["activations, logits"] for s in (large, halved, recomputed)]
     assert 1.7 < held[0] / held[1] < 2.1
     assert held[2] < held[0] / 2
+
+
+def test_a_plan_for_a_gpu_attends_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU keeps short sequences' probabilities, L numbers for each token and head; a GPU none.
+    config = tiny_config(290, layers=4, width=512, heads=4, context=256)
+    settings = changed(
+        max_prompt_tokens=128,
+        max_completion_tokens=128,
+        tokens_per_microbatch=1024,
+        rollouts_per_update=8,
+        minibatches=2,
+    )
+    planned = {}
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(plan_module, "choose_device", lambda _, kind=kind: torch.device(kind))
+        parts = make_plan(config, settings, RewardModels(count=0)).parts
+        planned[kind] = parts["activations, logits"]
+    probabilities = 4 * (4 * 4 * 255 * 255) * FULL  # 4 layers of 4 rows of 4 heads
+    saved = (planned["cpu"] - planned["cuda"]) / probabilities
+    assert 0.9 < saved < 1.5
 
 
 def test_sampling_holds_the_same_whether_training_computes_layers_again() -> None:
