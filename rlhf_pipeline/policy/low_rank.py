@@ -8,7 +8,9 @@ same. Weights stay PEFT's, and so do the names they are saved by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -32,14 +34,13 @@ def _layer_class() -> type[nn.Module]:
 
     class FewPasses(Linear):  # type: ignore[misc,unused-ignore]  # PEFT is untyped
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            name, x = _plain_set(self), in_autocasts_type(x)
-            if name is not None and not torch.is_autocast_enabled(x.device.type):
-                name = name if x.dtype == self.lora_A[name].weight.dtype else None
-            if name is None or args or kwargs:
+            name = None if args or kwargs else _plain_set(self)
+            cast = torch.is_autocast_enabled(x.device.type)
+            if name is None or not (cast or x.dtype == self.lora_A[name].weight.dtype):
                 found: Tensor = super().forward(x, *args, **kwargs)
                 return found
-            scale = float(self.scaling[name])
-            return adapted(self.base_layer, x, self.lora_A[name], self.lora_B[name], scale)
+            down, up, scale = self.lora_A[name], self.lora_B[name], float(self.scaling[name])
+            return adapted(self.base_layer, in_autocasts_type(x), down, up, scale)
 
     return FewPasses
 
@@ -68,13 +69,38 @@ def adapted(
 ) -> Tensor:
     """Return what the layer says of states (..., in), its adapters' part added, (..., out)."""
     weight: Any = base.weight
-    frozen = not weight.requires_grad  # a gradient of its own is not among those made here
-    if torch.is_grad_enabled() and frozen and weight.dtype == states.dtype:
-        matrix = weight.T if isinstance(base, nn.Linear) else weight
-        return adapted_linear(states, matrix, base.bias, down.weight, up.weight, scale)
-    # Autocast keeps what it has made of a small weight; `to` would make it anew.
-    plain, own = base(states), up(down(states))
-    return torch.add(plain, own, alpha=scale).to(plain.dtype)
+    if weight.dtype != states.dtype or weight.requires_grad:
+        # Autocast turns that weight, or it has a gradient of its own: none of those made here.
+        plain, own = base(states), up(down(states))
+        return torch.add(plain, own, alpha=scale).to(plain.dtype)
+    matrix = weight.T if isinstance(base, nn.Linear) else weight
+    return adapted_linear(states, matrix, base.bias, down.weight, up.weight, scale)
+
+
+_ROUNDED: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("_ROUNDED", default=None)
+
+
+@contextmanager
+def rounding_once() -> Iterator[None]:
+    """Round adapters off once for all that this thread does inside, where no weight may change.
+
+    An optimizer's fused step leaves no trace on a weight that could tell a later call of it.
+    """
+    token = _ROUNDED.set({})
+    try:
+        yield
+    finally:
+        _ROUNDED.reset(token)
+
+
+def _in_type(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in this type, without its gradient."""
+    rounded = _ROUNDED.get()
+    if weight.dtype == dtype or rounded is None:
+        return weight.detach().to(dtype)
+    if weight not in rounded or rounded[weight].dtype != dtype:
+        rounded[weight] = weight.detach().to(dtype)
+    return rounded[weight]
 
 
 def adapted_linear(
@@ -87,9 +113,23 @@ def adapted_linear(
     gradients come in their own type.
     Source: LoRA, arXiv:2106.09685 section 4.1.
     """
+    if not torch.is_grad_enabled():
+        return _with_adapters(states, weight, bias, down, up, scale)[0]
     apply: Callable[..., Tensor] = _AdaptedLinear.apply
-    found = apply(states.flatten(0, -2), weight, bias, down, up, scale)
-    return found.view(*states.shape[:-1], found.shape[-1])
+    return apply(states, weight, bias, down, up, scale)
+
+
+def _with_adapters(
+    states: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what the layer says, (..., out), and what its backward pass reads."""
+    rows = states.flatten(0, -2)
+    down, up = _in_type(down, rows.dtype), _in_type(up, rows.dtype)
+    with _as_they_are(rows):
+        inside = _scaled(rows, down.T, scale)
+        found = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        found.addmm_(inside, up.T)
+    return found.view(*states.shape[:-1], -1), (rows, weight, down, up, inside)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -104,25 +144,31 @@ class _AdaptedLinear(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.scale, ctx.trained = scale, down.dtype
-        down, up = down.to(states.dtype), up.to(states.dtype)
-        with torch.autocast(states.device.type, enabled=False):
-            inside = _scaled(states, down.T, scale)
-            found = states @ weight if bias is None else torch.addmm(bias, states, weight)
-            found.addmm_(inside, up.T)
-        ctx.save_for_backward(states, weight, down, up, inside)
+        found, read = _with_adapters(states, weight, bias, down, up, scale)
+        ctx.save_for_backward(*read)
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, down, up, inside = ctx.saved_tensors
-        gradient, wanted = gradients[0], ctx.needs_input_grad
-        with torch.autocast(gradient.device.type, enabled=False):
+        rows, weight, down, up, inside = ctx.saved_tensors
+        wanted, shape = ctx.needs_input_grad, gradients[0].shape[:-1]
+        gradient = gradients[0].flatten(0, -2)
+        with _as_they_are(gradient):
             of_inside = _scaled(gradient, up, ctx.scale)
             of_states = (gradient @ weight.T).addmm_(of_inside, down) if wanted[0] else None
             of_bias = gradient.sum(0) if wanted[2] else None
-            of_down = _product(of_inside.T, states, ctx.trained)
+            of_down = _product(of_inside.T, rows, ctx.trained)
             of_up = _product(gradient.T, inside, ctx.trained)
+        if of_states is not None:
+            of_states = of_states.view(*shape, -1)
         return of_states, None, of_bias, of_down, of_up, None
+
+
+def _as_they_are(states: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast leaves tensors of the states' type alone."""
+    kind = states.device.type
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != states.dtype
+    return torch.autocast(kind, enabled=False) if cast else nullcontext()
 
 
 def _scaled(one: Tensor, other: Tensor, scale: float) -> Tensor:

@@ -30,6 +30,7 @@ from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.captured import CapturedForward, can_capture
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.low_rank import rounding_once
 from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, stepping, whole_tiles
 from rlhf_pipeline.records import Progress, Prompt
 
@@ -103,6 +104,7 @@ def sample(
 
 
 @torch.no_grad()
+@rounding_once()
 def decode(
     model: PreTrainedModel,
     prompt_ids: Tensor,

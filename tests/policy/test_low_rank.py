@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_pipeline.policy.low_rank import adapted_linear, take_few_passes
+from rlhf_pipeline.policy.low_rank import adapted_linear, rounding_once, take_few_passes
 
 
 class Two(nn.Module):
@@ -127,6 +127,40 @@ def test_a_base_that_is_trained_too_has_its_gradient() -> None:
         assert (mine is None) == (wanted is None)
         if mine is not None:
             torch.testing.assert_close(mine, wanted)
+
+
+def test_adapters_are_rounded_anew_after_a_step_and_once_inside_a_block() -> None:
+    model = adapted(True)
+    take_few_passes(model)
+    for layer in (model.first, model.second):
+        layer.base_layer.to(torch.bfloat16)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)  # leaves a weight's version as it is
+
+    def said() -> Tensor:
+        found: Tensor = results(model, ["a"], half=True, grads=False)[0]
+        return found
+
+    before = said()
+    with rounding_once():
+        assert torch.equal(said(), before)
+        for weight in trained:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert torch.equal(said(), before)  # so no weight may change inside
+    assert not torch.equal(said(), before)
+
+
+def test_without_gradients_layers_say_what_they_say_with_them() -> None:
+    model = adapted(True)
+    take_few_passes(model)
+    for half in (False, True):
+        for layer in (model.first, model.second):
+            layer.base_layer.to(torch.bfloat16 if half else torch.float32)
+        with_them, without = (
+            results(model, ["a"], half=half, grads=grads)[0] for grads in (True, False)
+        )
+        assert torch.equal(with_them, without)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
