@@ -90,7 +90,8 @@ def erase(
     """Take a person out of everything under the state folder; return what went and what learned.
 
     With `unsigned` also the interactions nobody signed that they said something about. Asked again
-    it takes out what has come in since, and returns every erasure of theirs. Raises UnknownRater
+    it takes out what has come in since, and returns every erasure of theirs, and under "tables" the
+    dropped files that are for a person to look through. Raises UnknownRater
     where there never was anything, ClaimRefused while one of their agents is being trained or
     tuned, RegistryError or OrchestratorAway while MLflow or Dagster's database is; then ask again.
     """
@@ -118,7 +119,19 @@ def erase(
     database.fold_back()
     if people:  # else nothing has come in since they were
         log.info("a person was erased", agents=[person.agent_id for person in people])
-    return {"erasures": raters.erasures_of(database, meant)}
+    return {"erasures": raters.erasures_of(database, meant), "tables": _tables(settings, meant)}
+
+
+def _tables(settings: Settings, meant: Sequence[Person]) -> list[str]:
+    """Return the tables dropped for these persons' agents, by their place in the state folder."""
+    from rlhf_pipeline.feedback.withdrawn import tables_in
+
+    inbox = Path(settings.feedback.drop_folder)
+    return [
+        str(inbox / agent / path.relative_to(settings.state_dir / inbox / agent))
+        for agent in sorted({person.agent_id for person in meant})
+        for path in tables_in(settings.state_dir / inbox / agent)
+    ]
 
 
 def _keep_searches_out(held: ExitStack, folder: Path) -> None:
@@ -394,8 +407,8 @@ def _note_hash(settings: Settings, database: db.Database, agent_id: str, fingerp
             )
 
 
-def told(erasures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return erasures as lines for a person."""
+def told(erasures: Sequence[Mapping[str, Any]], tables: Sequence[str] = ()) -> list[str]:
+    """Return erasures, and the tables that nobody looked into, as lines for a person."""
     lines = []
     for one in erasures:
         counts = ", ".join(f"{name} {n}" for name, n in one["counts"].items() if n)
@@ -409,4 +422,5 @@ def told(erasures: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"  version {version['version']} ({version['label']}) learned from "
                 f"{version['rows']} rows{began}"
             )
-    return lines
+    named = [f"not looked into: {t}; take their rows out of it, or delete it" for t in tables]
+    return lines + named

@@ -714,6 +714,7 @@ BREAKS_OFF = LINES + b'{"kind": "thumbs", "prompt": "' + b"plum " * 99
         ("sum.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8), []),
         ("two.jsonl.gz", gzip.compress(LINES[:999]) + gzip.compress(LINES[999:]), []),
         ("plain.jsonl.gz", LINES, []),
+        ("OTHER.NDJSON", LINES, []),
         ("packed.jsonl", gzip.compress(LINES), []),
         ("marked.jsonl", MARK + LINES, []),
         ("marked.json", MARK + PRETTY, []),
@@ -775,6 +776,19 @@ def test_a_damaged_file_keeps_nobody_from_being_erased(content: bytes, copied: W
     assert b"bob" in unpacked(path.read_bytes())
     with copied.database.read() as connection:
         assert not held(connection, Person("tea", ANN))
+
+
+def test_tables_that_wait_for_a_person_are_named(copied: World) -> None:
+    inbox = copied.settings.state_dir / "inbox"
+    (inbox / "coffee").mkdir()
+    for place in ("tea/Votes.CSV", "tea/done/votes.xlsx", "coffee/votes.csv"):
+        (inbox / place).write_text("rater\nann\n")
+    done = copied.erase()
+    assert done["tables"] == ["inbox/tea/Votes.CSV", "inbox/tea/done/votes.xlsx"]
+    assert told(done["erasures"], done["tables"])[-2:] == [
+        f"not looked into: {table}; take their rows out of it, or delete it"
+        for table in done["tables"]
+    ]
 
 
 @pytest.mark.parametrize(("before", "end"), [(b"", b"\n"), (b"", b" "), (b"[", b" ")])

@@ -86,7 +86,7 @@ def erase(
         typer.confirm("Erase all of it? It cannot be undone", abort=True)
     with _telling_where(here):
         done = take_out(here.settings, here.registry, rater, agent, unsigned=unsigned)
-    for line in told(done["erasures"]):
+    for line in told(done["erasures"], done["tables"]):
         typer.echo(line)
 
 

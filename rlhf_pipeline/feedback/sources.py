@@ -24,7 +24,8 @@ from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
-SUFFIXES = (*LINES, *TABLES, WORKBOOK, PARQUET)
+CELLS = (*TABLES, WORKBOOK, PARQUET)
+SUFFIXES = (*LINES, *CELLS)
 HUB = "hf://"
 STORE = "feedback.db"  # what a state folder is known by
 PARQUET_ROWS = 1000  # of a parquet file that are held at once

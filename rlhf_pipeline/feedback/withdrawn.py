@@ -30,6 +30,7 @@ from rlhf_pipeline.feedback.lines import (
     unpacking,
 )
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
+from rlhf_pipeline.feedback.sources import CELLS, LINES
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
 from rlhf_pipeline.records import Message, Prompt, prompt_from_json, uuid7
@@ -147,10 +148,15 @@ def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> i
     file is held in memory, unpacked, where something of theirs is in it.
     """
     changed = 0
-    for path in sorted(inbox.rglob("*.json*")):
-        if path.is_file():
+    for path in sorted(inbox.rglob("*")):
+        if (".json" in path.name or path.name.lower().endswith(LINES)) and path.is_file():
             changed += _without_lines(path, person, interactions)
     return changed
+
+
+def tables_in(inbox: Path) -> list[Path]:
+    """Return the dropped tables and workbooks, which nothing takes in or looks into unasked."""
+    return [path for path in sorted(inbox.rglob("*")) if path.name.lower().endswith(CELLS)]
 
 
 def _others_beside(path: Path, gone: Collection[str]) -> tuple[frozenset[Prompt], pd.DataFrame]:

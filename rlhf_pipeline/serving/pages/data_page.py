@@ -185,7 +185,8 @@ class _DataPage:
             return self._page(self._question(asked))
         agent, unsigned = asked["agent"] or None, asked["unsigned"] == "yes"
         done = erase(self.settings, self.registry, asked["rater"], agent, unsigned=unsigned)
-        lines = _lines(told(done["erasures"]))
+        tables = done["tables"] if self.path == ANYBODY else []  # for an operator to look through
+        lines = _lines(told(done["erasures"], tables))
         return self._page(f'<h2 id="erased">It is erased</h2><p>{REMAINS}</p>{lines}')
 
     def _question(self, asked: Asked) -> str:
