@@ -91,9 +91,9 @@ def erase(
 
     With `unsigned` also the interactions nobody signed that they said something about. Asked again
     it takes out what has come in since, and returns every erasure of theirs, and under "tables" the
-    dropped files that are for a person to look through. Raises UnknownRater
-    where there never was anything, ClaimRefused while one of their agents is being trained or
-    tuned, RegistryError or OrchestratorAway while MLflow or Dagster's database is; then ask again.
+    dropped files that are for a person to look through. Raises UnknownRater where there never was
+    anything, ClaimRefused while one of their agents is being trained or tuned, RegistryError or
+    OrchestratorAway while MLflow or Dagster's database is; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
