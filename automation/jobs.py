@@ -120,7 +120,7 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
         context.log.info(f"{path} was taken in by an earlier run")
         return
     settings = pipeline.settings()
-    inbox = settings.state_dir / settings.feedback.drop_folder / config.agent_id
+    inbox = settings.inbox_folder(config.agent_id)
     # Whoever reaches Dagster's page may ask for any path, and has no business with other files.
     outside = not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox
     if problem := "not in the agent's inbox" if outside else unfit_to_take(path):

@@ -141,7 +141,7 @@ class _Loop:
         self.agent_id = agent_id = wanted.agent_id
         self.people: list[Person] = population(wanted.people, wanted.seed)
         self.days = plan(wanted.nights, wanted.seed)
-        self.inbox = settings.state_dir / settings.feedback.drop_folder / agent_id
+        self.inbox = settings.inbox_folder(agent_id)
         store = self.pipeline.store
         store.ensure_agent(agent_id)
         recipe = settings.state_dir / "simulation" / f"{agent_id}.yaml"

@@ -952,6 +952,10 @@ class Settings(Section):
         """Return where an agent's snapshots, turns and baseline are kept."""
         return self.state_dir / "agents" / agent_id
 
+    def inbox_folder(self, agent_id: str) -> Path:
+        """Return where files for an agent are dropped."""
+        return self.state_dir / self.feedback.drop_folder / agent_id
+
     def turn_folder(self, agent_id: str, fingerprint: str, verdicts: int = 0) -> Path:
         """Return where a turn trains. One asked for again, after so many verdicts, gets its own:
         the model in the earlier folder is registered, and may be the champion.

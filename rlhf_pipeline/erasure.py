@@ -126,11 +126,12 @@ def _tables(settings: Settings, meant: Sequence[Person]) -> list[str]:
     """Return the tables dropped for these persons' agents, by their place in the state folder."""
     from rlhf_pipeline.feedback.withdrawn import tables_in
 
-    inbox = Path(settings.feedback.drop_folder)
+    shown = Path(settings.feedback.drop_folder)
     return [
-        str(inbox / agent / path.relative_to(settings.state_dir / inbox / agent))
+        str(shown / agent / path.relative_to(inbox))
         for agent in sorted({person.agent_id for person in meant})
-        for path in tables_in(settings.state_dir / inbox / agent)
+        for inbox in [settings.inbox_folder(agent)]
+        for path in tables_in(inbox)
     ]
 
 
@@ -248,8 +249,7 @@ def _clean_files(
 
     claims = ClaimBook(registry.ledger.database)
     agent = settings.agent_folder(person.agent_id)
-    inbox = settings.state_dir / settings.feedback.drop_folder / person.agent_id
-    changed = clean_inbox(inbox, person, held.interactions)
+    changed = clean_inbox(settings.inbox_folder(person.agent_id), person, held.interactions)
     learned = {
         folder: said
         for folder in sorted((agent / "snapshots").glob("*/"))
