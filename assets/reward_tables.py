@@ -7,6 +7,7 @@ import dagster as dg
 
 from assets.common import table
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.reward.calibration import judged_by
 
 BESIDE = ("bag_of_words", "annotators", "length_matched")
 
@@ -28,7 +29,7 @@ def beside(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def worst_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the pairs the model is most wrong about, by id, the worst first."""
+    """Return the pairs, or the votes, the model is most wrong about, by id, the worst first."""
     findings = report.get("findings") or {}
     return list(findings.get("worst", ()))
 
@@ -51,7 +52,8 @@ def groups_of(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             of_word = findings.get(f"by_{word}", {})
             groups += [(f"{word} {name}", one) for name, one in of_word.items()]
         curve = findings.get("learning_curve", ())
-        groups += [(f"head on {one['pairs']} pairs", one["accuracy"]) for one in curve]
+        of = judged_by(reports[job])
+        groups += [(f"head on {one['pairs']} {of}", one["accuracy"]) for one in curve]
         rows += [
             {
                 "model": job,

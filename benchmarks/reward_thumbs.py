@@ -6,7 +6,8 @@ Simulated people, a fifth of them careless, give thumbs to single completions of
 tiny's, trained here where no folder is named). A head on its frozen trunk learns from those of
 training prompts, and is judged by those of the others as a turn does (reward/matched.py). Beside
 stands what nobody could know: its accuracy on pairs of completions to one prompt, by the hidden
-preference; and how well its score alone tells thumbs up from thumbs down.
+preference; how well its score alone tells thumbs up from thumbs down; and what a bag of words that
+learnt from the same thumbs shows where they judge.
 
 The control are people who give their thumbs by what was asked, whatever was answered: nine in ten
 up where a question is of the half of the topics that please. There is nothing to learn of answers,

@@ -287,7 +287,7 @@ def _clean_files(
     for path in sorted(agent.rglob("raters.json")):
         changed += _without_rater(path, person.rater_id)
     for path in sorted(agent.rglob(WORST)):
-        changed += _without_pairs(path, held.gone)
+        changed += _without_votes(path, held.gone)
     return changed
 
 
@@ -383,10 +383,13 @@ def _without_rater(path: Path, rater_id: str) -> int:
     return 1
 
 
-def _without_pairs(path: Path, gone: Collection[str]) -> int:
-    """Take pairs that these votes made out of what a reward model is most wrong about."""
+def _without_votes(path: Path, gone: Collection[str]) -> int:
+    """Take these votes, and pairs they made, out of what a reward model is most wrong about."""
     before = read_json(path)
-    after = {"pairs": [pair for pair in before["pairs"] if pair["pair_id"] not in gone]}
+    after = {
+        of: [row for row in rows if row.get("pair_id", row.get("example_id")) not in gone]
+        for of, rows in before.items()
+    }
     if after == before:
         return 0
     write_json(path, after)

@@ -137,6 +137,7 @@ class RewardExample:
     criteria: Mapping[str, float] | None
     voter: str
     split: Split
+    origin: str = ""  # where the vote came in, as a pair's
 
 
 @dataclass(frozen=True, slots=True)

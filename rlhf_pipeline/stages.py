@@ -615,9 +615,13 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     """Compare the candidate with baseline and champion, judged by the gate model; then the gate."""
     from rlhf_pipeline.evaluation import PAGE
     from rlhf_pipeline.evaluation.compare import compare
-    from rlhf_pipeline.evaluation.facts import disagreement_facts, gate_facts
+    from rlhf_pipeline.evaluation.facts import REWARD_REPORT, disagreement_facts, gate_facts
     from rlhf_pipeline.evaluation.gate import decide
-    from rlhf_pipeline.evaluation.groups import group_facts, judge_by_group
+    from rlhf_pipeline.evaluation.groups import (
+        group_facts,
+        judge_by_group,
+        judge_by_voted_groups,
+    )
     from rlhf_pipeline.evaluation.page import write_page
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.reward.named import needs_references
@@ -660,6 +664,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     )
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
     by_group = judge_by_group(judges["gate"], pairs, prompts)
+    if not by_group and (turn.work / REWARD_REPORT).exists():
+        by_group = judge_by_voted_groups(read_json(turn.work / REWARD_REPORT))
     comparison = replace(comparison, judge=by_group)
     decision = decide(
         comparison,

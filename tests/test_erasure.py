@@ -235,7 +235,8 @@ def _turn(world: World) -> None:
     write_json(work / "reward.json", {"work": "w", "result": {"proxy": worth}})
     (data / DRIFT_PAGE).write_text(f'x: ["{SECRET}"]')
     wrong = [{"pair_id": p.pair_id, "chosen": p.chosen} for p in built.preference_pairs]
-    write_json(work / "reward" / "proxy" / "worst.json", {"pairs": wrong})
+    alone = [{"example_id": e.example_id, "words": e.completion} for e in built.reward_examples]
+    write_json(work / "reward" / "proxy" / "worst.json", {"pairs": wrong, "votes": alone})
     texts = (f"{SECRET} one?", "pear one?")
     samples = [
         {"update": 0, "prompt": t, "baseline": t, "completion": t, "score": 1} for t in texts

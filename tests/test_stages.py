@@ -127,6 +127,7 @@ def test_votes_on_single_answers_teach_and_judge_where_nobody_compared(
     reports = stages.train_reward_models(turn, ignore_progress, lambda: None)
     assert {one["judged_by"] for one in reports.values()} == {"votes"}
     assert all(one["n"] >= FEWEST_MATCHED and one["pairs"] == 0 for one in reports.values())
+    assert all(one["findings"]["learning_curve"] for one in reports.values())
     # No votes since could tell whether these have fallen, so the next turn trains its own.
     later = replace(turn, work=tmp_path / "later", previous=turn.work)
     again = stages.train_reward_models(later, ignore_progress, lambda: None)

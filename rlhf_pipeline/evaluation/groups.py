@@ -1,4 +1,4 @@
-"""How well the judge judges for each topic and each cohort of raters, on held-out pairs.
+"""How well the judge judges for each topic and each cohort of raters, on held-out votes.
 
 A reward model may be right on the whole and wrong for the few: on a topic hardly anybody asked
 about, or for people who came another way. A cohort is where a vote came in (a vote's origin).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.feedback.datasets import cohort_of
@@ -18,7 +19,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import pair_accuracy, wilson_interval
+from rlhf_pipeline.reward.calibration import judged_by, pair_accuracy, wilson_interval
 
 FEWEST_OF_GROUP = 30  # pairs; fewer say nothing
 
@@ -48,6 +49,23 @@ def judge_by_group(
         group: Number(pair_accuracy(of), *wilson_interval(pair_accuracy(of), len(of)), len(of))
         for group, of in sorted(margins.items())
         if len(of) >= FEWEST_OF_GROUP
+    }
+
+
+def judge_by_voted_groups(report: Mapping[str, Any]) -> dict[str, Number]:
+    """Return the same of a judge whose report.json says that single votes judged it.
+
+    How well it tells a group's good votes from its bad ones (reward/matched.py). Of as many votes
+    as so many pairs have completions; nothing of a judge that pairs judged.
+    """
+    findings = report.get("findings")
+    if findings is None or judged_by(report) == "pairs":
+        return {}
+    return {
+        f"{of} {name}": Number(one["share"], one["low"], one["high"], one["n"])
+        for of in ("cohort", "topic")
+        for name, one in sorted(findings[f"by_{of}"].items())
+        if one["n"] >= 2 * FEWEST_OF_GROUP
     }
 
 

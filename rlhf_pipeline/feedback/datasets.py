@@ -139,6 +139,7 @@ def build(
                     criteria=json.loads(row.criteria) if isinstance(row.criteria, str) else None,
                     voter=row.voter,
                     split=split,
+                    origin=row.origin,
                 )
             )
             rated = kind is FeedbackKind.rating and number is not None and number >= min_rating

@@ -1,7 +1,8 @@
 """What held-out votes say of a reward model beside its accuracy: for whom, beside what, how wrong.
 
 Shares come with 95 % intervals: Wilson's where pairs are counted (votes of one person count as if
-they were of several), Hanley and McNeil's for votes on single completions.
+they were of several), Hanley and McNeil's for votes on single completions. `find` reads pairs;
+where single votes judge, matched.py finds the same by these.
 What this does not tell: how good people's votes are. It holds the model against them.
 """
 
@@ -12,29 +13,93 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.feedback.agreement import agreement_of
 from rlhf_pipeline.feedback.datasets import cohort_of, unit_interval
-from rlhf_pipeline.records import FeedbackKind, PreferencePair, RewardExample, prompt_to_json
+from rlhf_pipeline.records import (
+    FeedbackKind,
+    PreferencePair,
+    Prompt,
+    RewardExample,
+    prompt_to_json,
+)
 from rlhf_pipeline.reward.calibration import pair_accuracy, wilson_interval
 from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.raters import WIDEST
 from rlhf_pipeline.reward.rules import words_of
 
-FEWEST = 10  # pairs of a topic or a cohort, or votes on each side of a kind; fewer say nothing
+JudgedBy = Literal["pairs", "votes"]
+
+FEWEST = 10  # pairs of a topic or a cohort, or votes on each side of a group; fewer say nothing
 ALIKE = 0.1  # two completions are of like length where they differ by this much of the longer one
 WORST = 10  # pairs that are kept as examples
 MOST_WORDS, WORDS_RIDGE = 300, 30.0  # of the bag of words, which is to cost no second
-MOST_PAIRS = 2000  # that the bag of words learns from
-CURVE = (1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the training pairs
-CURVE_PAIRS = 1000  # training pairs at most, and half as many held-out ones
+MOST_PAIRS = 2000  # that the bag of words learns from, and as many votes
+CURVE = (1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the training pairs, or votes
+CURVE_PAIRS = 1000  # training pairs or votes at most, and half as many held-out pairs
 CURVE_RIDGE = 10.0
+CONSTANT = 10.0  # a feature of every vote, for how many are good; so large that no ridge shrinks it
 MOST_SINGLES = 400  # held-out votes of a kind that are scored
 Z = 1.959964  # 95 %
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Twos of completions the first of which people find better, and what is usual beside each.
+
+    `texts` are N better ones, N worse ones, and as many for each of the prompts that `place` (2N,)
+    numbers; none where pairs judge, whose two sides have one prompt.
+    """
+
+    judged_by: JudgedBy
+    texts: list[tuple[Prompt, str]]
+    fitting: list[int]  # of the twos, those that fit temperature and lapse
+    judging: list[int]
+    place: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.fitting) + len(self.judging)
+
+    def lead(self, values: Tensor) -> Tensor:
+        """Return the 2N completions' values less what is usual; `values` are the texts', (T, ...).
+
+        Scores, features or lengths: whatever is a mean's to take.
+        """
+        said, usual = values[: 2 * len(self)], values[2 * len(self) :]
+        if self.place is None:
+            return said
+        prompts = int(self.place.max()) + 1
+        return said - usual.reshape(prompts, -1, *usual.shape[1:]).mean(1)[self.place]
+
+    def ahead(self, values: Tensor) -> Tensor:
+        """Return how far the better completions lead the worse ones, (N, ...)."""
+        better, worse = self.lead(values).chunk(2)
+        return better - worse
+
+    def margins(self, values: Tensor) -> list[float]:
+        """Return what `ahead` does, of values (T,)."""
+        margins: list[float] = self.ahead(values).tolist()
+        return margins
+
+    def lengths(self) -> Tensor:
+        """Return how many characters each text has, (T,) float64."""
+        return torch.tensor([len(text) for _, text in self.texts], dtype=torch.float64)
+
+    def longer_is_better(self) -> float:
+        """Return the accuracy of always preferring the longer completion, in characters."""
+        return pair_accuracy(self.margins(self.lengths()))
+
+
+def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[int]) -> HeldOut:
+    """Return decided pairs as what judges, in these halves."""
+    sides = [(pair.prompt, pair.chosen) for pair in pairs]
+    sides += [(pair.prompt, pair.rejected) for pair in pairs]
+    return HeldOut("pairs", sides, fitting, judging)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +114,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a head reaches that was fitted to some of the training pairs."""
+    """What a head reaches that was fitted to some of the training pairs, or votes."""
 
-    pairs: int
+    pairs: int  # or votes
     accuracy: Measured
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A held-out pair on which the model is surely of another opinion; no words of it."""
+    """A held-out pair, or vote, on which the model is surely of another opinion; no words of it."""
 
-    pair_id: str
-    margin: float  # below 0
-    longer: bool  # the model prefers the longer completion
+    pair_id: str  # or the vote's
+    margin: float  # below 0; of a vote, how far the answer leads what is usual, or trails it
+    longer: bool  # the model prefers the longer completion, or what is longer than usual
     cohort: str
 
 
@@ -69,12 +134,13 @@ class Disagreement:
 class Findings:
     """What held-out votes say of one reward model; what too few votes stand behind is left out."""
 
+    # Accuracy on pairs; where single votes judge, how well leads tell them apart (`tells_apart`).
     by_topic: dict[str, Measured]
+    by_cohort: dict[str, Measured]  # of raters: where their votes came in
     # pairs by how they came about; of single votes see `tells_apart`, or where these judge the
     # accuracy of those that were matched
     by_kind: dict[str, Measured]
-    by_cohort: dict[str, Measured]  # of raters: where their votes came in
-    bag_of_words: Measured | None  # accuracy of a regression on the words, fitted to the same pairs
+    bag_of_words: Measured | None  # accuracy of a regression on the words, fitted to the same votes
     annotators: Measured | None  # share of people who said the same of the same two completions
     length_matched: Measured | None  # accuracy on pairs of like length
     length_correlation: float | None  # of score and characters, by ranks, in [-1, 1]
@@ -95,6 +161,24 @@ def by_group(margins: Sequence[float], groups: Iterable[str | None]) -> dict[str
         if group is not None:
             found[group].append(margin)
     return {name: measured(of) for name, of in sorted(found.items()) if len(of) >= FEWEST}
+
+
+def apart_by_group(
+    leads: Sequence[float], good: Sequence[bool], groups: Iterable[str | None]
+) -> dict[str, Measured]:
+    """Return how well leads tell each group's good votes from its bad ones, by name.
+
+    None is in no group; of FEWEST on each side at least.
+    """
+    found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for lead, is_better, group in zip(leads, good, groups, strict=True):
+        if group is not None:
+            found[group][0 if is_better else 1].append(lead)
+    return {
+        name: tells_apart(*sides)
+        for name, sides in sorted(found.items())
+        if min(map(len, sides)) >= FEWEST
+    }
 
 
 def tells_apart(better: Sequence[float], worse: Sequence[float]) -> Measured:
@@ -144,13 +228,8 @@ def by_kind(
     Single votes are never made pairs to learn from; here good and bad ones are only counted.
     """
     found = by_group(margins, ["correction" if p.corrected else "preference" for p in pairs])
-    sides: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for example, score in zip(examples, scores, strict=True):
-        sides[example.kind.value][0 if is_good(example) else 1].append(score)
-    for kind, (better, worse) in sorted(sides.items()):
-        if min(len(better), len(worse)) >= FEWEST:
-            found[kind] = tells_apart(better, worse)
-    return found
+    good = [bool(is_good(example)) for example in examples]
+    return found | apart_by_group(scores, good, [example.kind.value for example in examples])
 
 
 def annotators_agree(pairs: Sequence[PreferencePair]) -> Measured | None:
@@ -182,39 +261,62 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return statistics.correlation(_ranks(xs), _ranks(ys))
 
 
-def word_margins(train: Sequence[PreferencePair], test: Sequence[PreferencePair]) -> list[float]:
-    """Return test margins of a logistic regression on which words a completion has.
+def word_margins(
+    train: Sequence[PreferencePair],
+    held_out: HeldOut,
+    votes: Sequence[RewardExample] = (),
+) -> list[float]:
+    """Return held-out margins of a logistic regression on which words a completion has.
 
-    The MOST_WORDS words that stand in most training completions are known, and those in two at
-    least. Empty where no word is.
+    It learns from pairs which of two is better, and from votes what is good. The MOST_WORDS words
+    that stand in most training completions are known, and those in two at least. Empty where no
+    word is.
     """
     train = train[:MOST_PAIRS]
-    counts = Counter(
-        w for p in train for text in (p.chosen, p.rejected) for w in set(words_of(text))
-    )
+    votes = [vote for vote in votes if is_good(vote) is not None][:MOST_PAIRS]
+    said = [text for pair in train for text in (pair.chosen, pair.rejected)]
+    said += [vote.completion for vote in votes]
+    counts = Counter(word for text in said for word in set(words_of(text)))
     known = [word for word, count in counts.most_common(MOST_WORDS) if count > 1]
     if not known:
         return []
     place = {word: i for i, word in enumerate(known)}
 
-    def differences(pairs: Sequence[PreferencePair]) -> Tensor:
-        found = torch.zeros(len(pairs), len(known), dtype=torch.float64)
-        for row, pair in zip(found, pairs, strict=True):
-            for text, sign in ((pair.chosen, 1), (pair.rejected, -1)):
-                for word in set(words_of(text)) & place.keys():
-                    row[place[word]] += sign
+    def has(texts: Sequence[str]) -> Tensor:
+        found = torch.zeros(len(texts), len(known), dtype=torch.float64)
+        for row, text in zip(found, texts, strict=True):
+            row[[place[word] for word in set(words_of(text)) & place.keys()]] = 1
         return found
 
-    told = differences(train)
-    head, _ = logistic(told, torch.ones(len(told), dtype=torch.float64), WORDS_RIDGE)
-    margins: list[float] = (differences(test) @ head).tolist()
+    told = has(said)
+    ahead = told[: 2 * len(train) : 2] - told[1 : 2 * len(train) : 2]
+    head, _ = logistic(*taught(ahead, told[2 * len(train) :], votes), WORDS_RIDGE)
+    margins: list[float] = (
+        held_out.ahead(has([t for _, t in held_out.texts])) @ head[:-1]
+    ).tolist()
     return margins
 
 
-def learning_curve(train: Tensor, test: Tensor) -> tuple[Learnt, ...]:
-    """Return the held-out accuracy of heads fitted to growing shares of the training pairs.
+def taught(
+    ahead: Tensor, features: Tensor, votes: Sequence[RewardExample]
+) -> tuple[Tensor, Tensor]:
+    """Return what a regression learns from, rows (P + V, F + 1) and targets (P + V,), float64.
 
-    Both are features(chosen) - features(rejected) of decided pairs, (N, F) and (M, F) float64.
+    `ahead` (P, F) are features of better completions less those of worse ones; of the completions
+    that the votes are on they are `features` (V, F). The last feature is the votes' constant.
+    """
+    constant = features.new_full((len(votes), 1), CONSTANT)
+    rows = torch.cat([nn.functional.pad(ahead, (0, 1)), torch.cat([features, constant], 1)])
+    good = [float(bool(is_good(vote))) for vote in votes]
+    return rows, torch.tensor([1.0] * len(ahead) + good, dtype=torch.float64)
+
+
+def learning_curve(train: Tensor, targets: Tensor, test: Tensor) -> tuple[Learnt, ...]:
+    """Return the held-out accuracy of heads fitted to growing shares of what they learn from.
+
+    `train` (N, F) are features(chosen) - features(rejected) of decided pairs, whose `targets` (N,)
+    are 1, or what `taught` makes of votes; `test` (M, F) are differences like the pairs'. All are
+    float64.
     """
     if not bool(train.isfinite().all()):
         return ()  # who trains on these says what is wrong with them
@@ -223,10 +325,9 @@ def learning_curve(train: Tensor, test: Tensor) -> tuple[Learnt, ...]:
         train, test = train @ directions[:WIDEST].T, test @ directions[:WIDEST].T
     found = []
     for share in CURVE:
-        pairs = math.ceil(share * len(train))
-        ones = torch.ones(pairs, dtype=torch.float64)
-        head, _ = logistic(train[:pairs], ones, CURVE_RIDGE)
-        found.append(Learnt(pairs, measured((test @ head).tolist())))
+        count = math.ceil(share * len(train))
+        head, _ = logistic(train[:count], targets[:count], CURVE_RIDGE)
+        found.append(Learnt(count, measured((test @ head).tolist())))
     return tuple(found)
 
 
@@ -246,9 +347,9 @@ def worst(pairs: Sequence[PreferencePair], margins: Sequence[float]) -> tuple[Di
 
 
 def find(
+    held_out: HeldOut,
     pairs: Sequence[PreferencePair],
-    margins: Sequence[float],
-    scores: Sequence[float],
+    scores: Tensor,
     *,
     train: Sequence[PreferencePair],
     examples: Sequence[RewardExample] = (),
@@ -258,12 +359,12 @@ def find(
 ) -> Findings:
     """Return what decided held-out pairs, and examples, say of a model.
 
-    `scores` are those of all chosen and then all rejected completions; `train` are its decided
+    `held_out` is `of_pairs` of them, `scores` (T,) its texts'; `train` are the model's decided
     training pairs; `topics` what prompts (records.prompt_to_json) were filed under.
     """
-    texts = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+    margins = held_out.margins(scores)
     alike = [m for pair, m in zip(pairs, margins, strict=True) if of_like_length(pair)]
-    words = word_margins(train, pairs)
+    words = word_margins(train, held_out)
     return Findings(
         by_topic=by_group(margins, [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]),
         by_kind=by_kind(pairs, margins, examples, example_scores),
@@ -271,7 +372,7 @@ def find(
         bag_of_words=measured(words) if words else None,
         annotators=annotators_agree(pairs),
         length_matched=measured(alike) if alike else None,
-        length_correlation=rank_correlation(scores, [float(len(text)) for text in texts]),
+        length_correlation=rank_correlation(scores.tolist(), held_out.lengths().tolist()),
         learning_curve=curve,
         worst=worst(pairs, margins),
     )

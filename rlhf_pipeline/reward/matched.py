@@ -16,18 +16,27 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.feedback.datasets import opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import cohort_of, opening_of, unit_interval
 from rlhf_pipeline.records import PreferencePair, Prompt, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import FEWEST_MATCHED
-from rlhf_pipeline.reward.calibration import pair_accuracy
-from rlhf_pipeline.reward.held_out import is_good
-
-JudgedBy = Literal["pairs", "votes"]
+from rlhf_pipeline.reward.held_out import (
+    ALIKE,
+    WORST,
+    Disagreement,
+    Findings,
+    HeldOut,
+    Learnt,
+    apart_by_group,
+    by_group,
+    is_good,
+    measured,
+    rank_correlation,
+    word_margins,
+)
 
 MOST_MATCHES = 400
 USUAL = (4, 64)  # answers of the baseline to a prompt, at least and at most: see `usual_of_each`
@@ -55,6 +64,11 @@ class Matches:
         return (*self.fitting, *self.judging)
 
     @property
+    def votes(self) -> list[RewardExample]:
+        """Return the votes by themselves: those that like, then those that do not."""
+        return [match.liked for match in self.all] + [match.disliked for match in self.all]
+
+    @property
     def enough(self) -> bool:
         """Say whether a reward can be judged by them."""
         return len(self.all) >= FEWEST_MATCHED and bool(self.fitting and self.judging)
@@ -62,8 +76,7 @@ class Matches:
     @property
     def prompts(self) -> list[Prompt]:
         """Return the prompts once each, in an order that only they decide."""
-        votes = [vote for match in self.all for vote in (match.liked, match.disliked)]
-        by_text = {prompt_to_json(vote.prompt): vote.prompt for vote in votes}
+        by_text = {prompt_to_json(vote.prompt): vote.prompt for vote in self.votes}
         return [by_text[text] for text in sorted(by_text)]
 
     @property
@@ -162,59 +175,12 @@ def judging_votes(
     return matches if matches.enough and len(matches.all) > decided else None
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Twos of completions the first of which people find better, and what is usual beside each.
-
-    `texts` are N better ones, N worse ones, and as many for each of the prompts that `place` (2N,)
-    numbers; none where pairs judge, whose two sides have one prompt.
-    """
-
-    judged_by: JudgedBy
-    texts: list[tuple[Prompt, str]]
-    fitting: list[int]  # of the twos, those that fit temperature and lapse
-    judging: list[int]
-    place: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.fitting) + len(self.judging)
-
-    def lead(self, values: Tensor) -> Tensor:
-        """Return the 2N completions' values less what is usual; `values` are the texts', (T, ...).
-
-        Scores, features or lengths: whatever is a mean's to take.
-        """
-        said, usual = values[: 2 * len(self)], values[2 * len(self) :]
-        if self.place is None:
-            return said
-        prompts = int(self.place.max()) + 1
-        return said - usual.reshape(prompts, -1, *usual.shape[1:]).mean(1)[self.place]
-
-    def margins(self, values: Tensor) -> list[float]:
-        """Return how far the better completions lead the worse ones; `values` are (T,)."""
-        better, worse = self.lead(values).chunk(2)
-        margins: list[float] = (better - worse).tolist()
-        return margins
-
-    def longer_is_better(self) -> float:
-        """Return the accuracy of always preferring the longer completion, in characters."""
-        lengths = torch.tensor([len(text) for _, text in self.texts], dtype=torch.float64)
-        return pair_accuracy(self.margins(lengths))
-
-
-def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[int]) -> HeldOut:
-    """Return decided pairs as what judges, in these halves."""
-    sides = [(pair.prompt, pair.chosen) for pair in pairs]
-    sides += [(pair.prompt, pair.rejected) for pair in pairs]
-    return HeldOut("pairs", sides, fitting, judging)
-
-
 def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
     """Return matched votes as what judges.
 
     `usual` has as many answers of the baseline to each prompt (records.prompt_to_json).
     """
-    votes = [m.liked for m in matches.all] + [m.disliked for m in matches.all]
+    votes = matches.votes
     texts = [(vote.prompt, vote.completion) for vote in votes]
     place: dict[str, int] = {}
     for prompt in matches.prompts:
@@ -228,4 +194,72 @@ def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
         list(range(len(matches.fitting))),
         list(range(len(matches.fitting), count)),
         torch.tensor([place[prompt_to_json(vote.prompt)] for vote in votes]),
+    )
+
+
+def find(
+    held_out: HeldOut,
+    matches: Matches,
+    scores: Tensor,
+    *,
+    train: Sequence[PreferencePair],
+    examples: Sequence[RewardExample],
+    topics: Mapping[str, str],
+    curve: tuple[Learnt, ...] = (),
+) -> Findings:
+    """Return what matched votes say of a model; how often people agree they do not.
+
+    `held_out` is `of_matches` of them, `scores` (T,) its texts'; `train` and `examples` are the
+    decided pairs and the votes that the model learnt from; `topics` what prompts
+    (records.prompt_to_json) were filed under. Groups are told by all their votes, as those of one
+    match are mostly of two.
+    """
+    votes, N = matches.votes, len(matches.all)
+    leads: list[float] = held_out.lead(scores).tolist()
+    longer = held_out.lead(held_out.lengths())
+    good = [True] * N + [False] * N
+    margins, lengths = held_out.margins(scores), [float(len(vote.completion)) for vote in votes]
+    differences = held_out.margins(held_out.lengths())
+    alike = [
+        margin
+        for margin, difference, one, other in zip(
+            margins, differences, lengths[:N], lengths[N:], strict=True
+        )
+        if abs(difference) <= ALIKE * max(one, other)
+    ]
+    words = word_margins(train, held_out, examples)
+    return Findings(
+        by_topic=apart_by_group(leads, good, [topics.get(prompt_to_json(v.prompt)) for v in votes]),
+        by_cohort=apart_by_group(leads, good, [cohort_of(v.origin) or None for v in votes]),
+        by_kind=by_group(margins, [vote.kind.value for vote in votes[:N]]),
+        bag_of_words=measured(words) if words else None,
+        annotators=None,
+        length_matched=measured(alike) if alike else None,
+        length_correlation=rank_correlation(leads, longer.tolist()),
+        learning_curve=curve,
+        worst=_worst(votes, good, leads, longer.tolist()),
+    )
+
+
+def _worst(
+    votes: Sequence[RewardExample],
+    good: Sequence[bool],
+    leads: Sequence[float],
+    longer: Sequence[float],
+) -> tuple[Disagreement, ...]:
+    """Return the votes the model most surely finds otherwise, the worst first.
+
+    `leads` are how far its score of each answer leads what is usual, `longer` how far its length.
+    """
+    margins = [lead if liked else -lead for lead, liked in zip(leads, good, strict=True)]
+    order = sorted(range(len(votes)), key=lambda i: (margins[i], votes[i].example_id))
+    return tuple(
+        Disagreement(
+            votes[i].example_id,
+            margins[i],
+            longer[i] < 0 if good[i] else longer[i] > 0,
+            cohort_of(votes[i].origin),
+        )
+        for i in order[:WORST]
+        if margins[i] < 0
     )

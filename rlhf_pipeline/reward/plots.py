@@ -82,10 +82,10 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     axes.legend(fontsize=7)
     axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
     axes.invert_yaxis()
-    if not learnt:  # it began with an earlier model, or learnt from no pairs
+    if not learnt:  # it began with an earlier model, or learnt from nothing of the kind
         return figure
     curve = figure.add_axes((0.74, 0.13, 0.24, 0.79))
-    curve.set(xlabel="training pairs", ylabel="accuracy, 95 %", title="More votes")
+    curve.set(xlabel=f"training {report.judged_by}", ylabel="accuracy, 95 %", title="More votes")
     for bound in ("low", "share", "high"):
         style = "o-" if bound == "share" else ":"
         heights = [getattr(one.accuracy, bound) for one in learnt]

@@ -52,12 +52,16 @@ from rlhf_pipeline.reward.held_out import (
     CURVE_PAIRS,
     Disagreement,
     Findings,
+    HeldOut,
+    JudgedBy,
     Learnt,
-    by_group,
     find,
+    is_good,
     learning_curve,
     learnt_floors,
+    of_pairs,
     some_of_each_kind,
+    taught,
 )
 from rlhf_pipeline.reward.influence import PartInfluence, of_heads, of_one_head, why_unknown
 from rlhf_pipeline.reward.kinds import (
@@ -73,14 +77,8 @@ from rlhf_pipeline.reward.kinds import (
     voters_of,
 )
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
-from rlhf_pipeline.reward.matched import (
-    JudgedBy,
-    Matches,
-    judging_votes,
-    of_matches,
-    of_pairs,
-    sides_of,
-)
+from rlhf_pipeline.reward.matched import Matches, judging_votes, of_matches, sides_of
+from rlhf_pipeline.reward.matched import find as find_by_votes
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
     Calibration,
@@ -267,9 +265,15 @@ def train_reward_model(
     else:
         held_out = of_pairs(decided, *halves(decided))
     seen = all_features(model, rows, report) if freeze_trunk else None
-    pair_ids = [pair.pair_id for pair in train_pairs]
-    tells_curve = not warm and held_out.judged_by == "pairs"
-    curve = head_curve(model, train, pair_ids, test, features, seen, report) if tells_curve else ()
+    taught_by = [e for e in examples if (kinds or {}).get(e.kind) and is_good(e) is not None]
+    curve: tuple[Learnt, ...] = ()
+    if matches and not warm:
+        curve = head_curve_by_votes(
+            model, tokenizer, taught_by, held_out, rows, seen, limits, report
+        )
+    elif not warm:
+        pair_ids = [pair.pair_id for pair in train_pairs]
+        curve = head_curve(model, train, pair_ids, test, features, seen, report)
     if features is not None and weigh_raters:
         told = features / scales(features, LIKELIHOODS * model.likelihood)
         targets = torch.tensor(train.targets, dtype=torch.float64)
@@ -325,22 +329,31 @@ def train_reward_model(
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
-    # A score that knows questions alone tells them apart: where they judge, it is two by two.
-    singles = [] if matches else some_of_each_kind(test_examples)
-    said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
-    findings = find(
-        decided,
-        margins if decided else [],
-        scores.tolist() if decided else [],
-        train=[pair for pair in train_pairs if pair.decided],
-        examples=singles,
-        example_scores=score_rows(model, said),
-        topics=topics or {},
-        curve=curve,
-    )
+    learnt_from = [pair for pair in train_pairs if pair.decided]
     if matches:
-        by_kind = by_group(margins, [one.liked.kind.value for one in matches.all])
-        findings = replace(findings, by_kind=by_kind)
+        findings = find_by_votes(
+            held_out,
+            matches,
+            scores,
+            train=learnt_from,
+            examples=taught_by,
+            topics=topics or {},
+            curve=curve,
+        )
+    else:
+        # Not so where these judge: a score that knows questions alone tells them apart.
+        singles = some_of_each_kind(test_examples)
+        said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
+        findings = find(
+            held_out,
+            decided,
+            scores,
+            train=learnt_from,
+            examples=singles,
+            example_scores=score_rows(model, said),
+            topics=topics or {},
+            curve=curve,
+        )
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
@@ -391,7 +404,8 @@ def train_reward_model(
             folder / "report.json",
             {**asdict(result), "path": str(result.path), "began_with": began},
         )
-        write_json(folder / WORST, {"pairs": examples_of(findings.worst, decided)})
+        votes_there = matches.votes if matches else ()
+        write_json(folder / WORST, in_words(findings.worst, decided, votes_there))
         plot_report(result, margins, folder)
         if kinds is not None:
             write_json(folder / "raters.json", {"careful": careful, "turned_after": turned})
@@ -549,24 +563,60 @@ def head_curve(
         judged = torch.cat([seen[:held], seen[len(test) : len(test) + held]])
     scale = scales(features, LIKELIHOODS * model.likelihood)
     told, unseen = features / scale, judged / scale
-    return learning_curve(told[: len(chosen)] - told[len(chosen) :], unseen[:held] - unseen[held:])
+    ahead = told[: len(chosen)] - told[len(chosen) :]
+    ones = torch.ones(len(ahead), dtype=torch.float64)
+    return learning_curve(ahead, ones, unseen[:held] - unseen[held:])
 
 
-def examples_of(
-    worst: Sequence[Disagreement], pairs: Sequence[PreferencePair]
-) -> list[dict[str, object]]:
-    """Return the pairs in words: what erasure goes through by pair_id."""
-    by_id = {pair.pair_id: pair for pair in pairs}
-    return [
-        {
-            "pair_id": one.pair_id,
-            "margin": one.margin,
-            "prompt": [asdict(message) for message in by_id[one.pair_id].prompt],
-            "people preferred": by_id[one.pair_id].chosen,
-            "the model prefers": by_id[one.pair_id].rejected,
-        }
-        for one in worst
-    ]
+def head_curve_by_votes(
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    votes: Sequence[RewardExample],
+    held_out: HeldOut,
+    rows: Sequence[Row],
+    seen: Tensor | None,
+    limits: Limits,
+    report: Progress,
+) -> tuple[Learnt, ...]:
+    """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS votes at most.
+
+    `votes` are those it may learn from, all of them good or bad; `rows` are the held-out texts',
+    `seen` the features of these where they are known. Empty where there are no votes.
+    """
+    chosen = sorted(votes, key=lambda vote: unit_interval("curve", vote.example_id))[:CURVE_PAIRS]
+    if not chosen:
+        return ()
+    said = encode_rows(tokenizer, [(vote.prompt, vote.completion) for vote in chosen], limits)
+    features = all_features(model, said, report)
+    if seen is None:
+        seen = all_features(model, rows, report)
+    scale = scales(features, LIKELIHOODS * model.likelihood)
+    none = features[:0]
+    told, targets = taught(none, (features - features.mean(0)) / scale, chosen)
+    ahead = held_out.ahead(seen / scale)
+    return learning_curve(told, targets, torch.nn.functional.pad(ahead, (0, 1)))
+
+
+def in_words(
+    worst: Sequence[Disagreement],
+    pairs: Sequence[PreferencePair],
+    votes: Sequence[RewardExample] = (),
+) -> dict[str, list[dict[str, object]]]:
+    """Return the pairs, or the votes, in words: what erasure goes through by their ids."""
+    by_id: dict[str, PreferencePair | RewardExample] = {pair.pair_id: pair for pair in pairs}
+    by_id |= {vote.example_id: vote for vote in votes}
+    found: dict[str, list[dict[str, object]]] = {"pairs": [], "votes": []}
+    for one in worst:
+        said = by_id[one.pair_id]
+        prompt = [asdict(message) for message in said.prompt]
+        told: dict[str, object] = {"margin": one.margin, "prompt": prompt}
+        if isinstance(said, PreferencePair):
+            told |= {"people preferred": said.chosen, "the model prefers": said.rejected}
+            found["pairs"].append({"pair_id": one.pair_id, **told})
+        else:
+            told |= {"completion": said.completion, "liked": bool(is_good(said))}
+            found["votes"].append({"example_id": one.pair_id, **told})
+    return found
 
 
 def fit_head(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhf_pipeline.evaluation.groups import group_facts, judge_by_group
+from rlhf_pipeline.evaluation.groups import group_facts, judge_by_group, judge_by_voted_groups
 from rlhf_pipeline.feedback.datasets import cohort_of
 from rlhf_pipeline.records import EvaluationPrompt, PreferencePair, RewardInput, user_prompt
 
@@ -52,3 +52,17 @@ def test_a_cohort_is_where_votes_came_in() -> None:
         "/",
         "x" * 80,
     ]
+
+
+def test_where_votes_judge_their_groups_are_the_reports() -> None:
+    many = {"share": 0.4, "low": 0.3, "high": 0.48, "n": 60}
+    few = {**many, "high": 0.1, "n": 59}
+    findings = {"by_topic": {"drinks": many, "soup": few}, "by_cohort": {"chat": {**many, "n": 99}}}
+    found = judge_by_voted_groups({"judged_by": "votes", "findings": findings})
+    assert {group: (number.value, number.n) for group, number in found.items()} == {
+        "cohort chat": (0.4, 99),
+        "topic drinks": (0.4, 60),
+    }
+    assert group_facts(found) == {"reward/worst_group_high": 0.48}
+    assert judge_by_voted_groups({"judged_by": "pairs", "findings": findings}) == {}
+    assert judge_by_voted_groups({"judged_by": "votes", "findings": None}) == {}

@@ -27,6 +27,7 @@ from rlhf_pipeline.reward.held_out import (
     is_good,
     learning_curve,
     of_like_length,
+    of_pairs,
     rank_correlation,
     some_of_each_kind,
     tells_apart,
@@ -243,12 +244,13 @@ def test_length_is_told_by_ranks_and_by_pairs_of_like_length(planted: Planted) -
 
 def test_a_bag_of_words_and_a_curve_need_something_to_go_by(planted: Planted) -> None:
     alone: Any = [replace(planted.train[0], chosen="one", rejected="two")]
-    assert word_margins(alone, planted.test) == []
+    assert word_margins(alone, of_pairs(planted.test, [], [])) == []
     damaged = torch.full((8, 3), float("nan"), dtype=torch.float64)
-    assert learning_curve(damaged, damaged) == ()
+    ones = torch.ones(30, dtype=torch.float64)
+    assert learning_curve(damaged, ones[:8], damaged) == ()
     wide = torch.randn(40, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wide[:, 0] += 9
-    assert learning_curve(wide[:30], wide[30:])[-1].accuracy.share == 1
+    assert learning_curve(wide[:30], ones, wide[30:])[-1].accuracy.share == 1
 
 
 def test_its_score_is_offered_from_zero_to_one_too(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assets.reward_tables import groups_of
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.evaluation.facts import reward_facts
-from rlhf_pipeline.feedback.datasets import opening_of
+from rlhf_pipeline.feedback.datasets import JOBS, opening_of
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import (
     FeedbackKind,
@@ -27,12 +29,19 @@ from rlhf_pipeline.records import (
     user_prompt,
 )
 from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
-from rlhf_pipeline.reward.held_out import Measured, measured, tells_apart
+from rlhf_pipeline.reward.held_out import (
+    WORST,
+    HeldOut,
+    Measured,
+    measured,
+    rank_correlation,
+    tells_apart,
+)
 from rlhf_pipeline.reward.matched import (
     MOST_MATCHES,
-    HeldOut,
     Match,
     Matches,
+    find,
     judging_votes,
     match,
     of_matches,
@@ -179,6 +188,29 @@ def test_where_prompts_are_few_a_model_that_knows_nothing_still_shows_one_half(
     assert around >= 91  # four answers to each prompt leave 73 and 90
 
 
+def test_a_group_of_votes_shows_one_half_of_a_model_that_knows_nothing() -> None:
+    """Of one topic's prompts people are pleased; the scores are noise, whatever was answered."""
+    around: Counter[str] = Counter()
+    for seed in range(100):
+        rng = random.Random(seed)
+        pleased = [0.8 if i % 2 else 0.3 for i in range(60)]
+        votes = [
+            vote(float(rng.random() < pleased[i % 60]), f"{seed} {i % 60}", f"a{i}")
+            for i in range(500)
+        ]
+        found = match(votes, KINDS)
+        usual = ["An answer."] * usual_of_each(len(found.prompts))
+        held = of_matches(found, {prompt_to_json(prompt): usual for prompt in found.prompts})
+        noise = torch.randn(len(held.texts), generator=torch.Generator().manual_seed(seed))
+        topics = {
+            prompt_to_json(p): "even" if int(p[0].content.split()[1]) % 2 else "odd"
+            for p in found.prompts
+        }
+        by_topic = find(held, found, noise, train=[], examples=[], topics=topics).by_topic
+        around.update(name for name, one in by_topic.items() if one.low <= 0.5 <= one.high)
+    assert min(around["even"], around["odd"]) >= 90
+
+
 def test_a_large_agent_asks_its_baseline_no_more_than_it_must() -> None:
     assert [usual_of_each(n) for n in (0, 2, 25, 100, 400, 800)] == [64, 64, 64, 16, 4, 4]
 
@@ -260,6 +292,114 @@ def test_a_reward_is_learnt_and_judged_by_thumbs_alone(
     assert pair_accuracy(margins) > 0.9  # what nobody said, two answers to one prompt
 
 
+@pytest.fixture(scope="module")
+def mixed(
+    planted: Planted, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RewardModelReport, Path, list[RewardExample]]:
+    """Return a report, its folder and the held-out votes: two topics; a file has all upside down.
+
+    So have a few in the chat page's votes.
+    """
+    folder = tmp_path_factory.mktemp("mixed") / "rm"
+    votes = []
+    for i, one in enumerate(thumbs_of(planted, "evaluation", by_prompt=False)):
+        contrary = i % 3 == 0 or i < 5
+        number = 1 - (one.number or 0) if contrary else one.number
+        votes.append(replace(one, number=number, origin="in/odd.csv" if i % 3 == 0 else "chat"))
+    topics = {prompt_to_json(v.prompt): ("even", "odd")[i % 2] for i, v in enumerate(votes)}
+    trained = train(
+        planted,
+        folder,
+        by_prompt=False,
+        test_examples=votes,
+        usual=usual_of(planted, votes),
+        topics=topics,
+    )
+    return trained, folder, votes
+
+
+def test_votes_tell_for_whom_a_reward_is_right_and_beside_what(
+    mixed: tuple[RewardModelReport, Path, list[RewardExample]],
+) -> None:
+    report, _, _ = mixed
+    found = report.findings
+    assert found is not None
+    assert list(found.by_cohort) == ["chat", "odd.csv"]
+    assert found.by_cohort["chat"].low > 0.5 > found.by_cohort["odd.csv"].high
+    assert found.by_cohort["chat"].n + found.by_cohort["odd.csv"].n == 2 * report.n
+    assert list(found.by_topic) == ["even", "odd"]
+    assert found.by_kind == {"thumbs": Measured(report.accuracy, *report.interval, report.n)}
+    # "please" is a word: what a bag of these learns is as right as the model.
+    assert found.bag_of_words is not None
+    assert found.bag_of_words.n == report.n
+    assert report.floors["bag_of_words"] == found.bag_of_words.share
+    assert abs(found.bag_of_words.share - report.accuracy) < 0.15
+    assert found.annotators is None
+    assert found.length_correlation is not None
+    assert abs(found.length_correlation) < 0.4
+    assert [one.pairs for one in found.learning_curve] == [30, 60, 120, 240]
+    assert {one.accuracy.n for one in found.learning_curve} == {report.n}
+
+
+def test_a_reward_and_its_floors_learn_from_thumbs_what_pleases(
+    planted: Planted, tmp_path: Path
+) -> None:
+    report = train(planted, tmp_path / "rm", by_prompt=False)
+    assert report.findings is not None
+    assert report.findings.bag_of_words is not None
+    assert report.findings.bag_of_words.low > 0.5
+    assert report.findings.learning_curve[-1].accuracy.low > 0.5
+    told = read_json(tmp_path / "rm" / "report.json")
+    surely = {**told, "n": 200}  # as of a turn with enough of them
+    assert reward_facts(surely)["reward/accuracy_over_words"] == pytest.approx(
+        report.accuracy - report.findings.bag_of_words.low
+    )
+
+
+def test_votes_it_finds_otherwise_are_kept_with_their_words_apart(
+    mixed: tuple[RewardModelReport, Path, list[RewardExample]],
+) -> None:
+    report, folder, votes = mixed
+    assert report.findings is not None
+    worst = report.findings.worst
+    assert len(worst) == WORST
+    assert [one.margin for one in worst] == sorted(one.margin for one in worst)
+    assert worst[-1].margin < 0
+    assert Counter(one.cohort for one in worst)["odd.csv"] >= 5
+    said = {vote.example_id: vote for vote in votes}
+    words = read_json(folder / "worst.json")
+    assert words["pairs"] == []
+    for one, row in zip(worst, words["votes"], strict=True):
+        vote = said[one.pair_id]
+        assert row == {
+            "example_id": vote.example_id,
+            "margin": one.margin,
+            "prompt": [{"role": "user", "content": vote.prompt[0].content}],
+            "completion": vote.completion,
+            "liked": vote.number == 1,
+        }
+    assert not any(vote.completion in (folder / "report.json").read_text() for vote in votes)
+    rows = groups_of(dict.fromkeys(JOBS, read_json(folder / "report.json")))
+    names = [row["group"] for row in rows if row["model"] == "gate"]
+    assert {"topic even", "cohort odd.csv", "bag of words", "head on 240 votes"} <= set(names)
+
+
+def test_which_way_length_goes_with_what_votes_say() -> None:
+    held, _ = hand_worked()
+    a, b = vote(1, "p0", "12345", name="a"), vote(0, "p1", "123", name="b")
+    c, d = vote(1, "p1", "1234", name="c"), vote(0, "p2", "1", name="d")
+    matches = Matches((Match(a, b),), (Match(c, d),))
+    scores = torch.tensor([5.0, 1.0, 9.0, 0.0, 2.0, 2, 2, 2, 1, 1, 1, 1, 2, 2, 2, 2])
+    found = find(held, matches, scores, train=[], examples=[], topics={})
+    # Leads are 3 and 0 of the liked, 8 and -2 of the others; of lengths 5 and 3, 2 and -1.
+    assert found.length_correlation == pytest.approx(rank_correlation([3, 0, 8, -2], [5, 3, 2, -1]))
+    assert found.length_matched is None
+    assert (found.bag_of_words, found.by_topic, found.by_cohort) == (None, {}, {})
+    assert [(one.pair_id, one.margin, one.longer) for one in found.worst] == [("b", -8, True)]
+    even = find(held, matches, torch.zeros(16), train=[], examples=[], topics={})
+    assert (even.length_correlation, even.worst) == (None, ())
+
+
 def test_a_report_counts_votes_that_are_no_pairs_and_who_gave_them(
     planted: Planted, tmp_path: Path
 ) -> None:
@@ -288,6 +428,9 @@ def test_a_reward_that_knows_questions_alone_is_no_better_than_chance(
     assert report.findings.by_kind == {
         "thumbs": Measured(report.accuracy, *report.interval, report.n)
     }
+    assert report.findings.bag_of_words is not None
+    assert report.findings.bag_of_words.low < 0.5
+    assert report.findings.learning_curve[-1].accuracy.low < 0.5
     # A reward of nothing but the prompt has no lead at all, and a margin of 0 counts half.
     found = judging_votes([], votes, KINDS)
     assert found is not None
