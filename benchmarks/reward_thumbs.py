@@ -33,7 +33,7 @@ from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress
 from rlhf_pipeline.reward.heads import Combined
-from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart
+from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart, word_margins
 from rlhf_pipeline.reward.matched import by_prompt, match, of_matches
 from rlhf_pipeline.reward.model import encode_rows, score_rows
 from rlhf_pipeline.reward.training import fit_kinds
@@ -53,6 +53,7 @@ class Found:
     on_pairs: float  # accuracy by the hidden preference, on pairs of completions
     judged: Measured  # accuracy by held-out votes two by two
     apart: Measured  # how well the plain score tells held-out thumbs apart
+    words: Measured  # a bag of words, judged as the reward is
 
 
 def by_question(examples: Sequence[RewardExample], seed: int) -> list[RewardExample]:
@@ -97,6 +98,7 @@ def learn(base: Path, policy: Policy, pool: Pool, examples: Sequence[RewardExamp
             [score for e, score in plain if is_good(e)],
             [score for e, score in plain if not is_good(e)],
         ),
+        measured(word_margins([], held_out, train)),
     )
 
 
@@ -112,8 +114,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = arguments.baseline or baseline(Path(folder))
         completions, policy = pool(base), load_policy(base, device="cpu")
-        print("| thumbs | seed | who | on pairs | judged by votes | matches | plain score |")
-        print("|---" * 7 + "|")
+        print(
+            "| thumbs | seed | who | on pairs | judged by votes | matches | plain score | words |"
+        )
+        print("|---" * 8 + "|")
         for events in arguments.events:
             for seed in range(arguments.seeds):
                 data, _ = votes(
@@ -129,13 +133,14 @@ def main() -> None:
                     print(
                         f"| {events:,} | {seed} | {who} | {one.on_pairs:.3f} | "
                         f"{_with_interval(one.judged)} | {one.judged.n} | "
-                        f"{_with_interval(one.apart)} |",
+                        f"{_with_interval(one.apart)} | {_with_interval(one.words)} |",
                         flush=True,
                     )
     most = people[-arguments.seeds :]  # of the most events
     lowest = min(one.judged.low for one in most)
     chance = [one.judged for one in control]
     hold = statistics.fmean(one.low <= 0.5 <= one.high for one in chance)
+    words = statistics.fmean(one.words.low <= 0.5 <= one.words.high for one in control)
     mean = statistics.fmean(one.share for one in chance)
     worst = min(one.on_pairs for one in most)
     print()
@@ -164,6 +169,12 @@ def main() -> None:
                 "0.47 to 0.53",
                 f"{mean:.3f}",
                 abs(mean - 0.5) <= 0.03,
+            ),
+            (
+                "by question: the bag of words' intervals that hold 0.5",
+                f"≥ {COVERED:.0%}",
+                f"{words:.0%}",
+                words >= COVERED,
             ),
         ]
     )

@@ -1,4 +1,4 @@
-"""A consistent copy of a live state folder, and a state folder from such a copy.
+"""A consistent copy of a live state folder, a state folder from such a copy, and one moved by hand.
 
 What a copy holds, in this order, each listed when its time has come: files that were dropped, so
 that votes which are taken in meanwhile are in their file, in the database, or in both (which does
@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
+
+import sqlalchemy as sa
 
 from rlhf_pipeline import records
 from rlhf_pipeline.config import Settings
@@ -45,6 +47,7 @@ _MLFLOW_PLACES = (
     ("logged_models", "artifact_location"),
     ("trace_tags", "value"),  # of mlflow.artifactLocation
 )
+_ARTIFACTS = "/mlflow/artifacts"  # where in a state folder all of them lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
             shutil.copy(source / STATE / name, copy)
             report({"file": name, "done": done, "of": len(names)})
         _copy_modes(source / STATE, folder)
-        _turn_paths(folder, found.state_dir, str(state.resolve()))
+        _turn_paths(folder, state.resolve())
     return found
 
 
@@ -271,18 +274,59 @@ def _changed(version: ModelVersion) -> list[str]:
     return [name for name, sha256 in version.files.items() if found.get(name) != sha256]
 
 
-def _turn_paths(state: Path, old: str, new: str) -> None:
-    """Let absolute paths in the databases point to the new state folder."""
-    if old == new:
-        return
-    with closing(sqlite3.connect(state / "feedback.db")) as connection, connection:
-        _replace_prefix(connection, snapshots.name, "path", old, new)
-    tracking = state / "mlflow" / "mlflow.db"
-    if tracking.exists():
-        before, after = Path(old).as_uri(), Path(new).as_uri()  # a blank is %20 there
-        with closing(sqlite3.connect(tracking)) as connection, connection:
-            for table, column in _MLFLOW_PLACES:
-                _replace_prefix(connection, table, column, before, after)
+def moved(settings: Settings, database: Database) -> tuple[Path, ...]:
+    """Let what is kept of a state folder's place follow one that was moved or copied by hand.
+
+    Returns the places that were kept in place of its own; none where it is as it was.
+    """
+    state, s = settings.state_dir.resolve(), snapshots.c
+    former: set[Path] = set()
+    with database.write() as connection:
+        kept = connection.execute(sa.select(s.path)).scalars()
+        for path, turned, place in _turned(kept, state):
+            connection.execute(snapshots.update().where(s.path == path).values(path=turned))
+            former.add(place)
+    return tuple(sorted(former | _turn_mlflow(state / "mlflow" / "mlflow.db", state)))
+
+
+def _turn_paths(folder: Path, state: Path) -> None:
+    """Let absolute paths in a folder's databases point to what will be the state folder."""
+    with closing(sqlite3.connect(folder / "feedback.db")) as connection, connection:
+        kept = [str(row[0]) for row in connection.execute(f"SELECT path FROM {snapshots.name}")]
+        for path, turned, _ in _turned(kept, state):
+            connection.execute(
+                f"UPDATE {snapshots.name} SET path = ? WHERE path = ?", (turned, path)
+            )
+    _turn_mlflow(folder / "mlflow" / "mlflow.db", state)
+
+
+def _turned(kept: Iterable[str], state: Path) -> list[tuple[str, str, Path]]:
+    """Return snapshots' paths that are another state folder's, what they are here, and that one."""
+    found = []
+    for path in dict.fromkeys(kept):
+        place, inside = Path(*Path(path).parts[:-5]), Path(path).parts[-5:]
+        is_ours = len(inside) == 5 and inside[0] == "agents" and inside[2] == "snapshots"
+        if is_ours and place.resolve() != state:
+            found.append((path, str(state.joinpath(*inside)), place))
+    return found
+
+
+def _turn_mlflow(tracking: Path, state: Path) -> set[Path]:
+    """Let places in an embedded MLflow's tables be the state folder's; return what they were."""
+    if not tracking.exists():
+        return set()
+    new, former = state.as_uri(), set()
+    with closing(sqlite3.connect(tracking, timeout=60)) as connection, connection:
+        for table, column in _MLFLOW_PLACES:
+            for (uri,) in connection.execute(
+                f"SELECT DISTINCT substr({column}, 1, instr({column}, ?) - 1) FROM {table} "
+                f"WHERE {column} LIKE 'file://%' AND instr({column}, ?) > 0 "
+                f"AND substr({column}, 1, ?) != ?",
+                (_ARTIFACTS, _ARTIFACTS, len(new) + 1, f"{new}/"),
+            ).fetchall():
+                _replace_prefix(connection, table, column, uri, new)
+                former.add(Path(unquote(uri.removeprefix("file://"))))
+    return former
 
 
 def _replace_prefix(

@@ -81,6 +81,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str, str], ...] = (
     (agents.automatic, AUTOMATION, "rlhf automatic on --agent demo"),
     (state.backup, STATE, "rlhf backup /backups/2026-11-21"),
     (state.restore, STATE, "rlhf restore /backups/2026-11-21 --state ./state"),
+    (state.moved, STATE, "rlhf moved --state ./state"),
     (state.prune, STATE, "rlhf prune --dry-run"),
 )
 for function, panel, example in COMMANDS:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, open_database
-from rlhf_pipeline.errors import BackupError
+from rlhf_pipeline.errors import BackupError, RegistryError
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -421,6 +422,94 @@ def test_what_mlflow_keeps_is_the_restored_folders_own_whatever_its_name(
     assert kept(live) == ["note.txt", "traces.json"]
     place = restored.client.get_run(run.run_id).info.artifact_uri
     assert place.startswith(f"{new.as_uri()}/")
+
+
+def _told(folder: Path, *command: str) -> str:
+    done = CliRunner().invoke(app, ["--state", str(folder), *command])
+    assert done.exit_code == 0, done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("how", ["moved", "moved, with a link left", "copied"])
+def test_a_folder_moved_by_hand_takes_nothing_until_its_places_follow(
+    how: str, state: Path, tmp_path: Path
+) -> None:
+    """Nothing of it goes to where it was: neither a turn's files, nor what people asked."""
+    old = state.rename(tmp_path / "früher, with blanks")
+    before = Workspace(None, str(old))
+    asked = Interaction("asked", "tea", user_prompt("secret?"), "Yes.", 0, now())
+    log_interaction(before.registry, asked)
+    with before.registry.run("tea", fingerprint="one", stage="turn", parameters={}) as run:
+        run.log_text("note.txt", "secret")
+    vote = Feedback("tea", FeedbackKind.thumbs, "k", prompt=user_prompt("q"), completion="a")
+    before.store.append([replace(vote, number=1.0)])
+    place = old / "agents" / "tea" / "snapshots" / "0123" / snapshot.FILE
+    taken = snapshot.take(before.database, "tea", 10, place)
+    before.database.close()
+    assert "nothing to do" in _told(old, "moved")
+
+    new = tmp_path / "später"
+    if how == "copied":
+        shutil.copytree(old, new)
+    else:
+        old.rename(new)
+    if how == "moved, with a link left":
+        old.symlink_to(new)
+    here = Workspace(None, str(new))
+    left = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))]
+    with pytest.raises(RegistryError, match="moved or copied by hand; `rlhf moved`"):
+        here.registry.run("tea", fingerprint="two", stage="turn", parameters={}).__enter__()
+    with pytest.raises(RegistryError, match="`rlhf moved`"):
+        log_interaction(here.registry, replace(asked, interaction_id="later"))
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == left
+
+    told = _told(new, "moved")
+    assert f"what was kept under {old} is kept under this place now" in told
+    assert ("is still there" in told) == (how == "copied")
+    assert "nothing to do" in _told(new, "moved")
+    with here.registry.run("tea", fingerprint="two", stage="turn", parameters={}) as later:
+        later.log_text("later.txt", "secret")
+    log_interaction(here.registry, replace(asked, interaction_id="later"))
+    # A link that was left leads to the snapshot as well.
+    found = snapshot.find(here.database, "tea", taken.fingerprint)
+    assert found is not None
+    assert Path(found.path).resolve() == new / place.relative_to(old)
+    assert len(snapshot.read(found.path)) == 1
+    forget_traces(here.registry, "tea", ["asked", "later"], "nobody")
+
+    def kept(folder: Path) -> list[str]:
+        files = [path for path in (folder / "mlflow" / "artifacts").rglob("*") if path.is_file()]
+        return sorted(path.name for path in files if b"secret" in path.read_bytes())
+
+    assert kept(new) == ["later.txt", "note.txt"]
+    if how == "copied":
+        assert kept(old) == ["note.txt", "traces.json"]
+        assert "nothing to do" in _told(old, "moved")
+    else:
+        assert old.is_symlink() == old.exists() == (how != "moved")
+
+
+def test_a_backup_of_a_folder_that_was_moved_twice_is_the_restored_folders_own(
+    state: Path, tmp_path: Path
+) -> None:
+    registry = Workspace(None, str(state)).registry
+    with registry.run("tea", fingerprint="one", stage="turn", parameters={}) as run:
+        run.log_text("note.txt", "secret")
+    moved = state.rename(tmp_path / "first").rename(tmp_path / "second")
+    back_up(settings_in(moved), tmp_path / "copy")
+    new = tmp_path / "new"
+    restore(settings_in(new), tmp_path / "copy")
+    restored = Workspace(None, str(new)).registry
+    place = restored.client.get_run(run.run_id).info.artifact_uri
+    assert place.startswith(f"{new.as_uri()}/")
+    assert "nothing to do" in _told(new, "moved")
+
+
+def test_no_state_folder_that_is_not_there_is_said_to_have_moved(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--state", str(tmp_path / "none"), "moved"])
+    assert done.exit_code != 0
+    assert "needed a state folder, found none" in " ".join(done.output.split())
+    assert not (tmp_path / "none").exists()
 
 
 def _places(state: Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`rlhf backup · restore · prune`: the whole state folder, as a copy, and rid of what is old."""
+"""`rlhf backup · restore · moved · prune`: the whole state folder, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -52,6 +52,31 @@ def restore(
         "(`rlhf keys list`) and erase again",
         err=True,
     )
+
+
+def moved() -> None:
+    """Let a state folder that was moved or copied by hand be where it is now.
+
+    MLflow keeps the places of its files whole, so after such a move nothing is trained or erased
+    until this has run. Run it once, in the new place, while nothing else uses the folder.
+    """
+    from rlhf_pipeline.backup import moved as follow
+
+    here = workspace()
+    state = here.settings.state_dir
+    if not state.is_dir():
+        raise ConfigError(f"needed a state folder, found none at {state}; name it with --state")
+    former = follow(here.settings, here.database)
+    if not former:
+        typer.echo(f"{state}: everything is kept under this place; there was nothing to do")
+    for place in former:
+        typer.echo(f"{state}: what was kept under {place} is kept under this place now")
+        if place.is_dir() and place.resolve() != state.resolve():
+            typer.echo(
+                f"{place} is still there, a state folder of its own from now on; what it was given "
+                "since the two parted is not here",
+                err=True,
+            )
 
 
 def prune(

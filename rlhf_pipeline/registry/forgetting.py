@@ -116,26 +116,10 @@ def _delete_traces(registry: ModelRegistry, agent_id: str, traces: Sequence[Any]
             client.delete_traces(registry.experiment(agent_id), trace_ids=ids)
 
 
-def _need_ours(registry: ModelRegistry, uri: str) -> None:
-    """Raise RegistryError for a place that is another state folder's.
-
-    An embedded MLflow keeps places absolute: in a state folder that was moved or copied by hand
-    they are those of the old one, whose files are not ours to change while our own stay.
-    """
-    folder = registry.folder.resolve()
-    embedded = sqlite_file(registry.tracking_uri) is not None
-    if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
-        raise RegistryError(
-            f"deleting files of MLflow needs them in {folder}, found {uri} in its database: the "
-            "state folder was moved or copied by hand; put it back where it was, and take it "
-            "elsewhere with `rlhf backup` and `rlhf restore`"
-        )
-
-
 def _delete_files(registry: ModelRegistry, kept: Any) -> None:
     """Delete the files at an artifact's place. Raises RegistryError unless they have gone."""
     uri = str(kept.artifact_uri)
-    _need_ours(registry, uri)
+    registry.need_ours(uri)
     kept.delete_artifacts()
     if left := kept.list_artifacts():
         raise RegistryError(
@@ -192,7 +176,7 @@ def forget_samples(
         )
         for run in runs:
             run_id = run.info.run_id
-            _need_ours(registry, str(run.info.artifact_uri))
+            registry.need_ours(str(run.info.artifact_uri))
             changed += _clean_run(registry.client, run_id, asked(prompts), topics, report)
     return changed
 

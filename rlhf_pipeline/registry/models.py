@@ -492,7 +492,10 @@ class ModelRegistry:
         self.client.set_registered_model_tag(model_name(agent_id), key, value)
 
     def experiment(self, agent_id: str) -> str:
-        """Return the agent's experiment id, made where it is missing."""
+        """Return the agent's experiment id, made where it is missing.
+
+        Raises RegistryError where its files are another state folder's.
+        """
         from mlflow.exceptions import MlflowException
 
         name = model_name(agent_id)
@@ -507,9 +510,24 @@ class ModelRegistry:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
                     experiment = self.client.get_experiment_by_name(name)
+            self.need_ours(f"{experiment.artifact_location}/")
             if experiment.lifecycle_stage != "active":
                 self.client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
+
+    def need_ours(self, uri: str) -> None:
+        """Raise RegistryError for a place of files that is another state folder's.
+
+        An embedded MLflow keeps places absolute: in a state folder that was moved or copied by hand
+        they are those of the old one, whose files are not ours to change, or to add to.
+        """
+        folder = self.folder.resolve()
+        embedded = sqlite_file(self.tracking_uri) is not None
+        if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
+            raise RegistryError(
+                f"MLflow's files need to be in {folder}, found {uri} in its database: the state "
+                "folder was moved or copied by hand; `rlhf moved` lets their places follow"
+            )
 
 
 def version_tags(version: ModelVersion) -> dict[str, str]:
