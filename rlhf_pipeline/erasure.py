@@ -122,8 +122,17 @@ def erase(
     return {"erasures": raters.erasures_of(database, meant), "tables": _tables(settings, meant)}
 
 
+def tables_beside(
+    settings: Settings, registry: ModelRegistry, rater: str, agent_id: str | None = None
+) -> list[str]:
+    """Return the tables dropped for a person's agents, by their place in the state folder.
+
+    Neither `held_about` nor `erase` looks into them: somebody has to, for rows of theirs.
+    """
+    return _tables(settings, _meant(registry.ledger.database, rater, agent_id))
+
+
 def _tables(settings: Settings, meant: Sequence[Person]) -> list[str]:
-    """Return the tables dropped for these persons' agents, by their place in the state folder."""
     from rlhf_pipeline.feedback.withdrawn import tables_in
 
     shown = Path(settings.feedback.drop_folder)

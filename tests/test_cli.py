@@ -1099,7 +1099,10 @@ def test_a_person_is_shown_and_erased(rlhf: Run, tmp_path: Path) -> None:
     [tea] = json.loads(out.read_text())["agents"]
     again = ("raters", "export", "ann", "--out", str(out))
     assert f"found something at {out}; choose another" in rlhf(*again, code=1).stderr
-    rlhf(*again, "--force")
+    late = write(tmp_path / "state" / "inbox" / "tea" / "late.csv", "rater\nann\n")
+    shown = "not looked into: inbox/tea/late.csv; look for their rows in it"
+    assert shown in rlhf(*again, "--force").stderr
+    late.unlink()
     assert json.loads(rlhf("raters", "export", tea["rater_id"]).stdout)["agents"] == [tea]
     asked = rlhf("raters", "erase", "ann", typed="n\n", code=1)
     assert "agent tea: 1 votes, 0 interactions, 0 traces" in asked.output

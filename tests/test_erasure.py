@@ -24,7 +24,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.erasure import erase, held_about, told, versions_with
+from rlhf_pipeline.erasure import erase, held_about, tables_beside, told, versions_with
 from rlhf_pipeline.errors import (
     ClaimRefused,
     FeedbackRefused,
@@ -784,8 +784,9 @@ def test_tables_that_wait_for_a_person_are_named(copied: World) -> None:
     (inbox / "coffee").mkdir()
     for place in ("tea/Votes.CSV", "tea/done/votes.xlsx", "coffee/votes.csv"):
         (inbox / place).write_text("rater\nann\n")
+    beside = tables_beside(copied.settings, copied.registry, "ann")
     done = copied.erase()
-    assert done["tables"] == ["inbox/tea/Votes.CSV", "inbox/tea/done/votes.xlsx"]
+    assert done["tables"] == beside == ["inbox/tea/Votes.CSV", "inbox/tea/done/votes.xlsx"]
     assert told(done["erasures"], done["tables"])[-2:] == [
         f"not looked into: {table}; take their rows out of it, or delete it"
         for table in done["tables"]

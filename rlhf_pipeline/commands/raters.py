@@ -32,9 +32,10 @@ def export(
     """Write everything that is held about a person as JSON.
 
     Their votes, their interactions, what the chat noted about those, lines in quarantine with
-    their name, traces in MLflow, and every snapshot and version that has their rows in it.
+    their name, traces in MLflow, and every snapshot and version that has their rows in it. Tables
+    that wait in the inbox are named on the terminal: look for their rows in those yourself.
     """
-    from rlhf_pipeline.erasure import held_about
+    from rlhf_pipeline.erasure import held_about, tables_beside
     from rlhf_pipeline.files import write_text
 
     if out is not None:
@@ -42,6 +43,9 @@ def export(
     here = workspace()
     with _telling_where(here):
         told = held_about(here.settings, here.registry, rater, agent)
+        tables = tables_beside(here.settings, here.registry, rater, agent)
+    for table in tables:
+        typer.echo(f"not looked into: {table}; look for their rows in it", err=True)
     text = json.dumps(told, ensure_ascii=False, indent=2)
     if out is None:
         typer.echo(text)

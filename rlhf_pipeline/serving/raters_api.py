@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
-from rlhf_pipeline.erasure import erase, held_about
+from rlhf_pipeline.erasure import erase, held_about, tables_beside
 from rlhf_pipeline.errors import ClaimError, OrchestratorAway, RegistryError, UnknownRater
 from rlhf_pipeline.serving.contract import refusals
 
@@ -52,10 +52,13 @@ def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) 
     """Add both routes."""
 
     async def export_rater(rater: str, asked: Annotated[Within, Query()]) -> JSONResponse:
-        """Return everything that is held about a person."""
-        return await run_in_threadpool(
-            _told, lambda: held_about(settings, registry, rater, asked.agent)
-        )
+        """Return everything that is held about a person, and the tables that nobody looked into."""
+
+        def told() -> dict[str, Any]:
+            held = held_about(settings, registry, rater, asked.agent)
+            return {**held, "tables": tables_beside(settings, registry, rater, asked.agent)}
+
+        return await run_in_threadpool(_told, told)
 
     async def erase_rater(rater: str, asked: Annotated[Erased, Query()]) -> JSONResponse:
         """Take a person out of everything; return what went, and which versions learned from it."""

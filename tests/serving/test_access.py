@@ -170,6 +170,7 @@ def test_an_admin_sees_and_erases_a_person_and_a_repeat_says_the_same(world: Wor
     assert world.ask("POST", "/v1/feedback", world.client, vote).status_code == 200
     shown = world.ask("GET", "/v1/raters/ann/of-4711", world.admin)
     assert shown.headers["cache-control"] == "no-store"
+    assert shown.json()["tables"] == []
     [tea] = shown.json()["agents"]
     assert [one["prompt"] for one in tea["feedback"]] == ['[["user", "hi"]]']
     path = f"/v1/raters/{tea['rater_id']}"  # the hash does as well
