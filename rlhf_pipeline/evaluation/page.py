@@ -38,6 +38,7 @@ td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
 .sample table{width:100%;table-layout:fixed} .sample td{vertical-align:top;overflow-wrap:anywhere}
 .wide{min-width:16rem} @media (max-width:40rem){.scroll img{max-width:none}}
 @media (prefers-color-scheme:dark){td,th{border-color:#444} small,.off{color:#a0a0a0}
+img{filter:invert(.93) hue-rotate(180deg)}
 .pass{color:#7fd495} .fail{color:#ff9a9a} .pause,.warn{color:#f0b070}}
 """
 

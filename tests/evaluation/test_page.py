@@ -78,6 +78,8 @@ def test_the_page_fits_a_phone_and_the_dark() -> None:
     text = page("t", full(), None, [Path(__file__).parents[2] / "docs/images/chat.png"])
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert "color-scheme:light dark" in text
+    # A picture is white paper: in the dark it is turned, its colours kept.
+    assert "img{filter:invert(.93) hue-rotate(180deg)}" in text.partition("scheme:dark")[2]
     assert '<img alt="chat" src="data:' in text
 
 

@@ -34,7 +34,8 @@ img { max-width: 100%; height: auto } .facts { display: flex; flex-wrap: wrap; g
 .scroll { overflow-x: auto; overflow-wrap: break-word }
 @media (max-width: 40rem) { .scroll img { max-width: none } }
 @media (prefers-color-scheme: dark) { td, th, .facts div { border-color: #444 }
-       .bad { color: #ff9a9a } .good { color: #7fd495 } }
+       .bad { color: #ff9a9a } .good { color: #7fd495 }
+       img { filter: invert(.93) hue-rotate(180deg) } }
 """
 FORMS = """
 form { margin: 1rem 0 } input, select, button { font: inherit; padding: .3rem .6rem;
