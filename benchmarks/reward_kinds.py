@@ -46,6 +46,13 @@ from rlhf_pipeline.records import (
     now,
     prompt_to_json,
 )
+from rlhf_pipeline.reward.fitting import (
+    all_features,
+    encode_pairs,
+    fit_head,
+    fit_kinds,
+    opening_digest,
+)
 from rlhf_pipeline.reward.heads import Combined, parts_of
 from rlhf_pipeline.reward.kinds import scales, voters_of
 from rlhf_pipeline.reward.model import (
@@ -57,13 +64,6 @@ from rlhf_pipeline.reward.model import (
     new_reward_model,
 )
 from rlhf_pipeline.reward.raters import rater_weights
-from rlhf_pipeline.reward.training import (
-    all_features,
-    encode_pairs,
-    fit_head,
-    fit_kinds,
-    opening_digest,
-)
 from rlhf_pipeline.reward.tuning import Descent
 from rlhf_pipeline.simulation.people import compare, population, say
 from rlhf_pipeline.simulation.world import every_question, hidden_preference

@@ -32,11 +32,11 @@ from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress
+from rlhf_pipeline.reward.fitting import fit_kinds
 from rlhf_pipeline.reward.heads import Combined
 from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart, word_margins
 from rlhf_pipeline.reward.matched import by_prompt, match, of_matches
 from rlhf_pipeline.reward.model import encode_rows, score_rows
-from rlhf_pipeline.reward.training import fit_kinds
 from rlhf_pipeline.simulation.world import ALL_TOPICS, question_of
 
 THUMBS = {FeedbackKind.thumbs: 1.0}

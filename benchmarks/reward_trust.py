@@ -46,11 +46,11 @@ from rlhf_pipeline.records import (
     prompt_to_json,
 )
 from rlhf_pipeline.reward.calibration import calibration_error, fit_confidence, reliability
+from rlhf_pipeline.reward.fitting import all_features, fit_head, fit_kinds, fit_parts
 from rlhf_pipeline.reward.heads import Combined, parts_of
 from rlhf_pipeline.reward.kinds import scales, voters_of
 from rlhf_pipeline.reward.model import LIKELIHOODS, Limits, RewardModel, encode_rows, score_rows
 from rlhf_pipeline.reward.raters import rater_weights
-from rlhf_pipeline.reward.training import all_features, fit_head, fit_kinds, fit_parts
 from rlhf_pipeline.reward.tuning import EncodedPairs
 from rlhf_pipeline.simulation.people import PAIR_SLOPE, TIE_BELOW, Person, population, say
 from rlhf_pipeline.simulation.world import every_question, hidden_preference, judge, question_of

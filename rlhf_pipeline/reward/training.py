@@ -2,17 +2,16 @@
 
 The loss is Bradley-Terry's: -log sigmoid(score(chosen) - score(rejected)), with a target of one
 half for ties; kinds.py has that of every other kind. Either the whole model learns (tuning.py), or
-(freeze_trunk) its features are computed once and only the head is fitted, which takes seconds.
+(freeze_trunk) only the head is fitted (fitting.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -42,12 +41,14 @@ from rlhf_pipeline.reward.calibration import (
     wilson_interval,
 )
 from rlhf_pipeline.reward.ensemble import Combine
-from rlhf_pipeline.reward.heads import (
-    Combined,
-    disagreement,
-    fit_heads,
-    parts_of,
+from rlhf_pipeline.reward.fitting import (
+    Heard,
+    all_features,
+    encode_pairs,
+    learn,
+    opening_digest,
 )
+from rlhf_pipeline.reward.heads import Combined, disagreement
 from rlhf_pipeline.reward.held_out import (
     CURVE_PAIRS,
     Disagreement,
@@ -65,18 +66,10 @@ from rlhf_pipeline.reward.held_out import (
 )
 from rlhf_pipeline.reward.influence import PartInfluence, of_heads, of_one_head, why_unknown
 from rlhf_pipeline.reward.kinds import (
-    criteria_weights,
-    fit,
-    fit_best,
-    fit_parts_of_kinds,
     gather,
-    of_others,
     scales,
-    score_weights,
-    until_turned,
     voters_of,
 )
-from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.matched import Matches, judging_votes, of_matches, sides_of
 from rlhf_pipeline.reward.matched import find as find_by_votes
 from rlhf_pipeline.reward.model import (
@@ -88,8 +81,6 @@ from rlhf_pipeline.reward.model import (
     Row,
     check_lengths,
     encode_rows,
-    features_of,
-    new_criteria,
     new_reward_model,
     save_reward_model,
     score_rows,
@@ -97,11 +88,8 @@ from rlhf_pipeline.reward.model import (
     scores_of_features,
 )
 from rlhf_pipeline.reward.plots import plot_report
-from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
 from rlhf_pipeline.reward.reuse import begin_with
-from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
-
-RIDGES = (1.0, 10.0, 100.0, 1000.0)  # strengths tried for a head on frozen features
+from rlhf_pipeline.reward.tuning import Descent, EncodedPairs
 
 
 @dataclass(frozen=True)
@@ -230,7 +218,7 @@ def train_reward_model(
     )
     report = report or ignore_progress
     limits = Limits(max_prompt_tokens, max_completion_tokens)
-    descent = Descent(epochs, learning_rate, batch_size, seed)
+    descent = None if freeze_trunk else Descent(epochs, learning_rate, batch_size, seed)
     fits_head = freeze_trunk or reads_likelihood or kinds is not None
     model, tokenizer = new_reward_model(
         base,
@@ -246,14 +234,7 @@ def train_reward_model(
     why_cold = None if earlier is None or freeze_trunk else begin_with(model, earlier)
     warm = earlier is not None and not freeze_trunk and why_cold is None
     train = encode_pairs(tokenizer, train_pairs, limits)
-    careful: dict[str, float] = {}
-    turned: dict[str, int] = {}
-    weighed: dict[str, RaterWeight] = {}
-    parts: dict[str, int] = {}
-    weights: Tensor | None = None
     features: Tensor | None = None
-    voters = [pair.voter for pair in train_pairs]
-    groups = [opening_digest(pair) for pair in train_pairs]
     if kinds is None and (weigh_raters or heads > 1):
         features = all_features(model, [*train.chosen, *train.rejected], report)
     decided = [] if matches else [pair for pair in test_pairs if pair.decided]
@@ -274,37 +255,24 @@ def train_reward_model(
     elif not warm:
         pair_ids = [pair.pair_id for pair in train_pairs]
         curve = head_curve(model, train, pair_ids, test, features, seen, report)
-    if features is not None and weigh_raters:
-        told = features / scales(features, LIKELIHOODS * model.likelihood)
-        targets = torch.tensor(train.targets, dtype=torch.float64)
-        weighed = rater_weights(told[: len(train)] - told[len(train) :], targets, voters, gold)
-        weights = vote_weights(weighed, voters, train.targets)
-    heard = voters if kinds is None else voters_of(train_pairs, examples, kinds)
     if heads > 1:
-        parts = parts_of(heard, heads)
         model.combined = Combined(combine, disagreement_weight)
-    if features is not None and heads > 1:
-        went = fit_parts(model, features, train, weights, [parts[v] for v in voters], groups)
-    elif kinds is not None:
-        went, careful, turned = fit_kinds(
-            model,
-            tokenizer,
-            train_pairs,
-            examples,
-            kinds,
-            limits,
-            gold=gold,
-            descent=None if freeze_trunk else descent,
-            parts=parts,
-            report=report,
-        )
-    elif fits_head:
-        went = fit_head(
-            model, train, groups, weights=weights, features=features, voters=voters, report=report
-        )
-    if kinds is None and not freeze_trunk:
-        counts = None if weights is None else weights.tolist()
-        went = fit_model(model, train, descent, weights=counts, report=report)
+    heard = learn(
+        model,
+        tokenizer,
+        train_pairs,
+        examples,
+        train,
+        features,
+        limits,
+        kinds=kinds,
+        descent=descent,
+        fits_head=fits_head,
+        weigh_raters=weigh_raters,
+        gold=gold,
+        heads=heads,
+        report=report,
+    )
     model.eval()
 
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
@@ -312,19 +280,7 @@ def train_reward_model(
     by_head = scores_by_head(model, rows) if seen is None else scores_of_features(model, seen)
     scores = model.combined(by_head)
     margins = held_out.margins(scores)
-    votes = Counter(heard)
-    influence: list[PartInfluence] = []
-    unknown = None
-    if heads > 1:
-        per_part = Counter(parts[voter] for voter in heard)
-        given = [per_part[part] for part in range(heads)]
-        better, worse = held_out.lead(by_head).chunk(2)
-        influence = of_heads(model.combined, better, worse, parts, given)
-    else:
-        unknown = why_unknown(trunk_trains=not freeze_trunk, raters=len(votes))
-        if seen is not None and went.without is not None and unknown is None:
-            better, worse = held_out.lead(seen).chunk(2)
-            influence = of_one_head(torch.tensor(margins), better - worse, went.without, votes)
+    influence, unknown = _influence(model, held_out, heard, by_head, seen, freeze_trunk)
     confidence = fit_confidence([margins[i] for i in held_out.fitting])
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
@@ -359,7 +315,7 @@ def train_reward_model(
         accuracy=accuracy,
         interval=wilson_interval(accuracy, len(margins)),
         n=len(margins),
-        train_accuracy=went.train_accuracy,
+        train_accuracy=heard.went.train_accuracy,
         floors={
             "longer": held_out.longer_is_better(),
             "random": 0.5,
@@ -376,21 +332,20 @@ def train_reward_model(
         score_deviation=statistics.pstdev(centre),
         pairs=len(train),
         ties=sum(not pair.decided for pair in train_pairs),
-        loss_curve=tuple(went.loss_curve),
+        loss_curve=tuple(heard.went.loss_curve),
         seconds=time.perf_counter() - started,
         freeze_trunk=freeze_trunk,
         judged_by=held_out.judged_by,
-        votes=len(heard),
-        raters=len(votes),
-        doubted=sum(one.weight < 0.5 for one in weighed.values())
-        + sum(looked < 0.5 for looked in careful.values()),
-        turned=len(turned) + sum(bool(one.turned_after) for one in weighed.values()),
+        votes=len(heard.voters),
+        raters=len(set(heard.voters)),
+        doubted=heard.doubted,
+        turned=heard.turned,
         heads=heads,
         disagreement=float(disagreement(by_head).mean()),
         influence=tuple(influence),
         no_influence=unknown,
         findings=findings,
-        undone=went.undone,
+        undone=heard.went.undone,
         began_with=earlier if warm else None,
         why_cold=why_cold,
     )
@@ -407,14 +362,34 @@ def train_reward_model(
         votes_there = matches.votes if matches else ()
         write_json(folder / WORST, in_words(findings.worst, decided, votes_there))
         plot_report(result, margins, folder)
-        if kinds is not None:
-            write_json(folder / "raters.json", {"careful": careful, "turned_after": turned})
-        elif weigh_raters:
-            told_of = {
-                voter: asdict(one) for voter, one in weighed.items() if one.pairs + one.gold > 1
-            }
-            write_json(folder / "raters.json", {"weights": told_of})
+        if (told := heard.to_json()) is not None:
+            write_json(folder / "raters.json", told)
     return result
+
+
+def _influence(
+    model: RewardModel,
+    held_out: HeldOut,
+    heard: Heard,
+    by_head: Tensor,
+    seen: Tensor | None,
+    trunk_is_frozen: bool,
+) -> tuple[list[PartInfluence], str | None]:
+    """Return what each part of the raters does to the model, or in words why that is not known.
+
+    `by_head` are the held-out texts' scores (T, heads), `seen` their features.
+    """
+    given = Counter(heard.voters)
+    if heard.parts:
+        per_part = Counter(heard.parts[voter] for voter in heard.voters)
+        better, worse = held_out.lead(by_head).chunk(2)
+        votes = [per_part[part] for part in range(by_head.shape[1])]
+        return of_heads(model.combined, better, worse, heard.parts, votes), None
+    unknown = why_unknown(trunk_trains=not trunk_is_frozen, raters=len(given))
+    if seen is None or heard.went.without is None or unknown is not None:
+        return [], unknown
+    margins = held_out.ahead(model.combined(by_head))
+    return of_one_head(margins, held_out.ahead(seen), heard.went.without, given), None
 
 
 def check_pairs(
@@ -500,37 +475,6 @@ def check_judge(
             f"{sides_of(test_examples, kinds)}; collect more (the review page asks people for "
             "preferences), or raise feedback.evaluation_share"
         )
-
-
-def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[PreferencePair], limits: Limits
-) -> EncodedPairs:
-    """Return the pairs' token ids, in order.
-
-    A correction's pair goes without likelihoods: what a person writes is less likely than what was
-    sampled however good it is, and would teach that the unlikely is better.
-    """
-
-    def rows(completions: Sequence[str]) -> list[Row]:
-        prompts = [pair.prompt for pair in pairs]
-        found = encode_rows(tokenizer, list(zip(prompts, completions, strict=True)), limits)
-        return [
-            replace(row, sampled=False) if pair.corrected else row
-            for pair, row in zip(pairs, found, strict=True)
-        ]
-
-    return EncodedPairs(
-        chosen=rows([pair.chosen for pair in pairs]),
-        rejected=rows([pair.rejected for pair in pairs]),
-        targets=[1.0 if pair.decided else 0.5 for pair in pairs],
-    )
-
-
-def margins_of(model: RewardModel, pairs: EncodedPairs) -> list[float]:
-    """Return score(chosen) - score(rejected) of each pair, without gradients."""
-    scores = score_rows(model, [*pairs.chosen, *pairs.rejected])
-    n = len(pairs)
-    return [chosen - rejected for chosen, rejected in zip(scores[:n], scores[n:], strict=True)]
 
 
 def head_curve(
@@ -619,210 +563,6 @@ def in_words(
     return found
 
 
-def fit_head(
-    model: RewardModel,
-    pairs: EncodedPairs,
-    groups: Sequence[str],
-    *,
-    weights: Tensor | None = None,
-    features: Tensor | None = None,
-    voters: Sequence[str] = (),
-    report: Progress,
-) -> Fit:
-    """Fit the head on the frozen trunk's features; the loss curve is per Newton step.
-
-    The features (computed where they are not given) are standardised, which is folded back into the
-    head. The ridge is the one that ranks best on a fifth of the conversations (`groups` names each
-    pair's), then all pairs are used. `weights` are how much each pair counts; with each pair's
-    voter it can be fitted again without some of them.
-    """
-    if features is None:
-        features = all_features(model, [*pairs.chosen, *pairs.rejected], report)
-    deviation = features.std(0).clamp(min=1e-6)
-    differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
-    targets = torch.tensor(pairs.targets, dtype=torch.float64)
-    counts = torch.ones_like(targets) if weights is None else weights
-    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
-    decided = kept_out & (targets == 1)
-    ridge = RIDGES[len(RIDGES) // 2]
-    if decided.any() and not kept_out.all():
-        ranked = {}
-        for candidate in RIDGES:
-            weight, _ = logistic(
-                differences[~kept_out], targets[~kept_out], candidate, counts[~kept_out]
-            )
-            losses = preference_loss(differences[decided] @ weight, targets[decided])
-            ranked[candidate] = float((losses * counts[decided]).mean())
-        ridge = min(ranked, key=lambda r: ranked[r])
-    weight, curve = logistic(differences, targets, ridge, counts)
-    _check_finite(weight)
-    with torch.no_grad():
-        model.head.weight.copy_((weight / deviation)[None])
-        model.head.bias.zero_()
-    report({"step": len(curve), "of": len(curve), "loss": curve[-1][1], "ridge": ridge})
-
-    def without(raters: Collection[str]) -> Tensor:
-        others = torch.tensor([voter not in raters for voter in voters])
-        head, _ = logistic(differences[others], targets[others], ridge, counts[others])
-        return head / deviation
-
-    accuracy = pair_accuracy((differences @ weight)[targets == 1].tolist())
-    return Fit(curve, accuracy, without if voters else None)
-
-
-def fit_parts(
-    model: RewardModel,
-    features: Tensor,
-    pairs: EncodedPairs,
-    weights: Tensor | None,
-    parts: Sequence[int],
-    groups: Sequence[str],
-) -> Fit:
-    """Give the model a head per part of the raters, fitted on the frozen trunk's features."""
-    deviation = scales(features, LIKELIHOODS * model.likelihood)
-    differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
-    targets = torch.tensor(pairs.targets, dtype=torch.float64)
-    counts = torch.ones_like(targets) if weights is None else weights
-    kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
-    part = torch.tensor(parts)
-    found, _ = fit_heads(differences, targets, counts, part, kept_out, model.combined)
-    _check_finite(found)
-    plain = found / deviation
-    set_heads(model, plain, features)
-    scores = model.combined((features - features.mean(0)) @ plain.T)
-    margins = scores[: len(pairs)] - scores[len(pairs) :]
-    loss = float((counts * preference_loss(margins, targets)).sum() / counts.sum())
-    return Fit([(1, loss)], pair_accuracy(margins[targets == 1].tolist() or [0.0]))
-
-
-def set_heads(model: RewardModel, weights: Tensor, features: Tensor) -> None:
-    """Give the model heads with these weights on plain features, (K, F), in place of its own.
-
-    One has no bias. The scores of several are centred on the texts these features (N, F) are of,
-    so that a median compares like with like.
-    """
-    head = torch.nn.Linear(features.shape[1], len(weights)).to(model.head.weight.device)
-    with torch.no_grad():
-        head.weight.copy_(weights)
-        head.bias.zero_()
-        if len(weights) > 1:
-            head.bias.copy_(-(features.mean(0) @ weights.T))
-    model.head = head
-
-
-def _check_finite(weight: Tensor) -> None:
-    if not bool(weight.isfinite().all()):
-        raise TrainingError(
-            "features must be finite numbers, found some that are not; the base model's weights "
-            "are damaged: load another"
-        )
-
-
-def all_features(model: RewardModel, rows: Sequence[Row], report: Progress) -> Tensor:
-    """Return what the head reads of every row, (len(rows), features) float64 on the CPU."""
-    features = torch.empty(len(rows), model.head.in_features, dtype=torch.float64)
-    done = 0
-    for members, batch in features_of(model, rows):
-        features[members] = batch.double().cpu()
-        done += len(members)
-        report({"features": done, "of": len(rows)})
-    return features
-
-
-def fit_kinds(
-    model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[PreferencePair],
-    examples: Sequence[RewardExample],
-    kinds: Mapping[str, float],
-    limits: Limits,
-    *,
-    gold: Mapping[str, Tally] | None = None,
-    descent: Descent | None = None,
-    parts: Mapping[str, int] | None = None,
-    report: Progress,
-) -> tuple[Fit, dict[str, float], dict[str, int]]:
-    """Fit the head on the trunk's features to everything that was said (kinds.py).
-
-    With a `descent` trunk and head are then trained on it together, and are what they were again
-    where that made it less likely: the likelihoods of thumbs, ratings and scores know where 0 is,
-    and too large steps move all of a trunk's scores. What people rated by name gets a head of its
-    own beside it (model.criteria). Where raters turn it is fitted again to what they said until
-    then. With `parts` (voter -> part) each part of the raters gets a head of its own, as
-    model.combined brings them together. Returns how it went, each voter's probability of having
-    looked, and after how many comparisons those who did turned.
-    """
-    opinions = gather(pairs, examples, kinds)
-    texts = opinions.texts
-    found = encode_rows(tokenizer, [(t.record.prompt, t.completion) for t in texts], limits)
-    rows = [replace(row, sampled=text.sampled) for row, text in zip(found, texts, strict=True)]
-    features = all_features(model, rows, report)
-    likelihoods = LIKELIHOODS * model.likelihood
-    groups = [opening_digest(text.record) for text in texts]
-    fitted = fit_best(features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold)
-    weight = score_weights(fitted)
-    opinions, turned = until_turned(opinions, (features @ weight).tolist())
-    if turned:
-        fitted = fit_best(
-            features, opinions, kinds, groups=groups, likelihoods=likelihoods, gold=gold
-        )
-        weight = score_weights(fitted)
-    careful = fitted.careful
-    heads = weight[None]
-    if parts:
-        heads = fit_parts_of_kinds(features, opinions, kinds, fitted, parts)
-    set_heads(model, heads, features)
-    report({"step": 1, "of": 1, "loss": fitted.loss})
-    scores = model.combined(features @ heads.T - features.mean(0) @ heads.T)
-    decided = [(a, b) for a, b, outcome, _ in opinions.preferences if outcome == 0]
-    margins = [float(scores[a] - scores[b]) for a, b in decided]
-    ridge = fitted.ridge
-
-    def without(raters: Collection[str]) -> Tensor:
-        said = of_others(opinions, raters)
-        return score_weights(
-            fit(features, said, kinds, ridge=ridge, likelihoods=likelihoods, gold=gold)
-        )
-
-    right = pair_accuracy(margins) if margins else None
-    went = Fit([(1, fitted.loss)], right, None if parts else without)
-    if descent is not None:
-        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-        before = {name: w.detach().cpu().clone() for name, w in trained.items()}
-        head_alone = went
-        went = tune_to_kinds(model, rows, opinions, fitted, descent, report=report)
-        model.eval()
-        tuned = all_features(model, rows, report)
-        looked = fitted.looked(opinions)
-        lost = [
-            float(fitted.lost(some, head, looked)[0]) / opinions.count
-            for some, head in ((features, heads[0]), (tuned, model.head.weight[0].detach()))
-        ]
-        if lost[1] > lost[0]:
-            with torch.no_grad():
-                for name, w in trained.items():
-                    w.copy_(before[name])
-            undone = (
-                f"training it made what people said less likely (from {lost[0]:.2f} to "
-                f"{lost[1]:.2f} nats each); lower reward.learning_rate from "
-                f"{descent.learning_rate:g}, or set reward.freeze_trunk"
-            )
-            went = replace(head_alone, without=None, undone=undone)
-        elif opinions.criteria:  # what is beside the score, of what the trunk reads now
-            fitted = fit(
-                tuned,
-                opinions,
-                kinds,
-                ridge=fitted.ridge,
-                likelihoods=likelihoods,
-                gold=gold,
-                head=model.head.weight[0],
-            )
-    if opinions.criteria:
-        model.criteria = new_criteria(*criteria_weights(fitted)).to(model.head.weight.device)
-    return went, careful, turned
-
-
 def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     """Return two halves of the pairs' numbers that share no conversation, where there are two."""
     digests = [opening_digest(pair) for pair in pairs]
@@ -831,9 +571,3 @@ def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
     cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]
     cut = min(cuts, key=lambda i: abs(i - middle), default=middle)
     return order[:cut], order[cut:]
-
-
-def opening_digest(said: PreferencePair | RewardExample) -> str:
-    """Return the hex digest of how the conversation began."""
-    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in opening_of(said.prompt))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -24,6 +24,7 @@ from rlhf_pipeline.records import (
     ignore_progress,
     user_prompt,
 )
+from rlhf_pipeline.reward.fitting import fit_kinds
 from rlhf_pipeline.reward.kinds import (
     Likelihoods,
     Opinions,
@@ -45,7 +46,7 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.reward.named import check_function, composite_of
 from rlhf_pipeline.reward.settings import FunctionSettings
-from rlhf_pipeline.reward.training import fit_kinds, train_reward_model
+from rlhf_pipeline.reward.training import train_reward_model
 from rlhf_pipeline.reward.tuning import Descent
 from tests.reward.conftest import Planted, scored_sides
 

@@ -16,18 +16,13 @@ import torch
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.files import folder_sha256, read_json
 from rlhf_pipeline.records import FeedbackKind, Message, PreferencePair, RewardExample, RewardInput
-from rlhf_pipeline.reward import training, tuning
+from rlhf_pipeline.reward import tuning
 from rlhf_pipeline.reward.calibration import highest_floor
+from rlhf_pipeline.reward.fitting import encode_pairs, fit_head, margins_of
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model
-from rlhf_pipeline.reward.training import (
-    RewardModelReport,
-    encode_pairs,
-    halves,
-    margins_of,
-    train_reward_model,
-)
+from rlhf_pipeline.reward.training import RewardModelReport, halves, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
 
@@ -235,7 +230,7 @@ def test_damaged_features_are_refused(planted: Planted) -> None:
         next(model.trunk.parameters()).fill_(float("nan"))
     pairs = encode_pairs(tokenizer, planted.train[:20], Limits(32, 40))
     with pytest.raises(TrainingError, match="features must be finite"):
-        training.fit_head(model, pairs, ["0"] * 20, report=lambda facts: None)
+        fit_head(model, pairs, ["0"] * 20, report=lambda facts: None)
 
 
 def test_a_correction_goes_without_likelihoods(planted: Planted) -> None:
