@@ -7,7 +7,9 @@ on any other address nobody without one.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
 import re
 import socket
 import threading
@@ -174,6 +176,7 @@ def run(
     gateway: Gateway = app.state.gateway
     threading.Thread(target=gateway.champions.preload, name="preload", daemon=True).start()
     about_to()
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     # No access log: a line a request would bury what matters.
     uvicorn.run(
         app,
@@ -183,6 +186,15 @@ def run(
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """Say whether a line tells more than the traceback of an answer cut off after the grace.
+
+    How many were cut off stands in the line before, and where each of them waited is no news.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, asyncio.CancelledError)
 
 
 def _as_sent(name: str) -> str:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -27,6 +31,8 @@ from rlhf_pipeline.serving.gateway import Gateway, Wishes
 from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.upstream import connections_kept, upstream_pieces
 from tests.serving.doors import World, listening
+from tests.serving.kills import until_it_answers
+from tests.serving.pages.world import free_port
 
 PATIENCE = 20.0  # seconds
 ASKED = {"model": "tea", "messages": [{"role": "user", "content": "hi"}]}
@@ -427,6 +433,44 @@ def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> No
     with database.read() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM interactions").scalar() == 1
     database.close()
+
+
+ENDS_SOON = """
+import json, sys
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.serving import app
+
+app.GRACE_SECONDS = 1
+app.run(load_settings("tiny", json.loads(sys.argv[1])), int(sys.argv[2]), pages=False)
+"""
+
+
+def test_an_answer_that_outlasts_the_grace_is_cut_off_in_one_line(tmp_path: Path) -> None:
+    with answering(200, chunk("Hello there, ") + chunk("dear "), PATIENCE) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        tree = json.dumps({"state_dir": str(tmp_path), "serving": serving})
+        port, root = free_port(), Path(__file__).parents[2]
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDS_SOON, tree, str(port)],
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            until_it_answers(port, lambda: process.poll() is None)
+            to = f"http://127.0.0.1:{port}/v1/chat/completions"
+            with httpx.stream("POST", to, json={**ASKED, "stream": True}) as answer:
+                lines = answer.iter_lines()
+                assert "Hello there" in next(lines)
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(lines)
+            _, said = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+    assert "Cancel 1 running task(s), timeout graceful shutdown exceeded" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
