@@ -1087,6 +1087,27 @@ def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> Non
     assert "feedback.enabled is off" in result.output
 
 
+def test_a_files_own_names_are_told_with_the_command(rlhf: Run, tmp_path: Path) -> None:
+    table = write(tmp_path / "survey.csv", "Q,A,Liked,Who\nWhy?,So.,yes,ann\nWhere?,Here.,no,bob\n")
+    named = ["--map", "prompt=Q", "--map", "completion=A", "--map", "value=Liked"]
+    said = ["--set", "kind=thumbs", "--means", "yes=up", "--means", "no=down"]
+    bare = rlhf("ingest", str(table), "--agent", "tea", code=1)
+    assert "say with --map and --set which are those of `events`" in bare.stderr
+    wrong = rlhf("ingest", str(table), "--agent", "tea", *named, *said, "--map", "rater=W", code=1)
+    assert "needed 'W' among the columns of survey.csv, found ['Q', 'A', 'Liked'" in wrong.stderr
+    for option in (["--map", "promptQ"], ["--set", "kind="], [*said, "--set", "kind=rating"]):
+        told = rlhf("ingest", str(table), "--agent", "tea", *option, code=2).stderr
+        assert "needed NAME=VALUE, each name once" in " ".join(told.replace("│", " ").split())
+    rlhf("ingest", str(table), "--agent", "tea", *named, *said, "--map", "rater=Who")
+    rlhf("feedback", "export", str(tmp_path / "out.jsonl"), "--agent", "tea")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["value"], row["completion"]) for row in rows] == [
+        ("thumbs", 1.0, "So."),
+        ("thumbs", 0.0, "Here."),
+    ]
+    assert len({row["rater_id"] for row in rows}) == 2
+
+
 # -- a person's data ----------------------------------------------------------------------------
 
 

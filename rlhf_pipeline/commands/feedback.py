@@ -55,6 +55,31 @@ def ingest(
     split: Annotated[
         str, typer.Option("--split", help="The split of a hub data set.", metavar="NAME")
     ] = "train",
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="FIELD=COLUMN",
+            help="The file's name for a field, or a path into its objects as trace.input.text; "
+            "again for each.",
+        ),
+    ] = None,
+    fixed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="A field that is the same in every row, such as kind=thumbs; again for each.",
+        ),
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--means",
+            metavar="THEIRS=OURS",
+            help="What the file's word for a vote means, such as like=up; again for each.",
+        ),
+    ] = None,
 ) -> None:
     """Take in feedback from files, folders or hub data sets.
 
@@ -66,8 +91,10 @@ def ingest(
     """
     from rlhf_pipeline.continuous import reward_lacks
     from rlhf_pipeline.feedback.ingest import ingest as take_in
+    from rlhf_pipeline.feedback.renaming import Renaming
     from rlhf_pipeline.feedback.rules import AGENT_ID
 
+    renaming = Renaming(_pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"))
     if not AGENT_ID.fullmatch(agent):  # else every row would be set aside for it
         raise typer.BadParameter(
             "needed 1 to 64 letters, digits, - and _, the first a letter or digit, found "
@@ -81,7 +108,14 @@ def ingest(
     is_new = bool(others) and not here.knows(agent)
     with _bytes_bar(paths) as report:
         summary = take_in(
-            here.store, paths, agent, format, source=source, split=split, on_progress=report
+            here.store,
+            paths,
+            agent,
+            format,
+            source=source,
+            split=split,
+            renaming=renaming,
+            on_progress=report,
         )
     try:
         lacks = reward_lacks(
@@ -94,6 +128,19 @@ def ingest(
         typer.echo(f"{agent} is a new agent; known before: {', '.join(others)}", err=True)
     if summary.quarantined or summary.unreadable:
         raise typer.Exit(SOME_QUARANTINED)
+
+
+def _pairs(told: list[str] | None, option: str) -> dict[str, str]:
+    """Return what an option told as NAME=VALUE, again and again."""
+    found: dict[str, str] = {}
+    for one in told or ():
+        name, sign, value = one.partition("=")
+        if not (name and sign and value) or name in found:
+            raise typer.BadParameter(
+                f"needed NAME=VALUE, each name once, found {ascii(one)[:80]}", param_hint=option
+            )
+        found[name] = value
+    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from itertools import chain
 from pathlib import Path
@@ -42,6 +42,8 @@ NUMERIC_KINDS = ("thumbs", "rating", "score")
 
 TableRow = tuple[int, str, dict[str, Any] | FeedbackRefused]
 """Line, the row as it stands, and its values or why they cannot be told."""
+
+Named = Callable[[Sequence[str]], list[str]]
 
 
 def cell_of(value: Any) -> str:
@@ -96,11 +98,11 @@ def _without_marks(cell: str) -> str:
     return WITHIN.sub(lambda found: found[1] + found[2].removeprefix("'"), cell[1:])
 
 
-def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
+def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
     """Yield every row that says something; empty cells are left out.
 
-    Cells are split at commas, or where the first line has none at semicolons or tabs: spreadsheets
-    of many countries write those.
+    `named` says by which names the columns are read. Cells are split at commas, or where the first
+    line has none at semicolons or tabs: spreadsheets of many countries write those.
     """
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
@@ -108,15 +110,15 @@ def csv_rows(path: Path, position: Position) -> Iterator[TableRow]:
         lines = _split(file)
         unpacked = _whole(lines, "gzip file", DAMAGE)
         # A cell over the limit, or a quote that is not closed and takes in what follows.
-        yield from _rows(_whole(unpacked, "table", (csv.Error,)), position)
+        yield from _rows(_whole(unpacked, "table", (csv.Error,)), position, named)
     position.bytes_read = position.bytes_total
 
 
-def sheet_rows(path: Path, position: Position) -> Iterator[TableRow]:
+def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
     """Yield every row of a workbook's first sheet that says something, by its number.
 
-    Formulas give what they last came to. Raises SourceError where the file is no workbook, unpacks
-    to more than LARGEST_WORKBOOK, or openpyxl is not installed.
+    `named` is as in `csv_rows`. Formulas give what they last came to. Raises SourceError where the
+    file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is not installed.
     """
     try:
         import openpyxl
@@ -147,7 +149,7 @@ def sheet_rows(path: Path, position: Position) -> Iterator[TableRow]:
             (number, [_cell_text(cell) for cell in cells])
             for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
         )
-        yield from _rows(_whole(lines, "workbook", (Exception,)), position)
+        yield from _rows(_whole(lines, "workbook", (Exception,)), position, named)
     finally:
         book.close()
     position.bytes_read = position.bytes_total
@@ -192,14 +194,14 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _rows(lines: Iterator[_Line], position: Position) -> Iterator[TableRow]:
-    """Yield what the lines say by the names in the first that is not blank.
+def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[TableRow]:
+    """Yield what the lines say by the names in the first that is not blank, or `named` for them.
 
     The last says where a file is damaged.
     """
     try:
         header: Sequence[str] = next((cells for _, cells in lines if any(cells)), ())
-        names = [name.strip() for name in header]
+        names = named([name.strip() for name in header])
         while names and not names[-1]:
             names.pop()
         position.columns = names

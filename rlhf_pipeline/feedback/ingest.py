@@ -12,8 +12,9 @@ from pathlib import Path
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.formats import canonical, to_row
 from rlhf_pipeline.feedback.lines import Position
+from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule
-from rlhf_pipeline.feedback.sources import HUB, SUFFIXES, files_in, read
+from rlhf_pipeline.feedback.sources import AS_IT_IS, HUB, SUFFIXES, files_in, read
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
     Feedback,
@@ -47,12 +48,14 @@ def ingest(
     batch: int = 1000,
     source: Source = "human",
     split: str = "train",
+    renaming: Renaming = AS_IT_IS,
     on_progress: Progress = ignore_progress,
 ) -> IngestSummary:
     """Store the feedback in the paths and return what became of it.
 
     A path is a file, a folder (every file with a supported name in it that is not a state folder's)
     or `hf://NAME`. The same file again stores nothing twice. Memory is bounded by `batch` rows.
+    `renaming` is the files' own names for what a format names otherwise.
     `on_progress` hears file, bytes_read, bytes_total, read, stored after each batch.
 
     Raises SourceError where a named file cannot be read; nothing is stored if one is not there. In
@@ -66,7 +69,15 @@ def ingest(
     unreadable: dict[str, str] = {}
     for path, in_folder in files:
         position = Position()
-        rows = read(path, agent_id, format, source=source, split=split, position=position)
+        rows = read(
+            path,
+            agent_id,
+            format,
+            source=source,
+            split=split,
+            position=position,
+            renaming=renaming,
+        )
         try:
             while some := _numbered(rows, batch, position):
                 _take(store, some, totals, rules, examples)

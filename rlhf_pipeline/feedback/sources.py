@@ -10,14 +10,16 @@ import codecs
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
-from rlhf_pipeline.feedback.flat import csv_rows, sheet_rows
+from rlhf_pipeline.feedback.flat import Named, csv_rows, sheet_rows
 from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
+from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
@@ -29,6 +31,8 @@ SUFFIXES = (*LINES, *CELLS)
 HUB = "hf://"
 STORE = "feedback.db"  # what a state folder is known by
 PARQUET_ROWS = 1000  # of a parquet file that are held at once
+LOOKED_AT = 1000  # rows in one of which what is renamed has to be
+AS_IT_IS = Renaming()
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
 FORMAT_NAMES = ("auto", *(each.name for each in FORMATS))
@@ -43,15 +47,17 @@ def read(
     split: str = "train",
     longest_row: int = LONGEST_ROW,
     position: Position | None = None,
+    renaming: Renaming = AS_IT_IS,
 ) -> Iterator[Feedback | QuarantinedRow]:
     """Yield the file's events, in order, and in their places the rows that break a rule.
 
     `path` is a file (`SUFFIXES`, gzip or not; a table's columns are the fields) or `hf://NAME` for
     a Hugging Face data set's `split`. `source` says whose judgement the file holds where its rows
-    do not. `position`, where given, tells line and bytes of what was yielded last.
+    do not. `position`, where given, tells line and bytes of what was yielded last. `renaming` says
+    how the file names what a format names otherwise.
 
-    Raises SourceError where the file or data set cannot be read at all, or where the first row that
-    is an object fits no format.
+    Raises SourceError where the file or data set cannot be read at all, where the first row that
+    is an object fits no format, or where what is to be renamed is not there.
     """
     position = position or Position()
     if str(path).startswith(HUB):
@@ -59,7 +65,9 @@ def read(
         rows = _hub_rows(origin.removeprefix(HUB), split, position)
     else:
         origin = Path(path).name
-        rows = _file_rows(Path(path), position, longest_row)
+        rows = _file_rows(Path(path), position, longest_row, renaming.header)
+    if renaming:
+        rows = _renamed(rows, renaming, position, origin)
     chosen = _named(format)
     trees = _FlatTrees()
     for line, raw, values in rows:
@@ -100,14 +108,41 @@ def files_in(folder: Path) -> list[Path]:
 _Parsed = tuple[int, str, "Values | FeedbackRefused"]
 
 
-def _file_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Parsed]:
+def _renamed(
+    rows: Iterator[_Parsed], renaming: Renaming, position: Position, origin: str
+) -> Iterator[_Parsed]:
+    """Yield the rows by our names, once what is renamed was found among the first of them."""
+    some = list(islice(rows, LOOKED_AT))
+    is_cells = bool(position.columns)
+    objects = [values for _, _, values in some if not isinstance(values, FeedbackRefused)]
+    if is_cells:
+        lacking = [c for name, c in renaming.columns.items() if name not in position.columns]
+        there = [renaming.columns.get(name, name) for name in position.columns]
+    else:
+        lacking = renaming.lacking(objects)
+        there = sorted({str(name) for values in objects for name in values})
+    if lacking and (objects or is_cells):
+        raise SourceError(
+            f"needed {', '.join(map(repr, lacking))} among the columns of {origin}, found "
+            f"{ascii(there)[:300]}; correct --map (where it is inside an object is written a.b)"
+        )
+    for line, raw, values in chain(some, rows):
+        if isinstance(values, FeedbackRefused):
+            yield line, raw, values
+            continue
+        ours = renaming.row(values, is_cells=is_cells)
+        # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
+        yield line, raw if is_cells else formats.canonical({**values, **ours}), ours
+
+
+def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -> Iterator[_Parsed]:
     try:
         _check_not_utf16(path)
         if path.name.lower().endswith(TABLES):
-            yield from csv_rows(path, position)
+            yield from csv_rows(path, position, named)
             return
         if path.name.lower().endswith(WORKBOOK):
-            yield from sheet_rows(path, position)
+            yield from sheet_rows(path, position, named)
             return
         if path.name.lower().endswith(PARQUET):
             yield from _parquet_rows(path, position)
@@ -189,9 +224,9 @@ def _detect(values: Values, origin: str) -> Format:
             return each
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
-        f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
-        "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
-        "`quality` (messages, label), or name the format"
+        f"with the fields {ascii(sorted(map(str, values)))[:200]}; say with --map and --set which "
+        "are those of `events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, "
+        "rejected) or `quality` (messages, label), or name the format"
     )
 
 

@@ -1,0 +1,111 @@
+"""A file's own names for what our formats name otherwise: its columns, and its words for a vote.
+
+Rows come out as if the file had been written with our names, so whatever reads, refuses, keeps or
+erases rows knows no others. What is not renamed and no field of ours is left unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback.flat import value_of
+from rlhf_pipeline.feedback.formats import EVENT_FIELDS, Values
+
+FIELDS = EVENT_FIELDS | {
+    *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
+    *("quality", "label", "completion_a", "completion_b", "preference", "evaluator"),
+}
+"""What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
+SAID = ("value", "label", "preference", "choice", "quality", "number")
+"""The fields whose words may be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Our fields by a file's columns, or paths into its objects; and what is the same in all rows.
+
+    Raises SourceError for a field that no format has, or one that is named twice.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)  # our field -> column, or path a.b.0
+    fixed: Mapping[str, str] = field(default_factory=dict)  # our field -> its value in every row
+    words: Mapping[str, str] = field(default_factory=dict)  # a value of theirs -> ours
+
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.columns, *self.fixed} - FIELDS)
+        if unknown:
+            raise SourceError(
+                f"needed fields out of {', '.join(sorted(FIELDS))}, found {', '.join(unknown)}"
+            )
+        if both := sorted(self.columns.keys() & self.fixed.keys()):
+            raise SourceError(
+                "needed each field from a column, or the same in every row, found "
+                f"{', '.join(both)} told as both"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.fixed or self.words)
+
+    def header(self, names: Sequence[str]) -> list[str]:
+        """Return a table's columns by our names."""
+        ours = {column: name for name, column in self.columns.items()}
+        told = {*self.columns, *self.fixed}  # a column of this very name says something else
+        return [ours.get(name, f"their {name}" if name in told else name) for name in names]
+
+    def lacking(self, rows: Sequence[Values]) -> list[str]:
+        """Return the columns and paths that are in none of these rows of objects."""
+        return [
+            column
+            for column in self.columns.values()
+            if not any(_found(row, column) for row in rows)
+        ]
+
+    def row(self, values: Values, *, is_cells: bool) -> dict[str, Any]:
+        """Return a row by our names. Of cells `header` has given the names already."""
+        if is_cells:
+            named = dict(values)
+        else:
+            told = {*self.columns, *self.fixed, *self.columns.values()}
+            named = {name: value for name, value in values.items() if name not in told}
+            for name, column in self.columns.items():
+                for value in _found(values, column):
+                    named[name] = value
+        kind = self.fixed.get("kind", named.get("kind"))
+        if kind is not None:
+            named = {name: value for name, value in named.items() if name in EVENT_FIELDS}
+        for name in SAID:
+            if name in named and (ours := self.words.get(_word(named[name]))) is not None:
+                named[name] = value_of(name, ours, kind)
+            elif is_cells and isinstance(named.get(name), str):
+                named[name] = value_of(name, named[name], kind)
+        return named | {name: value_of(name, text, kind) for name, text in self.fixed.items()}
+
+
+def _found(values: Values, column: str) -> list[Any]:
+    """Return the value of a column, or at the end of a path, in a list; none where it is not."""
+    if column in values:
+        return [values[column]]
+    here: Any = values
+    for step in column.split("."):
+        if isinstance(here, Mapping) and step in here:
+            here = here[step]
+        elif isinstance(here, list) and step.removeprefix("-").isdecimal():
+            place = int(step)
+            if not -len(here) <= place < len(here):
+                return []
+            here = here[place]
+        else:
+            return []
+    return [here]
+
+
+def _word(value: Any) -> str:
+    """Return a value as one writes it: true, 1, 0.5, thumbs_up."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()

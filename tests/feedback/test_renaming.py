@@ -1,0 +1,194 @@
+"""A file's own names are told, and it is read as if it had ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.database import Database
+from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.renaming import Renaming
+from rlhf_pipeline.feedback.sources import read
+from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import Feedback, FeedbackKind, QuarantinedRow, hash_rater, user_prompt
+
+SURVEY = Renaming(
+    {"prompt": "Question", "completion": "Answer", "value": "Feedback", "rater": "Customer"},
+    {"kind": "thumbs"},
+    {"like": "up", "dislike": "down"},
+)
+CSV = (
+    "Customer,prompt,Question,Answer,Feedback,Comment\n"
+    "ann,of another survey,Where is it?,On its way.,like,late though\n"
+    "bob,,Where is it?,No idea.,dislike,\n"
+    ",,Why?,So.,up,\n"
+    'eve,,Why?,"Because, you know.",meh,\n'
+)
+
+
+def rows_of(path: Path, renaming: Renaming, format: str = "auto") -> list[Any]:
+    return list(read(path, "tea", format, renaming=renaming))
+
+
+def plain(events: list[Any]) -> list[Feedback]:
+    """Return events without what a file's name and a row's own words give them."""
+    assert all(isinstance(one, Feedback) for one in events)
+    return [replace(one, origin="", idempotency_key="") for one in events]
+
+
+def thumb(prompt: str, completion: str, value: float, rater: str | None) -> Feedback:
+    rater_id = None if rater is None else hash_rater("tea", rater)
+    return Feedback(
+        *("tea", FeedbackKind.thumbs, ""),
+        prompt=user_prompt(prompt),
+        completion=completion,
+        number=value,
+        rater_id=rater_id,
+        origin="",
+        shown_first="this",
+    )
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_tables_columns_and_words_are_told(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "survey.csv"
+    path.write_text(CSV.replace(",", separator))
+    *events, aside = rows_of(path, SURVEY)
+    assert plain(events) == [
+        thumb("Where is it?", "On its way.", 1, "ann"),
+        thumb("Where is it?", "No idea.", 0, "bob"),
+        thumb("Why?", "So.", 1, None),  # a word of ours stays
+    ]
+    # What is set aside names its rater as we do, where an erasure looks, and has all that stood.
+    assert isinstance(aside, QuarantinedRow)
+    assert (aside.rule, aside.line) == ("wrong_type", 5)
+    told = json.loads(aside.raw or "")
+    assert (told["rater"], told["value"]) == ("eve", "meh")
+    comma = separator  # within quotes it is text
+    assert told["completion"] == f"Because{comma} you know."
+
+
+def test_paths_lead_into_objects_and_lists(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    rows: list[Any] = [
+        {
+            "name": "user-feedback",
+            "value": 1,
+            "timestamp": "2026-05-01T12:00:00Z",
+            "trace": {
+                "input": {"messages": [{"role": "user", "content": "Where is it?"}]},
+                "output": [{"content": "On its way."}],
+                "userId": "ann",
+            },
+        },
+        {
+            "value": 0,
+            "trace": {
+                "input": {"messages": [{"role": "user", "content": "Why?"}]},
+                "output": [{"content": "Hm."}, {"content": "So."}],
+            },
+        },
+        {"value": 0, "trace": {"input": {}, "output": [], "userId": "bob"}},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    renaming = Renaming(
+        {
+            "prompt": "trace.input.messages",
+            "completion": "trace.output.-1.content",
+            "rater": "trace.userId",
+            "occurred_at": "timestamp",
+        },
+        {"kind": "thumbs"},
+    )
+    first, second, aside = rows_of(path, renaming)
+    assert first.occurred_at is not None
+    assert plain([replace(first, occurred_at=None), second]) == [
+        thumb("Where is it?", "On its way.", 1, "ann"),
+        thumb("Why?", "So.", 0, None),
+    ]
+    assert json.loads(aside.raw)["rater"] == "bob"
+    assert json.loads(aside.raw)["trace"] == rows[2]["trace"]
+
+
+def test_numbers_switches_and_pairs_by_other_names_are_what_they_are_by_ours(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    cases: list[tuple[str, str, Renaming]] = [
+        (
+            "kind;prompt;completion;value\nscore;q;a;0,8\nscore;q;b;1\n",
+            "frage;antwort;note\nq;a;0,8\nq;b;1\n",
+            Renaming(
+                {"prompt": "frage", "completion": "antwort", "value": "note"}, {"kind": "score"}
+            ),
+        ),
+        (
+            "prompt,completion,label,rater\nq,a,true,ann\nq,b,false,ann\n",
+            "q,a,ok\nq,a,good\nq,b,bad\n",
+            Renaming(
+                {"prompt": "q", "completion": "a", "label": "ok"},
+                {"rater": "ann"},
+                {"good": "true", "bad": "false"},
+            ),
+        ),
+        (
+            "prompt,chosen,rejected,tie\nq,a,b,\nq,a,c,true\n",
+            "prompt,better,worse,same\nq,a,b,\nq,a,c,true\n",
+            Renaming({"chosen": "better", "rejected": "worse", "tie": "same"}),
+        ),
+        (
+            'kind,prompt,completion,value\ncriteria,q,a,"{""polite"": 1}"\n',
+            'p,r,said\nq,a,"{""polite"": 1}"\n',
+            Renaming({"prompt": "p", "completion": "r", "value": "said"}, {"kind": "criteria"}),
+        ),
+        (
+            "kind,prompt,completion,value\nrating,q,a,5\nrating,q,b,1\n",
+            "prompt,completion,stars\nq,a,five stars\nq,b,1\n",
+            Renaming({"value": "stars"}, {"kind": "rating"}, {"five stars": "5"}),
+        ),
+    ]
+    for own, other, renaming in cases:
+        ours.write_text(own)
+        theirs.write_text(other)
+        expected = plain(rows_of(ours, Renaming()))
+        assert len(expected) > 0
+        assert plain(rows_of(theirs, renaming)) == expected
+    theirs.with_suffix(".jsonl").write_text('{"q": "q", "a": "a", "good": true}\n')
+    [event] = rows_of(
+        theirs.with_suffix(".jsonl"), Renaming({"prompt": "q", "completion": "a", "label": "good"})
+    )
+    assert (event.kind, event.number) == (FeedbackKind.thumbs, 1.0)
+    theirs.with_suffix(".jsonl").write_text('{"q": "q", "a": "a", "good": 2}\n')
+    words = Renaming({"prompt": "q", "completion": "a", "label": "good"}, {}, {"2": "true"})
+    [event] = rows_of(theirs.with_suffix(".jsonl"), words)
+    assert event.number == 1.0
+
+
+def test_what_is_told_wrong_is_refused_before_anything_is_stored(tmp_path: Path) -> None:
+    path, lines = tmp_path / "survey.csv", tmp_path / "survey.jsonl"
+    path.write_text(CSV)
+    lines.write_text('{"a": {"b": 1}}\n{"a": {"c": [1]}}\n')
+    wrong = Renaming({"prompt": "Questoin", "completion": "Answer"}, {"kind": "thumbs"})
+    with pytest.raises(SourceError, match=r"'Questoin' among .* survey.csv, found \[.*'Answer'"):
+        rows_of(path, wrong)
+    inside = Renaming({"prompt": "a.b", "completion": "a.c.1", "rater": "a.c.0"})
+    with pytest.raises(SourceError, match=r"needed 'a.c.1' among .* survey.jsonl, found \['a'\]"):
+        rows_of(lines, inside)
+    with pytest.raises(SourceError, match=r"needed fields out of .*, found promt, ratr"):
+        Renaming({"promt": "Question"}, {"ratr": "ann"})
+    with pytest.raises(SourceError, match="found rater told as both"):
+        Renaming({"rater": "Customer"}, {"rater": "ann"})
+    store = FeedbackStore(Database(f"sqlite:///{tmp_path / 'feedback.db'}"))
+    with pytest.raises(SourceError, match="correct --map"):
+        ingest(store, path, "tea", renaming=wrong)
+    assert store.agents() == []
+    first = ingest(store, path, "tea", renaming=SURVEY)
+    again = ingest(store, path, "tea", renaming=SURVEY)
+    assert (first.stored, first.quarantined) == (3, {"wrong_type": 1})
+    assert (again.stored, again.known) == (0, 3)
+    store.database.close()
