@@ -1092,7 +1092,7 @@ def test_a_files_own_names_are_told_with_the_command(rlhf: Run, tmp_path: Path) 
     named = ["--map", "prompt=Q", "--map", "completion=A", "--map", "value=Liked"]
     said = ["--set", "kind=thumbs", "--means", "yes=up", "--means", "no=down"]
     bare = rlhf("ingest", str(table), "--agent", "tea", code=1)
-    assert "say with --map and --set which are those of `events`" in bare.stderr
+    assert "tell `rlhf ingest` which they are with --map and --set" in bare.stderr
     wrong = rlhf("ingest", str(table), "--agent", "tea", *named, *said, "--map", "rater=W", code=1)
     assert "needed 'W' among the columns of survey.csv, found ['Q', 'A', 'Liked'" in wrong.stderr
     for option in (["--map", "promptQ"], ["--set", "kind="], [*said, "--set", "kind=rating"]):

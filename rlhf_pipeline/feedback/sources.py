@@ -224,9 +224,10 @@ def _detect(values: Values, origin: str) -> Format:
             return each
     raise SourceError(
         f"needed a row of a known format ({', '.join(FORMAT_NAMES[1:])}) in {origin}, found one "
-        f"with the fields {ascii(sorted(map(str, values)))[:200]}; say with --map and --set which "
-        "are those of `events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, "
-        "rejected) or `quality` (messages, label), or name the format"
+        f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
+        "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
+        "`quality` (messages, label), tell `rlhf ingest` which they are with --map and --set, or "
+        "name the format"
     )
 
 
