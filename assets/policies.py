@@ -128,6 +128,7 @@ def reward_model(
         for job in JOBS
     ]
     worst = min(reports.values(), key=lambda r: r["accuracy"] - highest_floor(r["floors"]))
+    words = turn.work / "reward" / "proxy" / WORST  # not of given models, or an earlier release's
     miscalibrated = max(beyond_chance(report) for report in reports.values())
     return dg.MaterializeResult(
         metadata={
@@ -136,7 +137,7 @@ def reward_model(
             "held-out accuracy by group": table(groups_of(reports)),
             "influence of parts of the raters": influence_of(reports["proxy"]),
             "worst disagreements": table(worst_of(reports["proxy"])),
-            "their words": dg.MetadataValue.path(str(turn.work / "reward" / "proxy" / WORST)),
+            **({"their words": dg.MetadataValue.path(str(words))} if words.exists() else {}),
             **plots([p for p in images if p.parent.name == "proxy"]),
         },
         check_results=[

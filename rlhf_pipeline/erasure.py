@@ -31,7 +31,7 @@ from rlhf_pipeline.feedback.claims import ERASURE, ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
 from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
-from rlhf_pipeline.reward import WORST
+from rlhf_pipeline.reward import RATERS, WORST
 from rlhf_pipeline.topics import names_any, without_topics
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _clean_files(
             evaluation_share=of_turn["evaluation_share"],
             min_rating=of_turn["min_rating"],
         )
-    for path in sorted(agent.rglob("raters.json")):
+    for path in sorted(agent.rglob(RATERS)):
         changed += _without_rater(path, person.rater_id)
     for path in sorted(agent.rglob(WORST)):
         changed += _without_votes(path, held.gone)

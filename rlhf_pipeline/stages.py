@@ -392,8 +392,10 @@ def _used_again(turn: Turn, pairs: Sequence[PreferencePair]) -> dict[str, Any] |
             )
             if fell and reward.given is None:
                 return None
+    own = reward.given is None
     reports: dict[str, Any] = {
-        job: use_again(source / job, turn.work / "reward" / job, measured.get(job)) for job in JOBS
+        job: use_again(source / job, turn.work / "reward" / job, measured.get(job), is_own=own)
+        for job in JOBS
     }
     if (source / MADE_BY).exists():
         write_json(turn.work / "reward" / MADE_BY, read_json(source / MADE_BY))

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder, read_json, write_json
 from rlhf_pipeline.records import PreferencePair, RewardFunction, RewardInput
+from rlhf_pipeline.reward import RATERS, WORST
 from rlhf_pipeline.reward.held_out import FEWEST, Measured, measured
 from rlhf_pipeline.reward.model import (
     HEAD,
@@ -62,9 +63,13 @@ def has_fallen(folder: Path, on_new: Measured | None, most: float) -> bool:
     return on_new is not None and on_new.share < before - most and on_new.high < before
 
 
-def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[str, Any]:
+def use_again(
+    folder: Path, output_dir: Path, on_new: Measured | None, *, is_own: bool
+) -> dict[str, Any]:
     """Copy the model whole into output_dir; return its report with where it was trained.
 
+    Of a model that is not the agent's own what names people, their words and topics is left out:
+    an erasure from the agent they spoke to would not reach the copy.
     Raises ModelError where it is not whole, or the base it reads with is gone.
     """
     if not is_whole(folder):
@@ -79,8 +84,11 @@ def use_again(folder: Path, output_dir: Path, on_new: Measured | None) -> dict[s
         "reused_from": str(trained_in(folder)),
         "on_new_votes": None if on_new is None else asdict(on_new),
     }
+    left_out = shutil.ignore_patterns(*(() if is_own else (RATERS, WORST)))
+    if not is_own and report.get("findings"):
+        report["findings"] = {**report["findings"], "by_topic": {}, "worst": []}
     with new_folder(output_dir) as copy:
-        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=left_out)
         if settings.get("base"):
             source = base_source(settings["base"], folder)
             if isinstance(source, Path):  # said from where the model lies

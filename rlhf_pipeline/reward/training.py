@@ -29,7 +29,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
-from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED, WORST
+from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED, RATERS, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
@@ -363,7 +363,7 @@ def train_reward_model(
         write_json(folder / WORST, in_words(findings.worst, decided, votes_there))
         plot_report(result, margins, folder)
         if (told := heard.to_json()) is not None:
-            write_json(folder / "raters.json", told)
+            write_json(folder / RATERS, told)
     return result
 
 

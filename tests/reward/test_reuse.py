@@ -157,11 +157,26 @@ def test_a_model_is_used_again_until_people_vote_otherwise(
     few = accuracy_on(reward, [*turned[:9], replace(turned[9], tie=True)])
     assert few is None
     assert not has_fallen(folder, few, 0.02)
-    assert use_again(folder, again, as_before)["reused_from"] == str(folder)
+    write_json(folder / "raters.json", {"weights": {"ann": {}}})
+    report = read_json(folder / "report.json")
+    report["findings"]["by_topic"] = {"ann's": {"share": 0.5, "low": 0.4, "high": 0.6, "n": 12}}
+    write_json(folder / "report.json", report)
+    assert use_again(folder, again, as_before, is_own=True)["reused_from"] == str(folder)
+    assert {path.name for path in again.iterdir()} == {path.name for path in folder.iterdir()}
+    assert read_json(again / "report.json")["findings"] == report["findings"]
     assert read_json(again / "report.json")["on_new_votes"]["n"] == 80
     assert scores(load_reward_model(again, device="cpu"), planted) == scores(reward, planted)
     with pytest.raises(ModelError, match=r"reward\.given"):
-        use_again(tmp_path, tmp_path / "none", None)
+        use_again(tmp_path, tmp_path / "none", None, is_own=True)
+    # Another agent's goes without what names its people: who erases them there never comes here.
+    others = tmp_path / "others"
+    told = use_again(folder, others, None, is_own=False)
+    left_out = {path.name for path in folder.iterdir()} - {path.name for path in others.iterdir()}
+    assert left_out == {"raters.json", "worst.json"}
+    assert told == read_json(others / "report.json")
+    assert (told["findings"]["by_topic"], told["findings"]["worst"]) == ({}, [])
+    assert told["findings"]["by_kind"] == report["findings"]["by_kind"] != {}
+    assert scores(load_reward_model(others, device="cpu"), planted) == scores(reward, planted)
 
 
 def test_of_other_settings_no_earlier_models_are_taken(
