@@ -197,7 +197,7 @@ def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
     )
 
 
-def find(
+def find_by_votes(
     held_out: HeldOut,
     matches: Matches,
     scores: Tensor,

@@ -70,8 +70,13 @@ from rlhf_pipeline.reward.kinds import (
     scales,
     voters_of,
 )
-from rlhf_pipeline.reward.matched import Matches, judging_votes, of_matches, sides_of
-from rlhf_pipeline.reward.matched import find as find_by_votes
+from rlhf_pipeline.reward.matched import (
+    Matches,
+    find_by_votes,
+    judging_votes,
+    of_matches,
+    sides_of,
+)
 from rlhf_pipeline.reward.model import (
     LIKELIHOODS,
     Calibration,

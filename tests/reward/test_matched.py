@@ -41,7 +41,7 @@ from rlhf_pipeline.reward.matched import (
     MOST_MATCHES,
     Match,
     Matches,
-    find,
+    find_by_votes,
     judging_votes,
     match,
     of_matches,
@@ -206,7 +206,7 @@ def test_a_group_of_votes_shows_one_half_of_a_model_that_knows_nothing() -> None
             prompt_to_json(p): "even" if int(p[0].content.split()[1]) % 2 else "odd"
             for p in found.prompts
         }
-        by_topic = find(held, found, noise, train=[], examples=[], topics=topics).by_topic
+        by_topic = find_by_votes(held, found, noise, train=[], examples=[], topics=topics).by_topic
         around.update(name for name, one in by_topic.items() if one.low <= 0.5 <= one.high)
     assert min(around["even"], around["odd"]) >= 90
 
@@ -390,13 +390,13 @@ def test_which_way_length_goes_with_what_votes_say() -> None:
     c, d = vote(1, "p1", "1234", name="c"), vote(0, "p2", "1", name="d")
     matches = Matches((Match(a, b),), (Match(c, d),))
     scores = torch.tensor([5.0, 1.0, 9.0, 0.0, 2.0, 2, 2, 2, 1, 1, 1, 1, 2, 2, 2, 2])
-    found = find(held, matches, scores, train=[], examples=[], topics={})
+    found = find_by_votes(held, matches, scores, train=[], examples=[], topics={})
     # Leads are 3 and 0 of the liked, 8 and -2 of the others; of lengths 5 and 3, 2 and -1.
     assert found.length_correlation == pytest.approx(rank_correlation([3, 0, 8, -2], [5, 3, 2, -1]))
     assert found.length_matched is None
     assert (found.bag_of_words, found.by_topic, found.by_cohort) == (None, {}, {})
     assert [(one.pair_id, one.margin, one.longer) for one in found.worst] == [("b", -8, True)]
-    even = find(held, matches, torch.zeros(16), train=[], examples=[], topics={})
+    even = find_by_votes(held, matches, torch.zeros(16), train=[], examples=[], topics={})
     assert (even.length_correlation, even.worst) == (None, ())
 
 
