@@ -34,7 +34,7 @@ from resources.pipeline import (
     Pipeline,
     bootstrap_mark,
 )
-from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts
+from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts, name_alerts
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.continuous import Due, attempts_at, back_off, minutes_since
 from rlhf_pipeline.errors import ConfigError, PipelineError
@@ -342,7 +342,8 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
         outbox.send_kept(settings)
     except outbox.AWAY as error:
         failed.append(f"a failed run was not told: {type(error).__name__}")
-    found, agent_ids = disk_alerts(settings), pipeline.store.agents()
+    agent_ids = pipeline.store.agents()
+    found = [*disk_alerts(settings), *name_alerts(agent_ids)]
     for agent_id in agent_ids:
         found += alerts_about(agent_id, pipeline.settings, looked, at=now())
     for alert in found:

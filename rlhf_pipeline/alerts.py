@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import takewhile
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 UNSEEN = "not_looked_at"
+SHORTEST = 4  # characters of a part of a name in which one may be a slip
 DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody has to be asked
 
 
@@ -176,6 +178,48 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[tupl
             f"({before.satisfaction:.2f} ± {before.margin:.2f}); other people on other days, so "
             f"nothing was done: `rlhf rollback --agent {agent_id}`, or an experiment to be sure",
         )
+
+
+def name_alerts(agent_ids: Sequence[str]) -> list[Alert]:
+    """Return an alert for each agent that is named nearly like an older one; oldest come first.
+
+    A name makes an agent, so a misspelt one keeps votes from the agent they are about.
+    """
+    found = []
+    for place, agent_id in enumerate(agent_ids):
+        older = next((other for other in agent_ids[:place] if _is_misspelt(agent_id, other)), None)
+        if older is not None:
+            words = (
+                f"it is named nearly like {older} and kept apart from it; where {older} is meant, "
+                "correct who sends its votes, and send them again by that name"
+            )
+            found.append(Alert("name_alike", agent_id, words))
+    return found
+
+
+def _is_misspelt(name: str, other: str) -> bool:
+    """Say whether two names differ as slips do: in case, in a sign between parts, in one letter.
+
+    Numbers are meant, and so are parts of three characters or fewer (en, de, eu).
+    """
+    ours, theirs = (re.split("[-_]", one.casefold()) for one in (name, other))
+    if "".join(ours) == "".join(theirs):
+        return True
+    parts = [both for both in zip(ours, theirs, strict=False) if both[0] != both[1]]
+    return len(ours) == len(theirs) and len(parts) == 1 and _one_slip(*sorted(parts[0], key=len))
+
+
+def _one_slip(short: str, long: str) -> bool:
+    """Say whether one letter lacks, is another, or stands before the one that it follows."""
+    pairs = enumerate(zip(short, long, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), len(short))
+    letters = short[at : at + 1] + long[at : at + 1]
+    if len(short) < SHORTEST or any(map(str.isdigit, letters)):
+        return False
+    if len(short) < len(long):
+        return short[at:] == long[at + 1 :]
+    turned = short[at + 1 : at + 2] + short[at : at + 1] + short[at + 2 :]
+    return short[at + 1 :] == long[at + 1 :] or turned == long[at:]
 
 
 def disk_alerts(settings: Settings) -> list[Alert]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.alerts import alerts_about, alerts_of, disk_alerts
+from rlhf_pipeline.alerts import alerts_about, alerts_of, disk_alerts, name_alerts
 from rlhf_pipeline.config import AlertSettings, Settings
 from rlhf_pipeline.experiment.book import Experiment
 from rlhf_pipeline.experiment.watch import Failures
@@ -195,3 +195,34 @@ def test_a_champion_whom_people_like_less_than_the_one_before_is_told_of() -> No
     assert "version 2 (0.60 ± 0.05, 60 of them) less than version 1 before it (0.70" in alert.words
     for other in (replace(before, satisfaction=0.68), replace(before, satisfaction=None)):
         assert names(replace(CALM, standings=[now, other])) == []
+
+
+@pytest.mark.parametrize(
+    ("older", "name", "alike"),
+    [
+        ("support", "suport", True),
+        ("support", "suppport", True),
+        ("support", "suppotr", True),
+        ("support", "supporf", True),
+        ("support", "Support", True),
+        ("shop-helpdesk", "shop_helpdesk", True),
+        ("shop-helpdesk", "shophelpdesk", True),
+        ("shop-helpdesk", "shop-helpdesc", True),
+        ("support", "sports", False),
+        ("support", "support-eu", False),
+        ("support-eu", "support-us", False),
+        ("shop-a", "shop-b", False),
+        ("shop-en", "shop-de", False),
+        ("shop1", "shop2", False),
+        ("tenant-1001", "tenant-1002", False),
+        ("tenant1", "tenant12", False),
+        ("tea", "ten", False),
+        ("milk-tea", "mint-tea", False),
+    ],
+)
+def test_a_name_that_may_be_a_slip_is_told(older: str, name: str, alike: bool) -> None:
+    found = name_alerts(["other", older, name])
+    assert [(alert.name, alert.agent_id) for alert in found] == [("name_alike", name)] * alike
+    assert all(f"nearly like {older} and kept apart" in alert.words for alert in found)
+    # Of two the older one is what it is.
+    assert [alert.agent_id for alert in name_alerts([name, older])] == [older] * alike

@@ -1174,6 +1174,14 @@ def test_an_agent_that_cannot_be_looked_at_keeps_no_other_alert_from_being_told(
     assert ticks.tick("alerts", over.cursor).skip_message == "nothing is worth a look"
 
 
+def test_votes_by_a_name_that_may_be_misspelt_are_told_once(ticks: Ticks) -> None:
+    ticks.vote("support", 3)
+    ticks.vote("suport", 3)
+    told = ticks.tick("alerts")
+    assert json.loads(told.cursor) == ["suport/name_alike"]
+    assert ticks.tick("alerts", told.cursor).cursor == told.cursor
+
+
 def test_a_tick_that_can_say_nothing_of_any_agent_fails(ticks: Ticks) -> None:
     ticks.vote("broken", 3)
     with patch.object(sensors, "overview", side_effect=RegistryError("needed a ledger")):
