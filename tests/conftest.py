@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 import sqlalchemy as sa
+import structlog
 
 from rlhf_pipeline import database
 from rlhf_pipeline.database import Database
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:.*will be removed in Click 9.0:DeprecationWarning"
     )
+
+
+def pytest_runtest_teardown() -> None:
+    """Let log lines be caught again: a command shows them in its own way from then on."""
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,7 +62,6 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
         return result
 
     yield run
-    structlog.reset_defaults()
     for state in tmp_path.glob("**/feedback.db"):
         open_database(f"sqlite:///{state}").close()
 
