@@ -94,6 +94,23 @@ class HeldOut:
         """Return the accuracy of always preferring the longer completion, in characters."""
         return pair_accuracy(self.margins(self.lengths()))
 
+    def of_like_length(self) -> list[bool]:
+        """Return which twos lead each other little in length (N,), so that it says little."""
+        lengths = self.lengths()
+        better, worse = lengths[: 2 * len(self)].chunk(2)
+        alike: list[bool] = (self.ahead(lengths).abs() <= ALIKE * better.maximum(worse)).tolist()
+        return alike
+
+    def at_like_length(self, scores: Tensor) -> Measured | None:
+        """Return the accuracy of scores (T,) on twos of like length; None where none is."""
+        told = zip(self.margins(scores), self.of_like_length(), strict=True)
+        margins = [margin for margin, alike in told if alike]
+        return measured(margins) if margins else None
+
+    def length_correlation(self, scores: Tensor) -> float | None:
+        """Return how leads of scores (T,) go with those of lengths, as `rank_correlation` does."""
+        return rank_correlation(self.lead(scores).tolist(), self.lead(self.lengths()).tolist())
+
 
 def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[int]) -> HeldOut:
     """Return decided pairs as what judges, in these halves."""
@@ -250,8 +267,7 @@ def annotators_agree(pairs: Sequence[PreferencePair]) -> Measured | None:
 
 def of_like_length(pair: PreferencePair) -> bool:
     """Return whether the two completions differ little in length, so that length says little."""
-    lengths = len(pair.chosen), len(pair.rejected)
-    return max(lengths) - min(lengths) <= ALIKE * max(lengths)
+    return of_pairs([pair], [], [0]).of_like_length()[0]
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -331,19 +347,10 @@ def learning_curve(train: Tensor, targets: Tensor, test: Tensor) -> tuple[Learnt
     return tuple(found)
 
 
-def worst(pairs: Sequence[PreferencePair], margins: Sequence[float]) -> tuple[Disagreement, ...]:
-    """Return the pairs the model has most surely the other way round, the worst first."""
-    order = sorted(range(len(pairs)), key=lambda i: (margins[i], pairs[i].pair_id))
-    return tuple(
-        Disagreement(
-            pairs[i].pair_id,
-            margins[i],
-            len(pairs[i].rejected) > len(pairs[i].chosen),
-            cohort_of(pairs[i].origin),
-        )
-        for i in order[:WORST]
-        if margins[i] < 0
-    )
+def worst(found: Iterable[Disagreement]) -> tuple[Disagreement, ...]:
+    """Return what the model most surely has the other way round, the worst first."""
+    order = sorted(found, key=lambda one: (one.margin, one.pair_id))
+    return tuple(one for one in order[:WORST] if one.margin < 0)
 
 
 def find(
@@ -363,7 +370,6 @@ def find(
     training pairs; `topics` what prompts (records.prompt_to_json) were filed under.
     """
     margins = held_out.margins(scores)
-    alike = [m for pair, m in zip(pairs, margins, strict=True) if of_like_length(pair)]
     words = word_margins(train, held_out)
     return Findings(
         by_topic=by_group(margins, [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]),
@@ -371,10 +377,18 @@ def find(
         by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs]),
         bag_of_words=measured(words) if words else None,
         annotators=annotators_agree(pairs),
-        length_matched=measured(alike) if alike else None,
-        length_correlation=rank_correlation(scores.tolist(), held_out.lengths().tolist()),
+        length_matched=held_out.at_like_length(scores),
+        length_correlation=held_out.length_correlation(scores),
         learning_curve=curve,
-        worst=worst(pairs, margins),
+        worst=worst(
+            Disagreement(
+                pair.pair_id,
+                margin,
+                len(pair.rejected) > len(pair.chosen),
+                cohort_of(pair.origin),
+            )
+            for pair, margin in zip(pairs, margins, strict=True)
+        ),
     )
 
 

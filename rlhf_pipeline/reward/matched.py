@@ -24,8 +24,6 @@ from rlhf_pipeline.feedback.datasets import cohort_of, opening_of, unit_interval
 from rlhf_pipeline.records import PreferencePair, Prompt, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.held_out import (
-    ALIKE,
-    WORST,
     Disagreement,
     Findings,
     HeldOut,
@@ -34,8 +32,8 @@ from rlhf_pipeline.reward.held_out import (
     by_group,
     is_good,
     measured,
-    rank_correlation,
     word_margins,
+    worst,
 )
 
 MOST_MATCHES = 400
@@ -216,50 +214,26 @@ def find_by_votes(
     """
     votes, N = matches.votes, len(matches.all)
     leads: list[float] = held_out.lead(scores).tolist()
-    longer = held_out.lead(held_out.lengths())
+    longer: list[float] = held_out.lead(held_out.lengths()).tolist()
     good = [True] * N + [False] * N
-    margins, lengths = held_out.margins(scores), [float(len(vote.completion)) for vote in votes]
-    differences = held_out.margins(held_out.lengths())
-    alike = [
-        margin
-        for margin, difference, one, other in zip(
-            margins, differences, lengths[:N], lengths[N:], strict=True
-        )
-        if abs(difference) <= ALIKE * max(one, other)
-    ]
     words = word_margins(train, held_out, examples)
+    kinds = [vote.kind.value for vote in votes[:N]]
     return Findings(
         by_topic=apart_by_group(leads, good, [topics.get(prompt_to_json(v.prompt)) for v in votes]),
         by_cohort=apart_by_group(leads, good, [cohort_of(v.origin) or None for v in votes]),
-        by_kind=by_group(margins, [vote.kind.value for vote in votes[:N]]),
+        by_kind=by_group(held_out.margins(scores), kinds),
         bag_of_words=measured(words) if words else None,
         annotators=None,
-        length_matched=measured(alike) if alike else None,
-        length_correlation=rank_correlation(leads, longer.tolist()),
+        length_matched=held_out.at_like_length(scores),
+        length_correlation=held_out.length_correlation(scores),
         learning_curve=curve,
-        worst=_worst(votes, good, leads, longer.tolist()),
-    )
-
-
-def _worst(
-    votes: Sequence[RewardExample],
-    good: Sequence[bool],
-    leads: Sequence[float],
-    longer: Sequence[float],
-) -> tuple[Disagreement, ...]:
-    """Return the votes the model most surely finds otherwise, the worst first.
-
-    `leads` are how far its score of each answer leads what is usual, `longer` how far its length.
-    """
-    margins = [lead if liked else -lead for lead, liked in zip(leads, good, strict=True)]
-    order = sorted(range(len(votes)), key=lambda i: (margins[i], votes[i].example_id))
-    return tuple(
-        Disagreement(
-            votes[i].example_id,
-            margins[i],
-            longer[i] < 0 if good[i] else longer[i] > 0,
-            cohort_of(votes[i].origin),
-        )
-        for i in order[:WORST]
-        if margins[i] < 0
+        worst=worst(
+            Disagreement(
+                vote.example_id,
+                lead if liked else -lead,
+                beyond < 0 if liked else beyond > 0,
+                cohort_of(vote.origin),
+            )
+            for vote, liked, lead, beyond in zip(votes, good, leads, longer, strict=True)
+        ),
     )

@@ -285,7 +285,9 @@ def train_reward_model(
     by_head = scores_by_head(model, rows) if seen is None else scores_of_features(model, seen)
     scores = model.combined(by_head)
     margins = held_out.margins(scores)
-    influence, unknown = _influence(model, held_out, heard, by_head, seen, freeze_trunk)
+    influence, unknown = _influence(
+        model, held_out, heard, by_head, scores, seen, trunk_is_frozen=freeze_trunk
+    )
     confidence = fit_confidence([margins[i] for i in held_out.fitting])
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
@@ -377,12 +379,15 @@ def _influence(
     held_out: HeldOut,
     heard: Heard,
     by_head: Tensor,
+    scores: Tensor,
     seen: Tensor | None,
+    *,
     trunk_is_frozen: bool,
 ) -> tuple[list[PartInfluence], str | None]:
     """Return what each part of the raters does to the model, or in words why that is not known.
 
-    `by_head` are the held-out texts' scores (T, heads), `seen` their features.
+    Of the held-out texts `by_head` are each head's scores (T, heads), `scores` the model's (T,),
+    and `seen` the features, where they are known.
     """
     given = Counter(heard.voters)
     if heard.parts:
@@ -393,8 +398,9 @@ def _influence(
     unknown = why_unknown(trunk_trains=not trunk_is_frozen, raters=len(given))
     if seen is None or heard.went.without is None or unknown is not None:
         return [], unknown
-    margins = held_out.ahead(model.combined(by_head))
-    return of_one_head(margins, held_out.ahead(seen), heard.went.without, given), None
+    return of_one_head(
+        held_out.ahead(scores), held_out.ahead(seen), heard.went.without, given
+    ), None
 
 
 def check_pairs(
