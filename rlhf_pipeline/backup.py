@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -279,64 +279,55 @@ def moved(settings: Settings, database: Database) -> tuple[Path, ...]:
 
     Returns the places that were kept in place of its own; none where it is as it was.
     """
-    state, s = settings.state_dir.resolve(), snapshots.c
-    former: set[Path] = set()
+    state = settings.state_dir.resolve()
     with database.write() as connection:
-        kept = connection.execute(sa.select(s.path)).scalars()
-        for path, turned, place in _turned(kept, state):
-            connection.execute(snapshots.update().where(s.path == path).values(path=turned))
-            former.add(place)
-    return tuple(sorted(former | _turn_mlflow(state / "mlflow" / "mlflow.db", state)))
+        former = _turn_snapshots(connection, state)
+    return tuple(sorted(former | _turn_mlflow(state, state)))
 
 
 def _turn_paths(folder: Path, state: Path) -> None:
     """Let absolute paths in a folder's databases point to what will be the state folder."""
-    with closing(sqlite3.connect(folder / "feedback.db")) as connection, connection:
-        kept = [str(row[0]) for row in connection.execute(f"SELECT path FROM {snapshots.name}")]
-        for path, turned, _ in _turned(kept, state):
-            connection.execute(
-                f"UPDATE {snapshots.name} SET path = ? WHERE path = ?", (turned, path)
-            )
-    _turn_mlflow(folder / "mlflow" / "mlflow.db", state)
+    engine = sa.create_engine(f"sqlite:///{folder / 'feedback.db'}")
+    with engine.begin() as connection:
+        _turn_snapshots(connection, state)
+    engine.dispose()
+    _turn_mlflow(folder, state)
 
 
-def _turned(kept: Iterable[str], state: Path) -> list[tuple[str, str, Path]]:
-    """Return snapshots' paths that are another state folder's, what they are here, and that one."""
-    found = []
-    for path in dict.fromkeys(kept):
+def _turn_snapshots(connection: sa.Connection, state: Path) -> set[Path]:
+    """Let snapshots' paths be inside the state folder; return the folders they were inside."""
+    former, s = set(), snapshots.c
+    for path in connection.execute(sa.select(s.path)).scalars().all():
         place, inside = Path(*Path(path).parts[:-5]), Path(path).parts[-5:]
         is_ours = len(inside) == 5 and inside[0] == "agents" and inside[2] == "snapshots"
         if is_ours and place.resolve() != state:
-            found.append((path, str(state.joinpath(*inside)), place))
-    return found
+            turned = str(state.joinpath(*inside))
+            connection.execute(snapshots.update().where(s.path == path).values(path=turned))
+            former.add(place)
+    return former
 
 
-def _turn_mlflow(tracking: Path, state: Path) -> set[Path]:
-    """Let places in an embedded MLflow's tables be the state folder's; return what they were."""
+def _turn_mlflow(folder: Path, state: Path) -> set[Path]:
+    """Let places in a folder's embedded MLflow be the state folder's; return whose they were."""
+    tracking = folder / "mlflow" / "mlflow.db"
     if not tracking.exists():
         return set()
     new, former = state.as_uri(), set()
     with closing(sqlite3.connect(tracking, timeout=60)) as connection, connection:
-        for table, column in _MLFLOW_PLACES:
-            for (uri,) in connection.execute(
-                f"SELECT DISTINCT substr({column}, 1, instr({column}, ?) - 1) FROM {table} "
-                f"WHERE {column} LIKE 'file://%' AND instr({column}, ?) > 0 "
-                f"AND substr({column}, 1, ?) != ?",
-                (_ARTIFACTS, _ARTIFACTS, len(new) + 1, f"{new}/"),
-            ).fetchall():
-                _replace_prefix(connection, table, column, uri, new)
-                former.add(Path(unquote(uri.removeprefix("file://"))))
+        for table, column in _MLFLOW_PLACES:  # both names are ours
+            begins = f"substr({column}, 1, instr({column}, :inside) - 1)"
+            others = f"{column} LIKE 'file://%{_ARTIFACTS}%' AND {begins} != :new"
+            told = {"inside": _ARTIFACTS, "new": new}
+            found = connection.execute(
+                f"SELECT DISTINCT {begins} FROM {table} WHERE {others}", told
+            )
+            former |= {Path(unquote(str(row[0]).removeprefix("file://"))) for row in found}
+            connection.execute(
+                f"UPDATE {table} SET {column} = :new || substr({column}, "
+                f"instr({column}, :inside)) WHERE {others}",
+                told,
+            )
     return former
-
-
-def _replace_prefix(
-    connection: sqlite3.Connection, table: str, column: str, old: str, new: str
-) -> None:
-    # Both names are ours, from the constants above.
-    connection.execute(
-        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-        (f"{new}/", len(old) + 2, len(old) + 1, f"{old}/"),
-    )
 
 
 def _described(path: Path, made: dict[str, Any]) -> Backup:
