@@ -119,7 +119,8 @@ def erase(
     database.fold_back()
     if people:  # else nothing has come in since they were
         log.info("a person was erased", agents=[person.agent_id for person in people])
-    return {"erasures": raters.erasures_of(database, meant), "tables": _tables(settings, meant)}
+    tables = tables_beside(settings, registry, rater, agent_id)
+    return {"erasures": raters.erasures_of(database, meant), "tables": tables}
 
 
 def tables_beside(
@@ -129,12 +130,9 @@ def tables_beside(
 
     Neither `held_about` nor `erase` looks into them: somebody has to, for rows of theirs.
     """
-    return _tables(settings, _meant(registry.ledger.database, rater, agent_id))
-
-
-def _tables(settings: Settings, meant: Sequence[Person]) -> list[str]:
     from rlhf_pipeline.feedback.withdrawn import tables_in
 
+    meant = _meant(registry.ledger.database, rater, agent_id)
     shown = Path(settings.feedback.drop_folder)
     return [
         str(shown / agent / path.relative_to(inbox))

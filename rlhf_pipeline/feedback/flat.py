@@ -146,7 +146,7 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
         ) from error
     try:
         lines = (
-            (number, [_cell_text(cell) for cell in cells])
+            (number, [cell_text(cell) for cell in cells])
             for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
         )
         yield from _rows(_whole(lines, "workbook", (Exception,)), position, named)
@@ -265,7 +265,7 @@ def _member(name: str, text: str) -> str:
     return f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(text, ensure_ascii=False)}"
 
 
-def _cell_text(cell: Any) -> str:
+def cell_text(cell: Any) -> str:
     """Return a cell as CSV would hold it: 3 for 3.0, true, 2024-05-01T12:00:00."""
     if cell is None:
         return ""

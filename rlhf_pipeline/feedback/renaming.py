@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_pipeline.errors import SourceError
-from rlhf_pipeline.feedback.flat import value_of
+from rlhf_pipeline.feedback.flat import cell_text, value_of
 from rlhf_pipeline.feedback.formats import EVENT_FIELDS, Values
 
 FIELDS = EVENT_FIELDS | {
@@ -77,7 +77,8 @@ class Renaming:
         if kind is not None:
             named = {name: value for name, value in named.items() if name in EVENT_FIELDS}
         for name in SAID:
-            if name in named and (ours := self.words.get(_word(named[name]))) is not None:
+            word = cell_text(named.get(name)).strip()
+            if name in named and (ours := self.words.get(word)) is not None:
                 named[name] = value_of(name, ours, kind)
             elif is_cells and isinstance(named.get(name), str):
                 named[name] = value_of(name, named[name], kind)
@@ -100,12 +101,3 @@ def _found(values: Values, column: str) -> list[Any]:
         else:
             return []
     return [here]
-
-
-def _word(value: Any) -> str:
-    """Return a value as one writes it: true, 1, 0.5, thumbs_up."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()
