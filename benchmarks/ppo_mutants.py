@@ -194,17 +194,17 @@ MUTANTS = (
         "microbatch-dependent loss",
         (
             "ppo/optimising.py",
-            "        T = tokens.completion_ids.shape[1]\n        logprobs, values",
-            "        T = tokens.completion_ids.shape[1]\n"
-            "        token_count = int(tokens.completion_mask.sum())\n        logprobs, values",
+            "    settings, tokens = learner.settings, few.tokens\n",
+            "    settings, tokens = learner.settings, few.tokens\n"
+            "    token_count = int(tokens.completion_mask.sum())\n",
         ),
     ),
     mutant(
         "gradient clip inert",
         (
             "ppo/optimising.py",
-            "clip_grad_norm_(trained_weights(learner), learner.settings.max_grad_norm)",
-            "clip_grad_norm_(trained_weights(learner), 1e9)",
+            "clip_grad_norm_(learner.trained_weights, learner.settings.max_grad_norm)",
+            "clip_grad_norm_(learner.trained_weights, 1e9)",
         ),
     ),
     mutant(

@@ -27,6 +27,7 @@ from rlhf_pipeline.policy.captured import Step
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.packed import can_pack
 from rlhf_pipeline.policy.sampling import Completion, complete
+from rlhf_pipeline.ppo import learner as learners
 from rlhf_pipeline.ppo.optimising import train_on
 from rlhf_pipeline.records import RewardInput
 from rlhf_pipeline.reward.functions import as_reward
@@ -40,7 +41,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "shared critic": {},
     "separate critic": {"critic": "separate"},
     "without a critic": {"estimator": "rloo", "completions_per_prompt": 2},
-    "adapters": {"critic": "separate", "lora_rank": 2, "gradient_checkpointing": True},
+    "adapters": {"critic": "separate", "lora_rank": 2, "epochs": 4},
+    "adapters, computed twice": {"lora_rank": 2, "gradient_checkpointing": True},
     "a narrow choice": {"top_k": 40, "top_p": 0.9, "score_normalisation": "running"},
 }
 
@@ -120,11 +122,11 @@ def service(base: Path, folder: Path, device: str) -> list[str]:
     return said
 
 
-def counting(capture: Callable[[Step], Step], captures: list[Step]) -> Callable[[Step], Step]:
+def counting(capture: Callable[..., Step], captures: list[Step]) -> Callable[..., Step]:
     """Return the capture, which then adds each graph to the list."""
 
-    def counted(step: Step) -> Step:
-        captures.append(capture(step))
+    def counted(step: Step, pool: Any = None) -> Step:
+        captures.append(capture(step, pool))
         return captures[-1]
 
     return counted
@@ -175,6 +177,7 @@ def main() -> None:
 
         device = str(DEVICE)
         sampling.can_capture = can_record  # type: ignore[attr-defined]  # where decode looks
+        learners.can_capture = can_record
         captured.cuda_graph = recorded
         # TorchScript asks the device itself.
         scripting._scripted = lambda function: function  # type: ignore[assignment]  # and so no cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +52,15 @@ def can_capture(trunk: nn.Module, device: torch.device) -> bool:
     )
 
 
-def cuda_graph(step: Step) -> Step:
-    """Return a call that does what the step does, captured from one call that does nothing."""
+def cuda_graph(step: Step, pool: Any = None) -> Step:
+    """Return a call that does what the step does, captured from one call that does nothing.
+
+    Graphs of one pool take turns: what one leaves is there until another is called.
+    """
     graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             found = step()
     except RuntimeError:
         torch.cuda.set_stream(usual)  # which a capture that broke off does not do
@@ -67,6 +71,26 @@ def cuda_graph(step: Step) -> Step:
         return found
 
     return replay
+
+
+def new_pool(device: torch.device) -> Any:
+    """Return memory for several graphs."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def check_memory(device: torch.device, share: float) -> None:
+    """Raise RuntimeError where a peak such as the last, beside what graphs keep, takes more.
+
+    More than this share of the GPU's memory, that is, or of what this process may have of it.
+    """
+    if device.type != "cuda":
+        return
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    most = share * torch.cuda.get_device_properties(device).total_memory
+    most *= torch.cuda.get_per_process_memory_fraction(device)
+    needed = torch.cuda.max_memory_allocated(device) + kept
+    if needed > most:
+        raise RuntimeError(f"they would bring memory to {needed / 1e9:.1f} GB, of {most / 1e9:.1f}")
 
 
 class CapturedForward:

@@ -32,7 +32,8 @@ PACKABLE = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwe
 class Packing:
     """Where N packed tokens belong: B sequences one after the other, of at most L tokens."""
 
-    lengths: list[int]  # (B,)
+    rows: int  # B
+    lengths: list[int] | None  # (B,); None: the device alone knows them, and not all are L
     places: Tensor  # (N,), of the tokens in a rectangle of B * L
     longest: int  # L
     filler: int = 0  # tokens after the N that belong to no sequence and mean nothing
@@ -41,12 +42,12 @@ class Packing:
     @property
     def is_rectangle(self) -> bool:
         """Whether all sequences are L tokens long."""
-        return min(self.lengths) == self.longest
+        return self.lengths is not None and min(self.lengths) == self.longest
 
     def apart(self, states: Tensor) -> Tensor:
         """Return packed states (1, heads, N, width) as (B, heads, L, width), 0 after the end."""
         packed = _first(states.squeeze(0).transpose(0, 1), len(self.places))
-        rows, longest = len(self.lengths), self.longest
+        rows, longest = self.rows, self.longest
         if not self.is_rectangle:
             shape = (rows * longest, *packed.shape[1:])
             packed = packed.new_zeros(shape).index_copy(0, self.places, packed)
@@ -62,6 +63,18 @@ class Packing:
         return nn.functional.pad(states, (0, 0, 0, 0, 0, self.filler)) if self.filler else states
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many tokens to run where that must be known before they are looked at.
+
+    What is left of the room is filled with padding, which is computed and read by nobody.
+    """
+
+    tokens: int  # that the trunk runs, at least all real ones
+    read: int  # whose states are read, at least all of those
+    is_full: bool  # no token of the rectangle is padding
+
+
 def can_pack(trunk: nn.Module) -> bool:
     """Return whether the trunk's only traffic between tokens is plain causal attention."""
     config: Any = trunk.config
@@ -70,31 +83,19 @@ def can_pack(trunk: nn.Module) -> bool:
 
 
 def packed_hidden(
-    trunk: nn.Module, ids: Tensor, mask: Tensor, *, read_from: int = 0
+    trunk: nn.Module, ids: Tensor, mask: Tensor, *, read_from: int = 0, room: Room | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the last hidden states (N, H) of the real tokens, and their places (N,) in B * S.
 
     Shapes: ids and mask (B, S); each row's real tokens stand together. They come row by row.
-    Those of columns before `read_from` are finite numbers without meaning.
+    Those of columns before `read_from` are finite numbers without meaning. With room for more
+    tokens, some of the padding comes after them; then nothing waits for the device.
     """
-    S = mask.shape[1]
-    where = mask.flatten().nonzero()[:, 0]
-    N = len(where)
-    lengths = mask.sum(1)
-    starts = lengths.cumsum(0) - lengths
-    row = where // S
-    positions = torch.arange(N, device=ids.device) - starts[row]
-    longest = int(lengths.max())
-    if int(lengths.min()) < longest:
-        longest = whole_tiles(longest, ids.device, TILE // 4)
-    filler = whole_tiles(N, ids.device) - N
-    packing = Packing(lengths.tolist(), row * longest + positions, longest, filler)
-    fill = (0, filler)
-    # Tokens that are read come first, and among the others some to make their number a round one.
-    is_read = nn.functional.pad(where % S >= read_from, fill)
-    reads = whole_tiles(int(is_read.sum()), ids.device)
-    read = is_read.int().argsort(stable=True, descending=True)[:reads]
-    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, N + filler):
+    where, positions, packing, read = (
+        _places_found(mask, read_from) if room is None else _places_in(room, mask, read_from)
+    )
+    N, fill = len(where), (0, packing.filler)
+    with _attending(trunk, PACKED), _last_mlp_at(trunk, read, N + packing.filler):
         hidden: Tensor = trunk(
             input_ids=nn.functional.pad(ids.flatten()[where], fill)[None],
             position_ids=nn.functional.pad(positions, fill)[None],
@@ -102,6 +103,47 @@ def packed_hidden(
             packing=packing,
         ).last_hidden_state
     return _first(hidden.squeeze(0), N), where
+
+
+Places = tuple[Tensor, Tensor, Packing, Tensor]
+"""Tokens' places in B * S, their positions, what sequences they are, and which of them are read."""
+
+
+def _places_found(mask: Tensor, read_from: int) -> Places:
+    S = mask.shape[1]
+    where = mask.flatten().nonzero()[:, 0]
+    N = len(where)
+    lengths = mask.sum(1)
+    starts = lengths.cumsum(0) - lengths
+    row = where // S
+    positions = torch.arange(N, device=mask.device) - starts[row]
+    longest = int(lengths.max())
+    if int(lengths.min()) < longest:
+        longest = whole_tiles(longest, mask.device, TILE // 4)
+    filler = whole_tiles(N, mask.device) - N
+    packing = Packing(len(mask), lengths.tolist(), row * longest + positions, longest, filler)
+    # Tokens that are read come first, and among the others some to make their number a round one.
+    is_read = nn.functional.pad(where % S >= read_from, (0, filler))
+    read = true_first(is_read)[: whole_tiles(int(is_read.sum()), mask.device)]
+    return where, positions, packing, read
+
+
+def _places_in(room: Room, mask: Tensor, read_from: int) -> Places:
+    B, S = mask.shape
+    where = true_first(mask.flatten())[: room.tokens]
+    # A row's padding stands after its tokens, where none of these attends to it.
+    padding = ~mask
+    slots = torch.where(mask, mask.cumsum(1), mask.sum(1, keepdim=True) + padding.cumsum(1)) - 1
+    slots, row, is_real = slots.flatten()[where], where // S, mask.flatten()[where]
+    lengths = [S] * B if room.is_full else None
+    packing = Packing(B, lengths, row * S + slots, S)
+    read = true_first(is_real & (where % S >= read_from))[: room.read]
+    return where, slots.where(is_real, 0), packing, read
+
+
+def true_first(flags: Tensor) -> Tensor:
+    """Return all places of flags (N,), those of what is True first, each kind in its order."""
+    return flags.byte().argsort(stable=True, descending=True)
 
 
 def _first(states: Tensor, count: int) -> Tensor:
@@ -133,7 +175,7 @@ def rectangle_hidden(
         padded: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
         return padded.flatten(0, 1)
     every = torch.arange(B * S, device=ids.device)
-    packing = Packing([S] * B, every, S, as_on=as_on)
+    packing = Packing(B, [S] * B, every, S, as_on=as_on)
     read = every.view(B, S)[:, read_from:].flatten()
     with _attending(trunk, PACKED), _last_mlp_at(trunk, read, B * S):
         hidden: Tensor = trunk(
@@ -233,7 +275,7 @@ def _packed_attention(
         queries, keys, values = map(packing.apart, states)
         output = causal_attention(queries, keys, values, scale)
         return packing.together(output.transpose(1, 2)), None
-    if on_cpu and not packing.is_rectangle:
+    if on_cpu and packing.lengths is not None and not packing.is_rectangle:
         each = [*packing.lengths, packing.filler]
         sequences = zip(
             *(torch.split(s, each, dim=2)[: len(each) - 1] for s in states), strict=True

@@ -31,7 +31,15 @@ from rlhf_pipeline.policy.captured import CapturedForward, can_capture
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.low_rank import rounding_once
-from rlhf_pipeline.policy.packed import TILE, can_pack, packed_hidden, stepping, whole_tiles
+from rlhf_pipeline.policy.packed import (
+    TILE,
+    Room,
+    can_pack,
+    packed_hidden,
+    stepping,
+    true_first,
+    whole_tiles,
+)
 from rlhf_pipeline.records import Progress, Prompt
 
 COMPACT_BELOW = 0.75  # rows are dropped once a quarter of those in the batch have ended
@@ -353,12 +361,15 @@ def completion_hidden(
     prompt_mask: Tensor,
     completion_ids: Tensor,
     completion_mask: Tensor,
+    *,
+    room: Room | None = None,
 ) -> Tensor:
     """Return the trunk's last hidden states from which each completion token follows, (B, T, H).
 
     hidden[:, t] has seen the prompt and the completion's tokens before t, and nothing later: the
     state whose logits choose token t, and whose value a critic estimates. Positions where
-    completion_mask is False hold finite numbers without meaning.
+    completion_mask is False hold finite numbers without meaning. `room` is for trunks that can be
+    packed, and `packed_hidden`'s.
     Shapes: prompts (B, P) padded on the left, completions (B, T) on the right.
     """
     if prompt_ids.shape != prompt_mask.shape or completion_ids.shape != completion_mask.shape:
@@ -375,7 +386,7 @@ def completion_hidden(
         return run_trunk(trunk, ids, mask.long(), position_ids(mask), None)[:, before:]
     # A row's own last token predicts nothing either, unless the row is a prompt alone.
     mask[:, before + 1 :] &= completion_mask[:, 1:]
-    packed, where = packed_hidden(trunk, ids, mask, read_from=before)
+    packed, where = packed_hidden(trunk, ids, mask, read_from=before, room=room)
     hidden = packed.new_zeros(mask.numel(), packed.shape[-1]).index_copy(0, where, packed)
     return hidden.view(*mask.shape, -1)[:, before:]
 
@@ -388,6 +399,7 @@ def hidden_logprobs(
     *,
     temperature: float,
     support: Tensor | None = None,
+    room: Room | None = None,
 ) -> Tensor:
     """Return log-probabilities (B, T) from `completion_hidden`'s states, 0 outside the mask.
 
@@ -395,16 +407,18 @@ def hidden_logprobs(
     in the backward pass. With `support`, (B, T, V / 8) packed, they are those of the distribution
     renormalised within it. Source: "keep sampling mask", DeepSeek-V3.2 (arXiv:2512.02556) 3.1.
     """
-    where = completion_mask.flatten().nonzero()[:, 0]
     # What is filled up with is computed, and taken by nobody.
-    filler = whole_tiles(len(where), where.device) - len(where)
-    where = nn.functional.pad(where, (0, filler))
-    states = hidden.flatten(0, 1).index_select(0, where)
-    tokens = completion_ids.flatten()[where]
-    within = None if support is None else support.flatten(0, 1)[where]
-    packed = state_logprobs(model, states, tokens, temperature, within)
-    logprobs = packed.new_zeros(completion_ids.shape)
-    return logprobs.masked_scatter(completion_mask, packed)
+    if room is None:
+        where = completion_mask.flatten().nonzero()[:, 0]
+        filled = nn.functional.pad(where, (0, whole_tiles(len(where), where.device) - len(where)))
+    else:
+        where = filled = true_first(completion_mask.flatten())[: room.read]
+    states = hidden.flatten(0, 1).index_select(0, filled)
+    tokens = completion_ids.flatten()[filled]
+    within = None if support is None else support.flatten(0, 1)[filled]
+    packed = state_logprobs(model, states, tokens, temperature, within)[: len(where)]
+    flat = packed.new_zeros(completion_mask.numel()).index_copy(0, where, packed)
+    return torch.where(completion_mask, flat.view_as(completion_mask), 0.0)
 
 
 def state_logprobs(
@@ -439,6 +453,7 @@ def state_logprobs(
                 None if within is None else within[cut],
                 kind,
                 use_reentrant=False,
+                preserve_rng_state=False,  # nothing is drawn, and a CUDA graph allows no look
             )
             for cut in cuts
         ]

@@ -20,6 +20,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.adapters import SharedBase, adapter_weights, load_adapters, only
 from rlhf_pipeline.policy.loading import ADAPTER, Policy, load_tokenizer, load_weights
+from rlhf_pipeline.policy.packed import Room
 from rlhf_pipeline.policy.sampling import completion_hidden, trunk_of
 from rlhf_pipeline.ppo.rollout import Tokens
 
@@ -63,11 +64,11 @@ class SeparateCritic(nn.Module):
         self.base_model = trunk
         self.head = head
 
-    def forward(self, tokens: Tokens) -> Tensor:
+    def forward(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         """Return values (B, T)."""
-        return head_values(self.head, self.states(tokens))
+        return head_values(self.head, self.states(tokens, room))
 
-    def states(self, tokens: Tokens) -> Tensor:
+    def states(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         """Return the hidden states (B, T, width) that the values are read from."""
         return completion_hidden(
             self,
@@ -75,6 +76,7 @@ class SeparateCritic(nn.Module):
             tokens.prompt_mask,
             tokens.completion_ids,
             tokens.completion_mask,
+            room=room,
         )
 
 
@@ -96,11 +98,11 @@ class AdapterCritic(nn.Module):
         """Return the trunk that the policy and this critic share."""
         return trunk_of(self._model[0])
 
-    def forward(self, tokens: Tokens) -> Tensor:
+    def forward(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         """Return values (B, T)."""
-        return head_values(self.head, self.states(tokens))
+        return head_values(self.head, self.states(tokens, room))
 
-    def states(self, tokens: Tokens) -> Tensor:
+    def states(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         """Return the hidden states (B, T, width) that the values are read from."""
         with only(self._model[0], self.SET):
             return completion_hidden(
@@ -109,6 +111,7 @@ class AdapterCritic(nn.Module):
                 tokens.prompt_mask,
                 tokens.completion_ids,
                 tokens.completion_mask,
+                room=room,
             )
 
 

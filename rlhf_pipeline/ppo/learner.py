@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from rlhf_pipeline.policy.adapters import (
     load_base,
     only,
 )
+from rlhf_pipeline.policy.captured import can_capture
 from rlhf_pipeline.policy.loading import (
     Policy,
     choose_device,
     load_policy,
     switch_off_dropout,
 )
-from rlhf_pipeline.policy.packed import attending_as_now
+from rlhf_pipeline.policy.packed import Room, attending_as_now
 from rlhf_pipeline.policy.sampling import (
     completion_hidden,
     completion_logprobs,
@@ -48,11 +50,14 @@ from rlhf_pipeline.ppo.critic import (
     load_reward_adapters,
     load_reward_trunk,
 )
+from rlhf_pipeline.ppo.graphs import Graphs
 from rlhf_pipeline.ppo.memory import suit_allocator
 from rlhf_pipeline.ppo.processes import ALONE, Team, base_shares, join_team
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.spreading import spread_layers
+
+CAPTURED = 2**28  # bytes of trained weights, whose gradient graphs hold twice more: adapters
 
 Critic = SharedCritic | SeparateCritic | AdapterCritic
 
@@ -72,6 +77,7 @@ class Learner:
     criteria: CriteriaHeads | None = None  # on the critic's states, where the reward has pieces
     scaler: torch.amp.GradScaler | None = None  # of the loss, in float16
     keep_up: Callable[[], None] = lambda: None  # Team's, where the base is spread over processes
+    graphs: Graphs = field(default_factory=Graphs)
 
     def logprobs_and_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Return the policy's log-probabilities and the critic's values, both (B, T)."""
@@ -80,10 +86,12 @@ class Learner:
             values = self.values(tokens)
         return logprobs, values
 
-    def logprobs_and_shared_values(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+    def logprobs_and_shared_values(
+        self, tokens: Tokens, room: Room | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return what one pass of the policy's trunk gives: a separate critic's values are None."""
         with self.autocast(), recomputing(trunk_of(self.policy.model), self.settings):
-            hidden = self._hidden(tokens)
+            hidden = self._hidden(tokens, room)
             logprobs = hidden_logprobs(
                 self.policy.model,
                 hidden,
@@ -91,20 +99,21 @@ class Learner:
                 tokens.completion_mask,
                 temperature=self.settings.temperature,
                 support=tokens.support,
+                room=room,
             )
             if isinstance(self.critic, SharedCritic):
                 return logprobs, head_values(self.critic.head, hidden)
             return logprobs, None
 
-    def values(self, tokens: Tokens) -> Tensor:
+    def values(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         """Return the critic's values (B, T); zeros where there is no critic."""
         if self.critic is None:
             return torch.zeros_like(tokens.completion_ids, dtype=torch.float32)
         with self.autocast():
             if isinstance(self.critic, SharedCritic):
-                return head_values(self.critic.head, self._hidden(tokens))
+                return head_values(self.critic.head, self._hidden(tokens, room))
             with recomputing(self.critic.base_model, self.settings):
-                values: Tensor = self.critic(tokens)
+                values: Tensor = self.critic(tokens, room)
             return values
 
     def critic_states(self, tokens: Tokens) -> Tensor:
@@ -146,13 +155,14 @@ class Learner:
                 support=tokens.support,
             )
 
-    def _hidden(self, tokens: Tokens) -> Tensor:
+    def _hidden(self, tokens: Tokens, room: Room | None = None) -> Tensor:
         return completion_hidden(
             self.policy.model,
             tokens.prompt_ids,
             tokens.prompt_mask,
             tokens.completion_ids,
             tokens.completion_mask,
+            room=room,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -162,6 +172,26 @@ class Learner:
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the weights that training moves, by name: policy/... and critic/..."""
         return trainable_of(self.policy, self.critic)
+
+    @cached_property
+    def weights(self) -> list[nn.Parameter]:
+        """All weights that the policy and the critic are computed with."""
+        of_critic = [] if self.critic is None else self.critic.parameters()
+        return [*self.policy.model.parameters(), *of_critic]
+
+    @property
+    def trained_weights(self) -> list[nn.Parameter]:
+        """What the optimizer moves, in its order."""
+        return [w for group in self.optimizer.param_groups for w in group["params"]]
+
+    def can_capture(self) -> bool:
+        """Say whether a microbatch's pass is the same kernels every time, and worth a graph."""
+        return (
+            self.scaler is None
+            and not self.settings.gradient_checkpointing
+            and can_capture(trunk_of(self.policy.model), self.policy.device)
+            and sum(w.nbytes for w in self.trained_weights) <= CAPTURED
+        )
 
     def set_learning_rate(self, share: float) -> float:
         """Set every rate to `share` of its first value; return the policy's."""

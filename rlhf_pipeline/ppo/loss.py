@@ -23,7 +23,7 @@ def policy_loss(
     completion_mask: Tensor,
     *,
     clip_range: float,
-    token_count: int,
+    token_count: int | Tensor,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the clipped surrogate loss (to minimise) and its statistics.
@@ -63,7 +63,7 @@ def value_loss(
     completion_mask: Tensor,
     *,
     value_clip_range: float,
-    token_count: int,
+    token_count: int | Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return half the squared error of the values against returns, clipped around the old values.
 

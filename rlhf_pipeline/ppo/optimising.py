@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.policy.packed import Room
 from rlhf_pipeline.ppo.critic import AdapterCritic, SeparateCritic
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.loss import policy_loss, value_loss
@@ -56,45 +59,88 @@ def accumulate_gradients(learner: Learner, rollouts: Rollouts, members: Tensor) 
     Losses are divided by the minibatch's token count, so microbatches, and the parts that several
     processes take, add up to the same gradient however they are cut.
     """
-    settings, team = learner.settings, learner.team
-    token_count = max(int(rollouts.tokens.completion_mask[members].sum()), 1)
-    found: list[dict[str, Tensor]] = []
-    budget = settings.tokens_per_microbatch
-    for some in microbatches(rollouts.tokens, team.part(members), token_budget=budget):
-        tokens = rollouts.tokens.rows(some)
-        T = tokens.completion_ids.shape[1]
-        logprobs, values = learner.logprobs_and_shared_values(tokens)
-        loss, facts = policy_loss(
-            logprobs,
-            rollouts.logprobs[some, :T],
-            rollouts.advantages[some, :T],
-            tokens.completion_mask,
-            clip_range=settings.clip_range,
-            token_count=token_count,
-            weights=None if rollouts.weights is None else rollouts.weights[some, :T],
-        )
-        facts["policy/loss"] = facts["train/loss"] = loss.detach()
-        if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
-            # The two networks share nothing: one's activations go before the other's come.
-            descend(loss, learner.scaler)
-            loss, values = torch.zeros_like(loss), learner.values(tokens)
-        if values is not None:
-            critic_loss, critic_facts = value_loss(
-                values,
-                rollouts.values[some, :T],
-                rollouts.returns[some, :T],
-                tokens.completion_mask,
-                value_clip_range=settings.value_clip_range,
-                token_count=token_count,
-            )
-            facts |= {**critic_facts, "critic/loss": critic_loss.detach()}
-            facts["train/loss"] = facts["policy/loss"] + settings.value_coef * facts["critic/loss"]
-            loss = loss + settings.value_coef * critic_loss
-        descend(loss, learner.scaler)
-        found.append(facts)
-    team.add_gradients(trained_weights(learner))
+    team, tokens = learner.team, rollouts.tokens
+    token_count = max(int(tokens.completion_mask[members].sum()), 1)
+    budget = learner.settings.tokens_per_microbatch
+    found = [
+        add_gradient(learner, rollouts.rows(some), token_count)
+        for some in microbatches(tokens, team.part(members), token_budget=budget)
+    ]
+    team.add_gradients(learner.trained_weights)
     shares = torch.stack([torch.stack(list(facts.values())) for facts in found])
     return team.add_facts(dict(zip(found[0], shares.cpu().double().sum(0).tolist(), strict=True)))
+
+
+def add_gradient(learner: Learner, few: Rollouts, token_count: int) -> dict[str, Tensor]:
+    """Add one microbatch's gradient to the weights' and return its facts, each of ()."""
+    if learner.can_capture():
+        compute = partial(gradients_of, learner)
+        shown = learner.graphs.add_gradients(
+            few, token_count, compute, learner.trained_weights, learner.weights
+        )
+        if shown is not None:
+            return shown
+    facts: dict[str, Tensor] = {}
+    for loss, told in losses(learner, few, token_count):
+        descend(loss, learner.scaler)
+        facts = told
+    return facts
+
+
+def gradients_of(
+    learner: Learner, few: Rollouts, token_count: Tensor, room: Room
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return one microbatch's gradient, of each trained weight, and its facts, each of ()."""
+    trained = learner.trained_weights
+    found: list[Tensor | None] = [None] * len(trained)
+    facts: dict[str, Tensor] = {}
+    for loss, told in losses(learner, few, token_count, room):
+        parts = torch.autograd.grad(loss, trained, allow_unused=True)
+        # No weight is in two losses.
+        found = [one if part is None else part for one, part in zip(found, parts, strict=True)]
+        facts = told
+    gradients = [
+        torch.zeros_like(w) if g is None else g for w, g in zip(trained, found, strict=True)
+    ]
+    return gradients, facts
+
+
+def losses(
+    learner: Learner, few: Rollouts, token_count: int | Tensor, room: Room | None = None
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield one microbatch's losses, each to descend before the next, and the facts so far.
+
+    There is one, or one of the policy and one of the critic: where two networks share nothing,
+    one's activations go before the other's come.
+    """
+    settings, tokens = learner.settings, few.tokens
+    logprobs, values = learner.logprobs_and_shared_values(tokens, room)
+    loss, facts = policy_loss(
+        logprobs,
+        few.logprobs,
+        few.advantages,
+        tokens.completion_mask,
+        clip_range=settings.clip_range,
+        token_count=token_count,
+        weights=few.weights,
+    )
+    facts["policy/loss"] = facts["train/loss"] = loss.detach()
+    if isinstance(learner.critic, (SeparateCritic, AdapterCritic)):
+        yield loss, facts
+        loss, values = torch.zeros_like(loss), learner.values(tokens, room)
+    if values is not None:
+        critic_loss, critic_facts = value_loss(
+            values,
+            few.values,
+            few.returns,
+            tokens.completion_mask,
+            value_clip_range=settings.value_clip_range,
+            token_count=token_count,
+        )
+        facts = {**facts, **critic_facts, "critic/loss": critic_loss.detach()}
+        facts["train/loss"] = facts["policy/loss"] + settings.value_coef * facts["critic/loss"]
+        loss = loss + settings.value_coef * critic_loss
+    yield loss, facts
 
 
 def without_overflow(
@@ -108,7 +154,7 @@ def without_overflow(
     scaler = learner.scaler
     assert scaler is not None  # only float16 comes here
     scaler.unscale_(learner.optimizer)
-    while not all(_is_finite(w) for w in trained_weights(learner)):
+    while not all(_is_finite(w) for w in learner.trained_weights):
         learner.optimizer.zero_grad()
         scaler.update()
         if scaler.get_scale() < 1:
@@ -129,11 +175,6 @@ def descend(loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
 
 
-def trained_weights(learner: Learner) -> list[nn.Parameter]:
-    """Return what the optimizer moves, in its order."""
-    return [w for group in learner.optimizer.param_groups for w in group["params"]]
-
-
 def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
     """Raise TrainingError unless the policy that trains is the one that sampled."""
     gap, approx_kl = facts["abs_log_ratio"], facts["policy/approx_kl"]
@@ -147,7 +188,7 @@ def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
 
 def clipped_step(learner: Learner) -> float:
     """Clip the gradient's global norm, step, and return the norm before clipping."""
-    norm = float(clip_grad_norm_(trained_weights(learner), learner.settings.max_grad_norm))
+    norm = float(clip_grad_norm_(learner.trained_weights, learner.settings.max_grad_norm))
     if not math.isfinite(norm):
         learner.optimizer.zero_grad()
         raise NotFinite("the loss or its gradient")

@@ -7,11 +7,12 @@ right). Masks are True on real tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.policy.chat import decode_completions
@@ -63,6 +64,40 @@ class Rollouts:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def rows(self, members: Tensor) -> Rollouts:
+        """Return some of the rollouts, without the columns that are padding in all of them."""
+        tokens = self.tokens.rows(members)
+        T = tokens.completion_ids.shape[1]
+        return self._changed(tokens, lambda numbers: numbers[members, :T])
+
+    def widened(self, prompt: int, completion: int) -> Rollouts:
+        """Return the rollouts with padding up to so many columns of prompts and completions."""
+        tokens = self.tokens
+        before = (prompt - tokens.prompt_ids.shape[1], 0)
+        after = (0, completion - tokens.completion_ids.shape[1])
+        support = None if tokens.support is None else pad(tokens.support, (0, 0, *after))
+        wide = Tokens(
+            pad(tokens.prompt_ids, before),
+            pad(tokens.prompt_mask, before),
+            pad(tokens.completion_ids, after),
+            pad(tokens.completion_mask, after),
+            support,
+        )
+        return self._changed(wide, lambda numbers: pad(numbers, after))
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors there are, in order."""
+        everything = [getattr(part, f.name) for part in (self.tokens, self) for f in fields(part)]
+        return [one for one in everything if isinstance(one, Tensor)]
+
+    def _changed(self, tokens: Tokens, change: Callable[[Tensor], Tensor]) -> Rollouts:
+        """Return these with other tokens, and numbers (B, T) as the change has them."""
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokens"}
+        found: dict[str, Any] = {
+            name: None if one is None else change(one) for name, one in numbers.items()
+        }
+        return replace(self, tokens=tokens, **found)
 
 
 def join_rows(parts: Sequence[Tensor], *, on_the_left: bool = False) -> Tensor:

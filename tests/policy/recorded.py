@@ -19,6 +19,7 @@ READ = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
     aten.masked_select.default,
+    aten.masked_scatter_backward.default,  # which selects
     aten.equal.default,
     aten.lift_fresh.default,  # torch.tensor: from the host
 }
@@ -41,7 +42,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch shi
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.before.setdefault(given.data_ptr(), (given, given.clone()))
+                for memory in tree_leaves(given):
+                    self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
         found = func(*args, **kwargs)
         outcomes = tree_leaves(found)
         met = [leaf for leaf in tree_leaves((args, found)) if isinstance(leaf, Tensor)]
@@ -51,15 +53,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch shi
         return found
 
 
-def recorded(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def recorded(step: Callable[[], Tensor], pool: Any = None) -> Callable[[], Tensor]:
     """Return a replay of the step, which leaves no trace of its first call."""
     with Recorder() as recorder:
         found = step()
-    for memory, before in reversed(list(recorder.before.values())):
-        memory.copy_(before)
+    with torch.no_grad():
+        for memory, before in reversed(list(recorder.before.values())):
+            memory.copy_(before)
 
     def replay() -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # what is kept was cast
+        # What is kept was cast, and has its gradients.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, args, kwargs, outcomes in recorder.calls:
                 again = tree_leaves(func(*args, **kwargs))
                 for outcome, other in zip(outcomes, again, strict=True):

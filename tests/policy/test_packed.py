@@ -91,7 +91,7 @@ def test_packed_rows_have_the_values_and_gradients_of_padded_ones(
 
 
 def test_packed_states_come_apart_into_a_rectangle_and_together_again() -> None:
-    packing = Packing([2, 3, 1], torch.tensor([0, 1, 3, 4, 5, 6]), longest=3)
+    packing = Packing(3, [2, 3, 1], torch.tensor([0, 1, 3, 4, 5, 6]), longest=3)
     states = torch.arange(1.0, 25.0).view(1, 2, 6, 2)  # two heads, six tokens, width 2
     apart = packing.apart(states)
     assert apart.shape == (3, 2, 3, 2)
