@@ -176,12 +176,12 @@ def main() -> None:
         from tests.pretended import DEVICE
 
         device = str(DEVICE)
-        sampling.can_capture = can_record  # type: ignore[attr-defined]  # where decode looks
-        learners.can_capture = can_record
+        sampling.can_capture = can_record  # type: ignore[attr-defined]  # where they look
+        learners.can_capture = can_record  # type: ignore[attr-defined]
         captured.cuda_graph = recorded
         # TorchScript asks the device itself.
         scripting._scripted = lambda function: function  # type: ignore[assignment]  # and so no cache
-    captured.cuda_graph = counting(captured.cuda_graph, captures)  # type: ignore[assignment]  # parameter names
+    captured.cuda_graph = counting(captured.cuda_graph, captures)  # parameter names
     base = save_base(folder / "base")
     torch.set_num_threads(1)
     told: dict[str, list[Any]] = {"refused": meeting(device)}

@@ -4,6 +4,10 @@ PEFT's own layer turns the states into the adapters' float32, which autocast tur
 and adds the adapters' part in passes of their own: over wide states these take as long as the
 products do. Here that part is added by the product which makes it, and the backward pass does the
 same. Weights stay PEFT's, and so do the names they are saved by.
+
+Decoding takes few tokens at a time, and of few a GPU makes the product with adapters no faster than
+one with a hundred times their weights. So there the base's weights have room beside them, in which
+adapters are while text is decoded, and one product is made of both.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+ROOMY = frozenset({"cuda"})  # kinds of device on which adapters get room beside the base
+
 
 def take_few_passes(model: nn.Module) -> None:
     """Let PEFT's adapted linear layers in the model compute as this module does."""
@@ -26,6 +32,37 @@ def take_few_passes(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is Linear:
             layer.__class__ = _layer_class()
+        if isinstance(layer, Linear):
+            _make_room(layer.base_layer, max(layer.r.values()))
+
+
+def _make_room(base: Any, rank: int) -> None:
+    """Let weights of half of float32 lie where so many columns more fit beside them."""
+    if not isinstance(base, (nn.Linear, Conv1D)) or _with_room(base, rank) is not None:
+        return
+    weight = base.weight.detach()
+    if weight.device.type not in ROOMY or weight.dtype == torch.float32:
+        return
+    inside, out = weight.T.shape if isinstance(base, nn.Linear) else weight.shape
+    if isinstance(base, nn.Linear):
+        wide = weight.new_zeros(out + rank, inside).T
+        wide[:, :out] = weight.T
+        base.weight.data = wide[:, :out].T
+    else:
+        wide = weight.new_zeros(inside, out + rank)
+        wide[:, :out] = weight
+        base.weight.data = wide[:, :out]
+    base.with_room = wide
+
+
+def _with_room(base: Any, rank: int) -> Tensor | None:
+    """Return the layer's weights and the columns beside them, (in, out + rank), where there are."""
+    wide: Tensor | None = getattr(base, "with_room", None)
+    # Weights that were moved or copied since have left their room.
+    if wide is None or wide.data_ptr() != base.weight.data_ptr():
+        return None
+    columns = rank + (base.weight.shape[0] if isinstance(base, nn.Linear) else base.nf)
+    return wide[:, :columns] if columns <= wide.shape[1] else None
 
 
 @cache
@@ -73,8 +110,45 @@ def adapted(
         # Autocast turns that weight, or it has a gradient of its own: none of those made here.
         plain, own = base(states), up(down(states))
         return torch.add(plain, own, alpha=scale).to(plain.dtype)
+    wide = None if torch.is_grad_enabled() else _with_adapters_beside(base, down.weight)
+    if wide is not None:
+        return _in_one_product(states, wide, base.bias, up.weight, scale)
     matrix = weight.T if isinstance(base, nn.Linear) else weight
     return adapted_linear(states, matrix, base.bias, down.weight, up.weight, scale)
+
+
+def _with_adapters_beside(base: nn.Linear | Conv1D, down: Tensor) -> Tensor | None:
+    """Return the base's weights and the adapters' first beside them, (in, out + rank).
+
+    None outside `rounding_once`, where they would have to be put there anew, and without room.
+    """
+    rounded = _ROUNDED.get()
+    wide = None if rounded is None else _with_room(base, down.shape[0])
+    if rounded is not None and wide is not None and rounded.get(base.weight) is not down:
+        wide[:, -down.shape[0] :] = down.detach().T
+        rounded[base.weight] = down
+    return wide
+
+
+def _in_one_product(
+    states: Tensor, wide: Tensor, bias: Tensor | None, up: Tensor, scale: float
+) -> Tensor:
+    """Return what `adapted_linear` does, of weights with the adapters' first beside them."""
+    rows, (out, rank) = states.flatten(0, -2), up.shape
+    with _as_they_are(rows):
+        both = rows @ wide if bias is None else torch.addmm(_wider(bias, rank), rows, wide)
+        found = both[:, :out].addmm_(both[:, out:], _in_type(up, rows.dtype).T, alpha=scale)
+    return found.view(*states.shape[:-1], -1)
+
+
+def _wider(bias: Tensor, rank: int) -> Tensor:
+    """Return the bias with as many zeros after it."""
+    rounded = _ROUNDED.get()
+    if rounded is None:
+        return nn.functional.pad(bias, (0, rank))
+    if bias not in rounded:
+        rounded[bias] = nn.functional.pad(bias, (0, rank))
+    return rounded[bias]
 
 
 _ROUNDED: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("_ROUNDED", default=None)

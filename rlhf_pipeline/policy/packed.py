@@ -327,19 +327,21 @@ def _stepping_attention(
     # Heads that share keys stand where the tokens of a longer query would.
     grouped = query.view(*key.shape[:2], -1, query.shape[-1])
     with torch.autocast(kind, enabled=False):
-        scores = _float_products(grouped, key.transpose(2, 3)).mul_(scale)
+        scores = _float_products(grouped, key.transpose(2, 3), scale)
         if attention_mask is not None:
             scores = torch.where(attention_mask, scores, float("-inf"))
         attended = torch.matmul(scores.softmax(-1).to(value.dtype), value)
     return attended.view_as(query).transpose(1, 2), None
 
 
-def _float_products(one: Tensor, other: Tensor) -> Tensor:
-    """Return products (B, heads, M, N) of half of float32, in float32."""
+def _float_products(one: Tensor, other: Tensor, scale: float) -> Tensor:
+    """Return scale times the products (B, heads, M, N) of half of float32, in float32."""
     if one.device.type == "cuda":
-        found = torch.bmm(one.flatten(0, 1), other.flatten(0, 1), out_dtype=torch.float32)
+        nothing = one.new_empty((1, 1, 1), dtype=torch.float32)
+        pairs, wide = (one.flatten(0, 1), other.flatten(0, 1)), torch.float32
+        found = torch.baddbmm(nothing, *pairs, out_dtype=wide, beta=0, alpha=scale)
         return found.view(*one.shape[:3], other.shape[3])
-    return torch.matmul(one.float(), other.float())
+    return torch.matmul(one.float(), other.float()).mul_(scale)
 
 
 class _CausalAttention(torch.autograd.Function):

@@ -232,6 +232,8 @@ def draw(
         passed = torch.minimum(uniforms[:, None] * total, below)
         tokens = torch.searchsorted(cumulative, passed, right=True)[:, 0]
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # of logits that are no numbers: past all
+        if not top_k and top_p == 1.0:
+            return tokens, probabilities.gather(-1, tokens[:, None])[:, 0].log()
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     return tokens, chosen - logits.logsumexp(-1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_pipeline.policy import low_rank
 from rlhf_pipeline.policy.low_rank import adapted_linear, rounding_once, take_few_passes
 
 
@@ -175,3 +177,98 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(computed, trained)
     plain = states @ weight + bias + 0.7 * (states @ down.T @ up.T)
     torch.testing.assert_close(computed(states, bias, down, up), plain)
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "ROOMY", frozenset({"cpu"}))
+
+
+def halved(transposed: bool, bias: bool = True) -> Any:
+    """Return layers on a base of half of float32, whose adapters have room beside it."""
+    model = adapted(transposed, bias)
+    for layer in (model.first, model.second):
+        layer.base_layer.to(torch.bfloat16)
+    take_few_passes(model)
+    return model
+
+
+def said(model: Any, active: str = "a") -> Tensor:
+    found: Tensor = results(model, [active], half=True, grads=False)[0]
+    return found
+
+
+@pytest.mark.parametrize(("transposed", "bias"), [(True, True), (False, True), (False, False)])
+def test_one_product_with_room_beside_the_base_is_the_several(
+    transposed: bool, bias: bool, roomy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = halved(transposed, bias)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    alone = said(model), said(model, "b")
+    products, once = [], low_rank._in_one_product
+
+    def told(*given: Any) -> Tensor:
+        products.append(given)
+        return once(*given)
+
+    monkeypatch.setattr(low_rank, "_in_one_product", told)
+    for active, wanted in zip("ab", alone, strict=True):
+        with rounding_once():
+            torch.testing.assert_close(said(model, active), wanted, atol=2e-2, rtol=2e-2)
+    with rounding_once():  # one set after the other
+        torch.testing.assert_close(said(model, "b"), alone[1], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(said(model, "a"), alone[0], atol=2e-2, rtol=2e-2)
+    assert len(products) == 8
+    assert (alone[0] - alone[1]).abs().max() > 1
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name])
+
+
+def test_room_holds_the_adapters_of_each_block_anew(roomy: None) -> None:
+    model = halved(True)
+    with rounding_once():
+        before = said(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_A." in name:
+                weight.mul_(-1)
+    with rounding_once():
+        found = said(model)
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, said(model), atol=2e-2, rtol=2e-2)
+
+
+def test_training_reads_nothing_of_the_room(roomy: None) -> None:
+    model, plain = halved(True), copy.deepcopy(adapted(True))
+    for layer in (plain.first, plain.second):
+        layer.base_layer.to(torch.bfloat16)
+    take_few_passes(plain)
+    with rounding_once():
+        said(model)
+    for mine, wanted in zip(
+        results(model, ["a"], half=True), results(plain, ["a"], half=True), strict=True
+    ):
+        assert mine is wanted is None or torch.equal(mine, wanted)
+
+
+def test_weights_that_left_their_room_are_read_where_they_are(roomy: None) -> None:
+    model = halved(False)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in (copied.first, copied.second):
+            layer.base_layer.weight.mul_(2)
+    with rounding_once():
+        apart = said(copied)
+    assert torch.equal(apart, said(copied))
+    assert not torch.equal(apart, said(model))
+
+
+def test_saved_weights_are_the_base_alone(roomy: None, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for transposed in (False, True):
+        base = halved(transposed).first.base_layer
+        assert base.with_room.numel() > base.weight.numel()
+        save_file({"weight": base.weight.detach().contiguous()}, tmp_path / "one.safetensors")
+        assert torch.equal(load_file(tmp_path / "one.safetensors")["weight"], base.weight)
+        assert set(base.state_dict()) == {"weight", "bias"}
