@@ -325,7 +325,8 @@ def test_training_learns_a_reward_that_is_easy_to_see(base: Path, tmp_path: Path
     first, last = result.evaluations[0], result.evaluations[-1]
     assert result.chosen_update == 14
     assert last.score_mean > first.score_mean + 0.2
-    assert sum(result.reward_history[-3:]) > sum(result.reward_history[:3]) + 0.6
+    # Four deviations of what chance alone does; ten seeds gained 0.5 to 1.5.
+    assert sum(result.reward_history[-3:]) > sum(result.reward_history[:3]) + 0.3
     assert last.kl > 1
     assert abs(first.kl) < 1e-4
     assert result.final_reward_mean == last.score_mean
