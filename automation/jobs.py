@@ -12,6 +12,7 @@ import dagster as dg
 
 from assets.common import table
 from resources.pipeline import AGENT, ASKED_BY, Pipeline
+from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.rules import AGENT_ID
@@ -19,7 +20,6 @@ from rlhf_pipeline.feedback.rules import AGENT_ID
 if TYPE_CHECKING:
     from rlhf_pipeline.retention import Item
 
-INBOX_DONE = "done"  # folder beside the dropped files
 WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from
 DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked to take in
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
@@ -125,7 +125,8 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     outside = not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox
     if problem := "not in the agent's inbox" if outside else unfit_to_take(path):
         raise dg.Failure(f"{path} is {problem}", allow_retries=False)
-    summary = ingest(pipeline.store, [path], config.agent_id)
+    own_names = pipeline.settings(config.agent_id).feedback.names.renaming()
+    summary = ingest(pipeline.store, [path], config.agent_id, renaming=own_names)
     if _stamp(path) != before:
         context.log.info(f"{path} has changed since; what is new in it is taken in next")
     else:

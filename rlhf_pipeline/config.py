@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from rlhf_pipeline.cron import checked_cron
-from rlhf_pipeline.errors import ConfigError, ModelError
+from rlhf_pipeline.errors import ConfigError, ModelError, SourceError
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
@@ -41,6 +41,10 @@ from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from rlhf_pipeline.safety import UNSAFE
 
+if TYPE_CHECKING:
+    from rlhf_pipeline.feedback.renaming import Renaming
+
+INBOX_DONE = "done"  # folder beside dropped files, of those that were taken in
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 BY_SIZE = ("tiny", "specialists", "gpt2", "qwen2.5-0.5b", "phi-2", "llama-2-7b-chat")
 
@@ -188,6 +192,40 @@ class SftSettings(Section):
     )
 
 
+class FileNames(Section):
+    """How files name what our formats name otherwise; one that has none of the columns has ours."""
+
+    columns: dict[str, str] = Field(
+        {},
+        description="Field -> column, or where in an object it is (trace.input.text). A file that "
+        "has any must have the rater's.",
+    )
+    fixed: dict[str, str] = Field(
+        {}, description="Field -> what it is in every row of such a file, as kind: thumbs."
+    )
+    words: dict[str, str] = Field(
+        {}, description="Their word for a vote -> ours, as like: up, in such a file."
+    )
+
+    def renaming(self) -> Renaming:
+        """Return what ingestion, and an erasure, read files by."""
+        from rlhf_pipeline.feedback.renaming import Renaming
+
+        return Renaming(self.columns, self.fixed, self.words, for_any_file=True)
+
+    @model_validator(mode="after")
+    def _can_be_told(self) -> FileNames:
+        if (self.fixed or self.words) and not self.columns:
+            raise ValueError(
+                "needed columns by which such a file is known, found fixed or words alone; name one"
+            )
+        try:
+            self.renaming()
+        except SourceError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
 class FeedbackSettings(Section):
     """What is taken in, and how it is split."""
 
@@ -239,6 +277,10 @@ class FeedbackSettings(Section):
     )
     drop_folder: str = Field(
         "inbox", description="Folder in the state whose JSONL files are taken."
+    )
+    names: FileNames = Field(
+        FileNames(),
+        description="Of files in the inbox, on the Files page and for `rlhf ingest`.",
     )
 
     @field_validator("phone_regions")

@@ -21,14 +21,17 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline.config import Settings
-from rlhf_pipeline.errors import ClaimRefused, PipelineError, TrainingError
+from rlhf_pipeline.config import Settings, own_settings
+from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, TrainingError
 from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.feedback import raters, snapshot
 from rlhf_pipeline.feedback.claims import ERASURE, ClaimBook
 from rlhf_pipeline.feedback.raters import Held, Person
+from rlhf_pipeline.feedback.renaming import Renaming
+from rlhf_pipeline.feedback.sources import AS_IT_IS
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json, write_text
 from rlhf_pipeline.records import hashed, now, prompt_from_json
 from rlhf_pipeline.reward import RATERS, WORST
@@ -92,8 +95,9 @@ def erase(
     With `unsigned` also the interactions nobody signed that they said something about. Asked again
     it takes out what has come in since, and returns every erasure of theirs, and under "tables" the
     dropped files that are for a person to look through. Raises UnknownRater where there never was
-    anything, ClaimRefused while one of their agents is being trained or tuned, RegistryError or
-    OrchestratorAway while MLflow or Dagster's database is; then ask again.
+    anything, ClaimRefused while one of their agents is being trained or tuned, ConfigError where
+    files wait in an agent's inbox and its own recipe does not load, RegistryError or
+    OrchestratorAway while MLflow or Dagster's database is away; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
@@ -101,6 +105,8 @@ def erase(
     meant = _meant(database, rater, agent_id)
     if not raters.erasures_of(database, meant):
         raters.need(people, agent_id)
+    for person in people:  # before anything goes
+        _own_names(settings, database, person.agent_id)
     with ExitStack() as held:
         tokens = {}
         for person in people:
@@ -123,14 +129,32 @@ def erase(
     return {"erasures": raters.erasures_of(database, meant), "tables": tables}
 
 
+def _own_names(settings: Settings, database: db.Database, agent_id: str) -> Renaming:
+    """Return what an agent's files in the inbox are read by.
+
+    Raises ConfigError where some wait and its recipe does not load: taken in once it does, they
+    would bring back what was not found there.
+    """
+    from rlhf_pipeline.feedback.withdrawn import lines_in
+
+    try:
+        own = own_settings(settings, FeedbackStore(database).recipe_of(agent_id))
+    except ConfigError:
+        if lines_in(settings.inbox_folder(agent_id), taken=False):
+            raise
+        return AS_IT_IS
+    return own.feedback.names.renaming()
+
+
 def tables_beside(
     settings: Settings, registry: ModelRegistry, rater: str, agent_id: str | None = None
 ) -> list[str]:
     """Return the tables dropped for a person's agents, by their place in the state folder.
 
-    Neither `held_about` nor `erase` looks into them: somebody has to, for rows of theirs.
+    And files under names that nothing takes in. Neither `held_about` nor `erase` looks into them:
+    somebody has to, for rows of theirs.
     """
-    from rlhf_pipeline.feedback.withdrawn import tables_in
+    from rlhf_pipeline.feedback.withdrawn import unread_in
 
     meant = _meant(registry.ledger.database, rater, agent_id)
     shown = Path(settings.feedback.drop_folder)
@@ -138,7 +162,7 @@ def tables_beside(
         str(shown / agent / path.relative_to(inbox))
         for agent in sorted({person.agent_id for person in meant})
         for inbox in [settings.inbox_folder(agent)]
-        for path in tables_in(inbox)
+        for path in unread_in(inbox)
     ]
 
 
@@ -256,7 +280,9 @@ def _clean_files(
 
     claims = ClaimBook(registry.ledger.database)
     agent = settings.agent_folder(person.agent_id)
-    changed = clean_inbox(settings.inbox_folder(person.agent_id), person, held.interactions)
+    inbox = settings.inbox_folder(person.agent_id)
+    renaming = _own_names(settings, registry.ledger.database, person.agent_id)
+    changed = clean_inbox(inbox, person, held.interactions, renaming)
     learned = {
         folder: said
         for folder in sorted((agent / "snapshots").glob("*/"))

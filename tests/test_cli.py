@@ -572,7 +572,10 @@ def test_status_shows_the_others_where_an_agents_recipe_has_gone(rlhf: Run, tmp_
     for agent in ("coffee", "tea"):
         rlhf("ingest", votes, "--agent", agent)
     Workspace().store.set_agent("coffee", recipe="/srv/gone.yaml")
-    told = rlhf("ingest", votes, "--agent", "coffee").stdout
+    # It might tell the names that the file has, its rater's among them.
+    refused = rlhf("ingest", votes, "--agent", "coffee", code=1).stderr
+    assert "needed a recipe, found no /srv/gone.yaml" in refused
+    told = rlhf("ingest", votes, "--agent", "coffee", "--map", "prompt=prompt").stdout
     assert cells(told)["already known"] == "1"
     assert "no reward yet: needed a recipe, found no /srv/gone.yaml" in told
     without, sound = json.loads(rlhf("status", "--json").stdout)
@@ -1105,6 +1108,22 @@ def test_a_files_own_names_are_told_with_the_command(rlhf: Run, tmp_path: Path) 
         ("thumbs", 0.0, "Here."),
     ]
     assert len({row["rater_id"] for row in rows}) == 2
+
+
+def test_a_files_own_names_are_told_once_in_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    names = "columns: {prompt: Q, completion: A, value: Liked, rater: Who}, fixed: {kind: thumbs}"
+    recipe.write_text(
+        f"state_dir: {tmp_path / 'state'}\nfeedback: {{names: {{{names}, words: {{liked: up}}}}}}\n"
+    )
+    table = write(tmp_path / "survey.csv", "Q,A,Liked,Who\nWhy?,So.,liked,ann\n")
+    call = ["--recipe", str(recipe), "ingest", str(table), "--agent", "tea"]
+    first = CliRunner().invoke(app, call)
+    assert first.exit_code == 0, first.output
+    assert "stored │ 1" in " ".join(first.output.split())
+    other = CliRunner().invoke(app, [*call, "--map", "prompt=Question"])
+    assert other.exit_code == 1
+    assert "needed 'Question' among the columns" in " ".join(other.output.split())
 
 
 # -- a person's data ----------------------------------------------------------------------------

@@ -192,6 +192,8 @@ def test_one_mistake_is_not_told_as_another(recipe: Any) -> None:
         ("reward: {shares: {proxy: 1.0, stopping: 0, gate: 0}}", "must be positive"),
         ("drift: {threshold_psi: .inf}", "finite"),
         ("promotion: {gate: {win_rate: 0.5}}", "the nearest right one is 'win_rate_vs_champion'"),
+        ("feedback: {names: {columns: {promt: Q}}}", "needed fields out of"),
+        ("feedback: {names: {fixed: {kind: thumbs}}}", "columns by which such a file is known"),
         ("presets: quick", r"write [quick]"),
         ("ppo: {preset: [quick]}", "found ['quick']"),
     ],

@@ -27,6 +27,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.erasure import erase, held_about, tables_beside, told, versions_with
 from rlhf_pipeline.errors import (
     ClaimRefused,
+    ConfigError,
     FeedbackRefused,
     HashMismatch,
     UnknownRater,
@@ -49,6 +50,7 @@ from rlhf_pipeline.feedback.raters import (
     marks_of,
     unsigned_interactions,
 )
+from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
@@ -779,15 +781,58 @@ def test_a_damaged_file_keeps_nobody_from_being_erased(content: bytes, copied: W
         assert not held(connection, Person("tea", ANN))
 
 
+def test_dropped_files_with_names_of_their_own_lose_what_is_theirs(tmp_path: Path) -> None:
+    renaming = Renaming({"rater": "user.id", "prompt": "asked"}, for_any_file=True)
+    hers, his = ({"user": {"id": name}, "asked": f"of {name}"} for name in ("ann", "bob"))
+    beside = {"user": {"id": "bob"}, "asked": "ann", "score": 5}
+    rows = [hers, his, beside, {"rater": "ann", "prompt": "ours"}]
+    waiting, taken = tmp_path / "new.jsonl", tmp_path / "done" / "old.json"
+    taken.parent.mkdir()
+    waiting.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    taken.write_text(json.dumps(rows))
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset(), renaming) == 2
+    # A waiting vote that only says her name is another's; of a copy nothing is lost.
+    assert [json.loads(line) for line in waiting.read_text().splitlines()] == [his, beside]
+    assert json.loads(taken.read_text()) == [his]
+    # What it was taken in by may be told no more.
+    taken.write_text(json.dumps(rows))
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 1
+    assert json.loads(taken.read_text()) == [his]
+
+
+def test_an_erasure_waits_for_the_recipe_that_waiting_files_are_read_by(copied: World) -> None:
+    store = FeedbackStore(copied.database)
+    recipe = copied.settings.state_dir.parent / "gone.yaml"
+    recipe.write_text(
+        "feedback: {names: {columns: {rater: who, prompt: q, completion: a, value: v}}}\n"
+    )
+    store.set_agent("tea", recipe=str(recipe))
+    recipe.unlink()
+    waiting = copied.settings.state_dir / "inbox" / "tea" / "new.jsonl"
+    waiting.write_text('{"who": "ann", "q": "why?"}\n')
+    with pytest.raises(ConfigError, match=r"gone\.yaml"):
+        copied.erase()
+    with copied.database.read() as connection:
+        assert held(connection, Person("tea", ANN))  # nothing has gone yet
+    recipe.write_text(
+        "feedback: {names: {columns: {rater: who, prompt: q, completion: a, value: v}}}\n"
+    )
+    copied.erase()
+    assert waiting.read_text() == ""
+    with copied.database.read() as connection:
+        assert not held(connection, Person("tea", ANN))
+
+
 def test_tables_that_wait_for_a_person_are_named(copied: World) -> None:
     inbox = copied.settings.state_dir / "inbox"
     (inbox / "coffee").mkdir()
-    for place in ("tea/Votes.CSV", "tea/done/votes.xlsx", "coffee/votes.csv"):
+    left = ("tea/Votes.CSV", "tea/done/votes.xlsx", "tea/new.part", "tea/.hidden")
+    for place in (*left, "coffee/votes.csv"):
         (inbox / place).write_text("rater\nann\n")
     beside = tables_beside(copied.settings, copied.registry, "ann")
     done = copied.erase()
-    assert done["tables"] == beside == ["inbox/tea/Votes.CSV", "inbox/tea/done/votes.xlsx"]
-    assert told(done["erasures"], done["tables"])[-2:] == [
+    assert done["tables"] == beside == [f"inbox/{place}" for place in left[:3]]
+    assert told(done["erasures"], done["tables"])[-3:] == [
         f"not looked into: {table}; take their rows out of it, or delete it"
         for table in done["tables"]
     ]

@@ -84,7 +84,8 @@ def ingest(
     """Take in feedback from files, folders or hub data sets.
 
     Every sound row is stored once: the same file again stores nothing twice. A row that breaks a
-    rule goes to quarantine with the rule's name; it is never dropped and never repaired.
+    rule goes to quarantine with the rule's name; it is never dropped and never repaired. Names of
+    its own that a file has for columns can be told here, or once in the recipe (feedback.names).
 
     Exit code: 0 when every row was sound, 3 when some were quarantined or a file of a folder could
     not be read (the rest is stored), 1 when a named file could not be read.
@@ -104,6 +105,7 @@ def ingest(
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
+    renaming = renaming or here.settings_of(agent).feedback.names.renaming()
     others = here.store.agents()
     is_new = bool(others) and not here.knows(agent)
     with _bytes_bar(paths) as report:

@@ -33,7 +33,8 @@ def export(
 
     Their votes, their interactions, what the chat noted about those, lines in quarantine with
     their name, traces in MLflow, and every snapshot and version that has their rows in it. Tables
-    that wait in the inbox are named on the terminal: look for their rows in those yourself.
+    in the inbox, and files that nothing takes in, are named on the terminal: look for their rows
+    in those yourself.
     """
     from rlhf_pipeline.erasure import held_about, tables_beside
     from rlhf_pipeline.files import write_text

@@ -201,7 +201,8 @@ def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[
     """
     try:
         header: Sequence[str] = next((cells for _, cells in lines if any(cells)), ())
-        names = named([name.strip() for name in header])
+        position.header = [name.strip() for name in header]
+        names = named(position.header)
         while names and not names[-1]:
             names.pop()
         position.columns = names

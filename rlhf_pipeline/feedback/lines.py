@@ -38,6 +38,7 @@ class Position:
     bytes_read: int = 0  # of the file on disk, so compressed where it is
     bytes_total: int = 0
     columns: Sequence[str] = ()  # of a table: a row leaves out those it says nothing in
+    header: Sequence[str] = ()  # the same as the table has them
 
 
 @dataclass(frozen=True, slots=True)

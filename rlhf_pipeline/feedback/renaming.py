@@ -33,6 +33,7 @@ class Renaming:
     columns: Mapping[str, str] = field(default_factory=dict)  # our field -> column, or path a.b.0
     fixed: Mapping[str, str] = field(default_factory=dict)  # our field -> its value in every row
     words: Mapping[str, str] = field(default_factory=dict)  # a value of theirs -> ours
+    for_any_file: bool = False  # a file in which none of the columns is has our names
 
     def __post_init__(self) -> None:
         unknown = sorted({*self.columns, *self.fixed} - FIELDS)
@@ -49,8 +50,23 @@ class Renaming:
     def __bool__(self) -> bool:
         return bool(self.columns or self.fixed or self.words)
 
+    def is_for(self, lacking: Sequence[str]) -> bool:
+        """Say whether it is for a file that has all columns but these."""
+        return not self.for_any_file or len(lacking) < len(self.columns)
+
+    def refused(self, lacking: Sequence[str]) -> list[str]:
+        """Return which of these columns no file may lack that it is for.
+
+        Told for one file, that is all of them. Told for any, the rater's: of other fields the rules
+        for a row say whether it can do without, and unsigned votes count for less.
+        """
+        rater = self.columns.get("rater")
+        return [name for name in lacking if not self.for_any_file or name == rater]
+
     def header(self, names: Sequence[str]) -> list[str]:
         """Return a table's columns by our names."""
+        if not self.is_for([column for column in self.columns.values() if column not in names]):
+            return list(names)
         ours = {column: name for name, column in self.columns.items()}
         told = {*self.columns, *self.fixed}  # a column of this very name says something else
         return [ours.get(name, f"their {name}" if name in told else name) for name in names]

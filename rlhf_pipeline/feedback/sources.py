@@ -116,15 +116,19 @@ def _renamed(
     is_cells = bool(position.columns)
     objects = [values for _, _, values in some if not isinstance(values, FeedbackRefused)]
     if is_cells:
-        lacking = [c for name, c in renaming.columns.items() if name not in position.columns]
-        there = [renaming.columns.get(name, name) for name in position.columns]
+        there = list(filter(None, position.header))
+        lacking = [column for column in renaming.columns.values() if column not in there]
     else:
         lacking = renaming.lacking(objects)
         there = sorted({str(name) for values in objects for name in values})
-    if lacking and (objects or is_cells):
+    if not renaming.is_for(lacking):
+        yield from chain(some, rows)
+        return
+    if (missed := renaming.refused(lacking)) and (objects or is_cells):
+        told_by = "feedback.names in the recipe" if renaming.for_any_file else "--map"
         raise SourceError(
-            f"needed {', '.join(map(repr, lacking))} among the columns of {origin}, found "
-            f"{ascii(there)[:300]}; correct --map (where it is inside an object is written a.b)"
+            f"needed {', '.join(map(repr, missed))} among the columns of {origin}, found "
+            f"{ascii(there)[:300]}; correct {told_by} (where it is inside an object is written a.b)"
         )
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
@@ -227,7 +231,7 @@ def _detect(values: Values, origin: str) -> Format:
         f"with the fields {ascii(sorted(map(str, values)))[:200]}; rename them to those of "
         "`events` (kind, prompt, completion, value, rater), `pairs` (prompt, chosen, rejected) or "
         "`quality` (messages, label), tell `rlhf ingest` which they are with --map and --set, or "
-        "name the format"
+        "once in the recipe (feedback.names), or name the format"
     )
 
 

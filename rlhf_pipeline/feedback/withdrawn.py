@@ -10,13 +10,14 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline import stages
+from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.lines import (
     BLOCK,
@@ -30,10 +31,11 @@ from rlhf_pipeline.feedback.lines import (
     unpacking,
 )
 from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
-from rlhf_pipeline.feedback.sources import CELLS, LINES
+from rlhf_pipeline.feedback.renaming import Renaming
+from rlhf_pipeline.feedback.sources import AS_IT_IS, LINES
 from rlhf_pipeline.feedback.support import WORD
 from rlhf_pipeline.files import read_json, write_bytes, write_json
-from rlhf_pipeline.records import Message, Prompt, prompt_from_json, uuid7
+from rlhf_pipeline.records import Message, Prompt, hash_rater, prompt_from_json, uuid7
 from rlhf_pipeline.topics import ERASED, without_topics
 
 if TYPE_CHECKING:
@@ -141,22 +143,47 @@ def clean_folder(
     return changed + _without_rows(folder / snapshot.FILE, gone)
 
 
-def clean_inbox(inbox: Path, person: Person, interactions: Collection[str]) -> int:
+def clean_inbox(
+    inbox: Path, person: Person, interactions: Collection[str], renaming: Renaming = AS_IT_IS
+) -> int:
     """Take rows with the person's name, or about their interactions, out of dropped files.
 
-    They are read as ingestion reads them; of a damaged gzip file is left what came out of it. A
-    file is held in memory, unpacked, where something of theirs is in it.
+    They are read as ingestion reads them, so by the `renaming` too. A file that was taken in may
+    have been read by another: a row there that holds the person's name as any value is a copy of
+    theirs. Of a damaged gzip file is left what came out of it. A file is held in memory, unpacked,
+    where something of theirs is in it.
     """
     changed = 0
-    for path in sorted(inbox.rglob("*")):
-        if (".json" in path.name or path.name.lower().endswith(LINES)) and path.is_file():
-            changed += _without_lines(path, person, interactions)
+    for taken in (False, True):
+        theirs = _Theirs(person, interactions, renaming, by_any_value=taken)
+        changed += sum(_without_lines(path, theirs) for path in lines_in(inbox, taken=taken))
     return changed
 
 
-def tables_in(inbox: Path) -> list[Path]:
-    """Return the dropped tables and workbooks, which nothing takes in or looks into unasked."""
-    return [path for path in sorted(inbox.rglob("*")) if path.name.lower().endswith(CELLS)]
+def lines_in(inbox: Path, *, taken: bool) -> list[Path]:
+    """Return the dropped files of rows that ingestion has taken in, or those that wait."""
+    return [
+        path
+        for path in _files_in(inbox)
+        if _is_of_rows(path) and taken == (INBOX_DONE in path.relative_to(inbox).parts)
+    ]
+
+
+def unread_in(inbox: Path) -> list[Path]:
+    """Return the dropped tables, workbooks and files of other names: nothing looks into these.
+
+    Not those that hide, which systems leave in every folder.
+    """
+    every = _files_in(inbox)
+    return [path for path in every if not (_is_of_rows(path) or path.name.startswith("."))]
+
+
+def _files_in(inbox: Path) -> list[Path]:
+    return [path for path in sorted(inbox.rglob("*")) if path.is_file()]
+
+
+def _is_of_rows(path: Path) -> bool:
+    return ".json" in path.name or path.name.lower().endswith(LINES)
 
 
 def _others_beside(path: Path, gone: Collection[str]) -> tuple[frozenset[Prompt], pd.DataFrame]:
@@ -284,10 +311,47 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     return found > 0
 
 
-def _without_lines(path: Path, person: Person, interactions: Collection[str]) -> bool:
-    def is_theirs(row: bytes) -> bool:
-        return _is_about(row, person, interactions)
+@dataclass(frozen=True, slots=True)
+class _Theirs:
+    """Says of rows, as bytes, whether they are a person's, or about interactions of theirs."""
 
+    person: Person
+    interactions: Collection[str]
+    renaming: Renaming = AS_IT_IS
+    by_any_value: bool = False
+
+    def __call__(self, row: bytes) -> bool:
+        text = row.decode("utf-8-sig", "replace").strip()
+        told, values = [text], None
+        if "\\" in text or self.renaming or self.by_any_value:
+            with suppress(ValueError, RecursionError):
+                values = json.loads(text)
+                # A name or an id may be written with escapes.
+                told.append(json.dumps(values, ensure_ascii=False))
+        if self.renaming and isinstance(values, dict):
+            told.append(json.dumps(self.renaming.row(values, is_cells=False), ensure_ascii=False))
+        if self.by_any_value and any(map(self._names, _strings_in(values))):
+            return True
+        return any(
+            is_signed_by(each, self.person) or mentions(each, self.interactions) for each in told
+        )
+
+    def _names(self, said: str) -> bool:
+        """Say whether it is the person's name; a single sign is a rating, of whomever."""
+        person = self.person
+        return len(said) > 1 and person.rater_id in (said, hash_rater(person.agent_id, said))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in what JSON said, numbers as they are written, but no names of fields."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings_in(one)
+    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield str(value)
+
+
+def _without_lines(path: Path, is_theirs: _Theirs) -> bool:
     if not _holds_any(path, is_theirs):
         return False
     content = path.read_bytes()
@@ -366,12 +430,3 @@ def _array_without(
     if len(kept) == len(rows):
         return text[begin:end], end
     return head + b",".join(kept) + text[at:end], end
-
-
-def _is_about(row: bytes, person: Person, interactions: Collection[str]) -> bool:
-    text = row.decode("utf-8-sig", "replace").strip()
-    told = [text]
-    if "\\" in text:  # a name or an id may be written with escapes
-        with suppress(ValueError, RecursionError):
-            told.append(json.dumps(json.loads(text), ensure_ascii=False))
-    return any(is_signed_by(each, person) or mentions(each, interactions) for each in told)

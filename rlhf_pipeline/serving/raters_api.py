@@ -20,7 +20,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from rlhf_pipeline.erasure import erase, held_about, tables_beside
-from rlhf_pipeline.errors import ClaimError, OrchestratorAway, RegistryError, UnknownRater
+from rlhf_pipeline.errors import (
+    ClaimError,
+    ConfigError,
+    OrchestratorAway,
+    RegistryError,
+    UnknownRater,
+)
 from rlhf_pipeline.serving.contract import refusals
 
 if TYPE_CHECKING:
@@ -78,7 +84,14 @@ def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) 
         )
 
 
-REFUSALS = (UnknownRater, ClaimError, RegistryError, OrchestratorAway, sa.exc.OperationalError)
+REFUSALS = (
+    UnknownRater,
+    ClaimError,
+    ConfigError,
+    RegistryError,
+    OrchestratorAway,
+    sa.exc.OperationalError,
+)
 """What `held_about` and `erase` may be refused with."""
 
 
@@ -88,6 +101,8 @@ def refusal(error: Exception) -> tuple[int, str, dict[str, str]]:
         return UNKNOWN, str(error), {}
     if isinstance(error, ClaimError):
         return TRAINING, str(error), {"retry-after": "60"}
+    if isinstance(error, ConfigError):
+        return AWAY, str(error), {"retry-after": "60"}
     found = getattr(error, "orig", error)  # the driver's words, without what was asked for
     log.error("data of a person not reached", why=f"{type(error).__name__}: {found}")
     told = "a database is away, the log says why; ask again, what is done stays done"

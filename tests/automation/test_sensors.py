@@ -340,6 +340,32 @@ def test_a_dropped_file_is_taken_in_once_it_has_stopped_growing(ticks: Ticks) ->
     assert ticks.pipeline.store.counts(agent) == {"preference": 3}
 
 
+def test_a_dropped_file_is_read_by_the_names_that_the_agents_recipe_tells(ticks: Ticks) -> None:
+    own = ticks.recipe.with_name("logs.yaml")
+    columns = {"prompt": "trace.question", "completion": "reply", "rater": "user.id"}
+    names = {
+        "columns": {**columns, "value": "verdict"},
+        "fixed": {"kind": "thumbs"},
+        "words": {"liked": "up", "disliked": "down"},
+    }
+    write_recipe(own, ticks.state, feedback={"names": names})
+    ticks.pipeline.store.ensure_agent("logs", recipe=str(own))
+    inbox = ticks.state / "inbox" / "logs"
+    inbox.mkdir(parents=True)
+    row = {"trace": {"question": "why?"}, "reply": "so.", "user": {"id": "ann"}}
+    rows = [{**row, "verdict": "liked"}, {**row, "verdict": "meh"}]
+    (inbox / "night.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (inbox / "ours.jsonl").write_text(line(1))
+    seen = ticks.tick("dropped_files")
+    for path in inbox.glob("*.jsonl"):
+        settle(path)
+    requests = ticks.tick("dropped_files", seen.cursor).run_requests
+    for request in requests:
+        assert (result := take_in(ticks, request)).success, failures(result)
+    assert ticks.pipeline.store.counts("logs") == {"preference": 1, "thumbs": 1}
+    assert sum(ticks.pipeline.store.quarantined("logs").values()) == 1
+
+
 def test_a_table_in_the_inbox_is_said_to_wait_for_a_person(ticks: Ticks) -> None:
     inbox = ticks.state / "inbox" / "tables"
     inbox.mkdir(parents=True)
@@ -389,8 +415,8 @@ def test_what_comes_while_a_file_is_taken_in_is_taken_in_next(
     seen = ticks.tick("dropped_files")
     [first] = ticks.tick("dropped_files", seen.cursor).run_requests
 
-    def come_after(*given: Any) -> IngestSummary:
-        summary = ingest(*given)
+    def come_after(*given: Any, **named: Any) -> IngestSummary:
+        summary = ingest(*given, **named)
         if sender == "appends":
             with path.open("a") as file:
                 file.write(line(2) + "\n")

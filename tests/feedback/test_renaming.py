@@ -192,3 +192,52 @@ def test_what_is_told_wrong_is_refused_before_anything_is_stored(tmp_path: Path)
     assert (first.stored, first.quarantined) == (3, {"wrong_type": 1})
     assert (again.stored, again.known) == (0, 3)
     store.database.close()
+
+
+ANY = replace(SURVEY, for_any_file=True)
+OURS = [
+    {"kind": "rating", "value": 4, "prompt": "Why?", "completion": "So.", "rater": "ann"},
+    {"kind": "thumbs", "value": 0, "prompt": "Where?", "completion": "Here.", "rater": "bob"},
+]
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.csv", "own.json"])
+def test_told_once_for_any_file_one_with_our_names_is_read_by_these(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if name.endswith(".csv"):
+        rows = [",".join(map(str, row.values())) for row in OURS]
+        path.write_text("\n".join([",".join(OURS[0]), *rows]))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(OURS))
+    else:
+        path.write_text("\n".join(map(json.dumps, OURS)))
+    assert rows_of(path, ANY) == rows_of(path, Renaming())
+    assert [row.kind.value for row in rows_of(path, ANY)] == ["rating", "thumbs"]
+
+
+def test_told_once_for_any_file_one_with_those_names_is_read_by_those(tmp_path: Path) -> None:
+    path, lines = tmp_path / "survey.csv", tmp_path / "survey.jsonl"
+    path.write_text(CSV)
+    assert rows_of(path, ANY) == rows_of(path, SURVEY)
+    said = {"Question": "Why?", "Answer": "So.", "Feedback": "like", "Customer": "ann"}
+    lines.write_text(f"{json.dumps(said)}\n")
+    assert plain(rows_of(lines, ANY)) == [thumb("Why?", "So.", 1.0, "ann")]
+
+
+def test_told_once_for_any_file_a_row_may_lack_what_a_vote_may_but_no_file_its_raters(
+    tmp_path: Path,
+) -> None:
+    lines = tmp_path / "log.jsonl"
+    some = replace(ANY, columns={**ANY.columns, "comment": "Remark"})
+    said = {"Question": "Why?", "Answer": "So.", "Feedback": "like", "Customer": "ann"}
+    lines.write_text(f"{json.dumps(said)}\n")
+    assert plain(rows_of(lines, some)) == [thumb("Why?", "So.", 1.0, "ann")]
+    lines.write_text(json.dumps({**said, "Answer": None}) + "\n")
+    [aside] = rows_of(lines, some)
+    assert isinstance(aside, QuarantinedRow)
+    del said["Customer"]
+    lines.write_text(f"{json.dumps(said)}\n")
+    with pytest.raises(SourceError, match=r"needed 'Customer' among .*correct feedback.names in"):
+        rows_of(lines, some)

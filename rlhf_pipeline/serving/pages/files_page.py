@@ -93,7 +93,7 @@ def add_files_page(
                     raise ConfigError("feedback.enabled is off in this recipe; nothing was stored")
                 content = await file.read()
                 name = ODD.sub("_", Path(file.filename).name)[-100:].lstrip(".")
-            found = await run_in_threadpool(_taken, store, name, content, agent_id)
+            found = await run_in_threadpool(_taken, settings, store, name, content, agent_id)
         except (FeedbackError, ConfigError) as error:
             return await run_in_threadpool(refused, error)
         except HTTPException as error:  # no form at all
@@ -128,13 +128,17 @@ def _check_agent(agent_id: str) -> None:
         )
 
 
-def _taken(store: FeedbackStore, name: str, content: bytes, agent_id: str) -> IngestSummary:
+def _taken(
+    settings: Settings, store: FeedbackStore, name: str, content: bytes, agent_id: str
+) -> IngestSummary:
+    from rlhf_pipeline.config import own_settings
     from rlhf_pipeline.feedback.ingest import ingest
 
+    own = own_settings(settings, store.recipe_of(agent_id))
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         path = Path(folder) / (name or "file")
         path.write_bytes(content)
-        return ingest(store, path, agent_id)
+        return ingest(store, path, agent_id, renaming=own.feedback.names.renaming())
 
 
 def _told(found: IngestSummary, agent_id: str) -> str:

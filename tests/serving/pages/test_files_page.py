@@ -106,6 +106,23 @@ def test_what_is_no_file_of_ours_is_refused_in_words(office: Office) -> None:
         assert office.client.request(method, path).status_code == 403  # an admin's alone
 
 
+def test_a_files_own_names_are_those_that_the_agents_recipe_tells(
+    office: Office, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "feedback: {names: {columns: {prompt: Q, completion: A, value: Liked, rater: Who},"
+        " fixed: {kind: thumbs}, words: {'yes!': up}}}\n"
+    )
+    office.here.store.ensure_agent("logs", recipe=str(recipe))
+    told = office.rows("survey.csv", b"Who,Q,A,Liked\nann,Why?,So.,yes!\n", agent="logs")
+    assert (told["read"], told["stored"]) == (1, 1)
+    page = office.take("survey.csv", b"Q,A,Liked\nWhy?,So.,yes!\n", agent="logs")
+    assert "feedback.names in the recipe" in page
+    recipe.unlink()
+    assert "own.yaml" in office.take("survey.csv", b"Who,Q,A,Liked\n", agent="logs")
+
+
 def test_nothing_goes_in_while_feedback_is_switched_off(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
