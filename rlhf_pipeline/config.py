@@ -335,6 +335,10 @@ class RewardShares(Section):
     )
     gate: Share = Field(0.2, description="Of the voters, for the one that judges the candidate.")
 
+    def by_job(self) -> dict[Literal["proxy", "stopping", "gate"], float]:
+        """Return each reward model's part of the voters."""
+        return {"proxy": self.proxy, "stopping": self.stopping, "gate": self.gate}
+
     @model_validator(mode="after")
     def _sum_to_one(self) -> RewardShares:
         total = self.proxy + self.stopping + self.gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -11,11 +12,12 @@ from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
-from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
 
 TEACHING = get_args(Trains)  # kinds of votes
+FEW_VOTERS = 200  # of more than these each model gets some
 JUDGING = (
     f"{FEWEST_JUDGED} preferences or corrections, or {FEWEST_MATCHED} answers liked and as many "
     "not, on held-out prompts"
@@ -134,19 +136,31 @@ def due(
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
 
 
+def lacks_for_reward(store: FeedbackStore, agent_id: str, reward: RewardSettings) -> str | None:
+    """Return what an agent's votes lack for a reward to be learnt, or None."""
+    if reward.given is not None:
+        return None
+    voters = store.votes_by_voter(agent_id, list(reward.kinds), most=FEW_VOTERS)
+    return reward_lacks(store.counts(agent_id), store.sides(agent_id), reward, voters)
+
+
 def reward_lacks(
-    votes: Mapping[str, int], sides: Mapping[str, tuple[int, int]], reward: RewardSettings
+    votes: Mapping[str, int],
+    sides: Mapping[str, tuple[int, int]],
+    reward: RewardSettings,
+    voters: Mapping[str, int] | None = None,
 ) -> str | None:
-    """Return what is too little for a reward to be learnt, however the raters fall to its models.
+    """Return what is too little for a reward to be learnt.
 
     None where there may be enough. `votes` are effective votes by kind, `sides` how many of them
-    are for and against, where that is known.
+    are for and against, where that is known, and `voters` who gave how many of those that teach:
+    None where many did, who fall to the models as these need them.
     """
     if reward.given is not None:
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
-        return _judge_lacks(votes, sides, reward.kinds)
+        return _judge_lacks(votes, sides, reward.kinds) or _model_lacks(voters or {}, reward)
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
@@ -154,6 +168,28 @@ def reward_lacks(
     if told and _judge_lacks(votes, sides, [*reward.kinds, *others]):
         more += f"; judging one takes {JUDGING}"
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
+
+
+def _model_lacks(voters: Mapping[str, int], reward: RewardSettings) -> str | None:
+    """Return which reward model too few votes fall to, where it is known whose they are, or None.
+
+    They are no more than that: of what a voter gave some is kept for judging.
+    """
+    if not voters:
+        return None
+    shares = reward.shares.by_job()
+    taught: Counter[str] = Counter()
+    for voter, count in voters.items():
+        taught[job_of(voter, shares)] += count
+    job = min(JOBS, key=lambda one: taught[one])
+    if taught[job] >= reward.min_pairs:
+        return None
+    who = "one rater" if len(voters) == 1 else f"{len(voters):,} raters"
+    return (
+        f"{taught[job]:,} votes for the {job} reward model to learn from of at least "
+        f"{reward.min_pairs}: {who} gave all {sum(voters.values()):,}, and no rater teaches two "
+        "models; ask several more people"
+    )
 
 
 def _judge_lacks(

@@ -802,10 +802,11 @@ def reward_splits(
         missing = settings.reward.min_pairs - found
         if missing > 0:
             heard = [v for some in JOBS for v in voters_of(train[some], others[some], kinds)]
+            more = round(missing / settings.reward.shares.by_job()[job])
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
                 f"{found} of {len(heard)}, which {len(set(heard))} raters gave, no rater teaching "
-                f"two models; collect about {round(missing / _shares(settings)[job])} more of "
+                f"two models; collect about {more} more of "
                 f"several raters, or lower reward.min_pairs{_unread(examples, settings)}"
             )
     return train, test
@@ -818,11 +819,6 @@ def _unread(examples: Sequence[RewardExample], settings: Settings) -> str:
         return ""
     told = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     return f"; other votes are there ({told}): name their kinds in reward.kinds to learn from them"
-
-
-def _shares(settings: Settings) -> dict[Job, float]:
-    """Return which part of the voters each reward model learns from."""
-    return {job: getattr(settings.reward.shares, job) for job in JOBS}
 
 
 def _pairs_by_job(
@@ -843,7 +839,7 @@ def _examples_by_job(
 
 def _by_job(rows: Iterable[Row], settings: Settings) -> dict[Job, list[Row]]:
     """Return which of the training rows each reward model learns from, by its voters."""
-    shares = _shares(settings)
+    shares = settings.reward.shares.by_job()
     by_job: dict[Job, list[Row]] = {job: [] for job in JOBS}
     for row in rows:
         if row.split == "train":
@@ -884,7 +880,7 @@ def _baseline_completions(
 
 def _votes_for_proxy(settings: Settings) -> Callable[[str], bool]:
     """Return what says of a voter whether the proxy learns from them; the others' stay unseen."""
-    shares = _shares(settings)
+    shares = settings.reward.shares.by_job()
     return lambda voter: job_of(voter, shares) == "proxy"
 
 

@@ -487,7 +487,10 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     told = rlhf("ingest", path, "--agent", "tea").stdout
     assert "no reward yet: 0 preferences and corrections, thumbs 3 liked and 0 not to judge" in told
     pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
-    path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
+    # Of so few that did not sign, chance gives some model none.
+    path = str(
+        write(tmp_path / "pairs.jsonl", "".join(pair.replace("Wh", f"{i}") for i in range(30)))
+    )
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout
     assert "reward" not in cells(rlhf("status").stdout)
 

@@ -27,6 +27,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
 
@@ -390,5 +391,20 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
         "answers liked and as many not, on held-out prompts"
     )
     none = reward_lacks({}, {}, RewardSettings(min_pairs=10))
+    votes = {"preference": 100}
+    # Whom each model learns from is a hash of the name.
+    shares = pairs.shares.by_job()
+    by_job = {job: next(n for n in map(str, range(99)) if job_of(n, shares) == job) for job in JOBS}
+    alone = {by_job["gate"]: 100}
+    assert reward_lacks(votes, {}, pairs, alone) == (
+        "0 votes for the proxy reward model to learn from of at least 10: one rater gave all 100, "
+        "and no rater teaches two models; ask several more people"
+    )
+    few = {by_job["gate"]: 50, by_job["proxy"]: 41, by_job["stopping"]: 9}
+    told = reward_lacks(votes, {}, pairs, few)
+    assert told is not None
+    assert told.startswith("9 votes for the stopping reward model to learn from of at least 10: 3")
+    assert reward_lacks(votes, {}, pairs, {**few, by_job["stopping"]: 10}) is None
+    assert reward_lacks(votes, {}, pairs, None) is None
     assert none == "0 votes to learn from (preference, correction) of at least 30"
     assert reward_lacks({}, {}, RewardSettings(given="/models/rewards")) is None

@@ -81,7 +81,7 @@ def automatic(
 
 
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
-    from rlhf_pipeline.continuous import reward_lacks
+    from rlhf_pipeline.continuous import lacks_for_reward
     from rlhf_pipeline.errors import ConfigError
 
     row = here.store.agent(agent_id)
@@ -90,7 +90,7 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     votes, lacks = here.store.counts(agent_id), None
     try:
         settings = here.settings_of(agent_id)
-        lacks = reward_lacks(votes, here.store.sides(agent_id), settings.reward)
+        lacks = lacks_for_reward(here.store, agent_id, settings.reward)
         automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
     except ConfigError as error:  # the other agents are shown all the same
         next_turn = f"none until its recipe loads: {error}"

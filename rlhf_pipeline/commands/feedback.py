@@ -90,7 +90,7 @@ def ingest(
     Exit code: 0 when every row was sound, 3 when some were quarantined or a file of a folder could
     not be read (the rest is stored), 1 when a named file could not be read.
     """
-    from rlhf_pipeline.continuous import reward_lacks
+    from rlhf_pipeline.continuous import lacks_for_reward
     from rlhf_pipeline.feedback.ingest import ingest as take_in
     from rlhf_pipeline.feedback.renaming import Renaming
     from rlhf_pipeline.feedback.rules import AGENT_ID
@@ -120,9 +120,7 @@ def ingest(
             on_progress=report,
         )
     try:
-        lacks = reward_lacks(
-            here.store.counts(agent), here.store.sides(agent), here.settings_of(agent).reward
-        )
+        lacks = lacks_for_reward(here.store, agent, here.settings_of(agent).reward)
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)

@@ -92,7 +92,8 @@ def ingest(
                 )
         except SourceError as error:
             if not in_folder:
-                raise
+                told = _so_far(totals)
+                raise SourceError(f"{error}{told}") from error
             unreadable[str(path)] = str(error)
     return IngestSummary(
         read=totals["read"],
@@ -103,6 +104,17 @@ def ingest(
         files=len(files) - len(unreadable),
         unreadable=unreadable,
         examples=dict(sorted(examples.items())),
+    )
+
+
+def _so_far(totals: Counter[str]) -> str:
+    """Return what became of the rows before a file that cannot be read, as a message's end."""
+    if not totals["read"]:
+        return ""
+    aside = totals["read"] - totals["stored"] - totals["known"]
+    return (
+        f"; of {totals['read']:,} rows before that {totals['stored']:,} were stored, "
+        f"{totals['known']:,} were known and {aside:,} are in quarantine"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
@@ -369,6 +369,24 @@ class FeedbackStore:
         with self.database.read() as connection:
             found = connection.execute(query.group_by(e.kind).order_by(e.kind))
             return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
+
+    def votes_by_voter(
+        self, agent_id: str, kinds: Collection[str], *, most: int
+    ) -> dict[str, int] | None:
+        """Return how many effective votes of these kinds each voter gave; None of more than most.
+
+        Whoever did not sign is a voter each time.
+        """
+        e = db.effective_feedback.c
+        query = (
+            sa.select(e.voter, sa.func.count())
+            .where(e.agent_id == agent_id, e.kind.in_(kinds))
+            .group_by(e.voter)
+            .limit(most + 1)
+        )
+        with self.database.read() as connection:
+            found = {str(voter): int(count) for voter, count in connection.execute(query)}
+        return None if len(found) > most else found
 
     def received_at(self, feedback_id: str) -> datetime | None:
         """Return when an event was stored, None where there is no such event."""

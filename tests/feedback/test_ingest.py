@@ -125,8 +125,13 @@ def test_a_named_file_that_cannot_be_read_is_an_error(store: FeedbackStore, tmp_
     with pytest.raises(SourceError, match="check the path"):
         ingest(store, [good, tmp_path / "missing.jsonl"], "tea")
     assert store.counts("tea") == {}
-    with pytest.raises(SourceError, match="known format"):
-        ingest(store, write(tmp_path / "u.jsonl", {"apples": 3}), "tea")
+    other = write(tmp_path / "u.jsonl", {"apples": 3})
+    with pytest.raises(SourceError, match=r"known format.*name the format$"):
+        ingest(store, other, "tea")
+    told = "of 1 rows before that 1 were stored, 0 were known and 0 are in quarantine"
+    with pytest.raises(SourceError, match=f"known format.*; {told}$"):
+        ingest(store, [good, other], "tea")
+    assert store.counts("tea") == {"thumbs": 1}
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="check the folder"):
         ingest(store, tmp_path / "empty", "tea")

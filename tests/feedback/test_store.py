@@ -248,6 +248,18 @@ def test_votes_on_a_scale_are_for_or_against_or_neither(store: FeedbackStore) ->
     assert store.sides("milk") == {}
 
 
+def test_votes_are_counted_by_who_gave_them_where_few_did(store: FeedbackStore) -> None:
+    store.append([THUMBS, vote("again", completion="Another."), vote("bob's", rater_id="bob")])
+    store.append([vote("mind", number=0.0)])  # ann's first, once more
+    store.append([vote("unsigned", rater_id=None), vote("unsigned too", rater_id=None)])
+    store.append([vote("stars", kind=FeedbackKind.rating, number=4.0)])
+    found = store.votes_by_voter("tea", ["thumbs"], most=4)
+    assert found is not None
+    assert sorted(found.values()) == [1, 1, 1, 2]
+    assert store.votes_by_voter("tea", ["thumbs"], most=3) is None
+    assert store.votes_by_voter("tea", ["criteria"], most=3) == {}
+
+
 def test_ranking_one_over_two_others_is_two_votes(store: FeedbackStore) -> None:
     better = vote("a", kind=FeedbackKind.preference, number=None, choice="left")
     store.append(

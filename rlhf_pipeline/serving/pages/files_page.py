@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from rlhf_pipeline.errors import ConfigError, FeedbackError
+from rlhf_pipeline.errors import ConfigError, FeedbackError, SourceError
 from rlhf_pipeline.feedback.export import What
 from rlhf_pipeline.feedback.rules import AGENT_ID, MEANINGS, Rule
 from rlhf_pipeline.serving.access import LONGEST_BODY, sign, unsign
@@ -138,7 +138,10 @@ def _taken(
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         path = Path(folder) / (name or "file")
         path.write_bytes(content)
-        return ingest(store, path, agent_id, renaming=own.feedback.names.renaming())
+        try:
+            return ingest(store, path, agent_id, renaming=own.feedback.names.renaming())
+        except SourceError as error:  # by the name that it was sent under
+            raise SourceError(str(error).replace(f"{folder}/", "")) from error
 
 
 def _told(found: IngestSummary, agent_id: str) -> str:

@@ -90,7 +90,8 @@ def test_what_is_written_out_is_taken_in_again(office: Office, kind: str) -> Non
 def test_what_is_no_file_of_ours_is_refused_in_words(office: Office) -> None:
     for name, content, agent, words in (
         ("a.jsonl", b'{"x": 1}', "tea", "needed a row of a known format"),
-        ("a.parquet", b"PAR1", "tea", "a whole parquet file is needed"),
+        ("a.parquet", b"PAR1", "tea", "a whole parquet file is needed at a.parquet"),
+        ("a.xlsx", b"PK", "tea", "a workbook is needed at a.xlsx"),
         ("a.jsonl", VOTES, "../tea", "needed an agent&#x27;s name"),
         ("", VOTES, "tea", "needed a file"),
     ):
