@@ -167,11 +167,12 @@ def decode(
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     inputs, last = prompt_ids, positions[:, -1:]
     for t in range(T):
-        logits = (captured or forward)(inputs, mask[:, : P + t], positions)
+        # In float32 once for all that looks at them: of bfloat16 a CPU is slow to find the largest.
+        logits = (captured or forward)(inputs, mask[:, : P + t], positions).float()
         if support is None:
             tokens, token_logprobs = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
         else:
-            logits = narrow(logits.float() / (temperature or 1.0), top_k, top_p)
+            logits = narrow(logits / (temperature or 1.0), top_k, top_p)
             tokens, token_logprobs = draw(logits, uniforms[rows, t], 1.0 if temperature else 0.0)
             support[rows, t] = pack_bits(logits.isfinite())
         completion_ids[rows, t] = tokens
