@@ -115,13 +115,10 @@ class Graphs:
         compute: Pass,
         trained: Sequence[nn.Parameter],
     ) -> dict[str, Tensor]:
-        few, count = (
-            in_shape(few, shape),
-            torch.tensor(float(token_count), device=few.values.device),
-        )
-        wanted, facts = compute(
-            few, count, shape.room
-        )  # also loads what a first run loads, which none may
+        few = in_shape(few, shape)
+        count = torch.tensor(float(token_count), device=few.values.device)
+        # This also loads what a first run loads, which no capture may.
+        wanted, facts = compute(few, count, shape.room)
         _add(trained, wanted)
         if not self._gradients:
             self._gradients = [torch.zeros_like(gradient) for gradient in wanted]
