@@ -19,7 +19,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import judged_by, pair_accuracy, wilson_interval
+from rlhf_pipeline.reward.calibration import accuracy_interval, judged_by, pair_accuracy
 
 FEWEST_OF_GROUP = 30  # pairs; fewer say nothing
 
@@ -39,17 +39,21 @@ def judge_by_group(
         return {}
     chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = judge([RewardInput(pair.prompt, pair.rejected) for pair in decided])
-    margins: dict[str, list[float]] = defaultdict(list)
+    told: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for pair, better, worse in zip(decided, chosen, rejected, strict=True):
         topic = topics.get(prompt_to_json(pair.prompt))
         groups = [f"cohort {cohort_of(pair.origin)}", *([f"topic {topic}"] if topic else [])]
         for group in groups:
-            margins[group].append(better - worse)
+            told[group].append((better - worse, pair.voter))
     return {
-        group: Number(pair_accuracy(of), *wilson_interval(pair_accuracy(of), len(of)), len(of))
-        for group, of in sorted(margins.items())
+        group: _number(*map(list, zip(*of, strict=True)))
+        for group, of in sorted(told.items())
         if len(of) >= FEWEST_OF_GROUP
     }
+
+
+def _number(margins: Sequence[float], voters: Sequence[str]) -> Number:
+    return Number(pair_accuracy(margins), *accuracy_interval(margins, voters), len(margins))
 
 
 def judge_by_voted_groups(report: Mapping[str, Any]) -> dict[str, Number]:

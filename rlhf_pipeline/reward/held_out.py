@@ -1,7 +1,8 @@
 """What held-out votes say of a reward model beside its accuracy: for whom, beside what, how wrong.
 
-Shares come with 95 % intervals: Wilson's where pairs are counted (votes of one person count as if
-they were of several), Hanley and McNeil's for votes on single completions. `find` reads pairs;
+Shares come with 95 % intervals: Wilson's where pairs are counted, of as many as different people's
+answers they are worth (calibration.accuracy_interval); Hanley and McNeil's for votes on single
+completions, where votes of one person count as if they were of several. `find` reads pairs;
 where single votes judge, matched.py finds the same by these.
 What this does not tell: how good people's votes are. It holds the model against them.
 """
@@ -28,7 +29,7 @@ from rlhf_pipeline.records import (
     RewardExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import pair_accuracy, wilson_interval
+from rlhf_pipeline.reward.calibration import accuracy_interval, pair_accuracy, wilson_interval
 from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.raters import WIDEST
 from rlhf_pipeline.reward.rules import words_of
@@ -61,6 +62,7 @@ class HeldOut:
     fitting: list[int]  # of the twos, those that fit temperature and lapse
     judging: list[int]
     place: Tensor | None = None
+    voters: list[str] | None = None  # of the twos, where one person finds so
 
     def __len__(self) -> int:
         return len(self.fitting) + len(self.judging)
@@ -103,9 +105,8 @@ class HeldOut:
 
     def at_like_length(self, scores: Tensor) -> Measured | None:
         """Return the accuracy of scores (T,) on twos of like length; None where none is."""
-        told = zip(self.margins(scores), self.of_like_length(), strict=True)
-        margins = [margin for margin, alike in told if alike]
-        return measured(margins) if margins else None
+        alike = [n for n, is_alike in enumerate(self.of_like_length()) if is_alike]
+        return _measured_of(alike, self.margins(scores), self.voters) if alike else None
 
     def length_correlation(self, scores: Tensor) -> float | None:
         """Return how leads of scores (T,) go with those of lengths, as `rank_correlation` does."""
@@ -116,7 +117,7 @@ def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[
     """Return decided pairs as what judges, in these halves."""
     sides = [(pair.prompt, pair.chosen) for pair in pairs]
     sides += [(pair.prompt, pair.rejected) for pair in pairs]
-    return HeldOut("pairs", sides, fitting, judging)
+    return HeldOut("pairs", sides, fitting, judging, voters=[pair.voter for pair in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +166,33 @@ class Findings:
     worst: tuple[Disagreement, ...]  # the worst first
 
 
-def measured(margins: Sequence[float]) -> Measured:
-    """Return the accuracy of these margins; needs one."""
-    share = pair_accuracy(margins)
-    return Measured(share, *wilson_interval(share, len(margins)), len(margins))
+def measured(margins: Sequence[float], voters: Sequence[str] | None = None) -> Measured:
+    """Return the accuracy of these margins, of pairs that `voters` decided; needs one."""
+    interval = accuracy_interval(margins, voters)
+    return Measured(pair_accuracy(margins), *interval, len(margins))
 
 
-def by_group(margins: Sequence[float], groups: Iterable[str | None]) -> dict[str, Measured]:
+def _measured_of(
+    some: Sequence[int], margins: Sequence[float], voters: Sequence[str] | None
+) -> Measured:
+    return measured(
+        [margins[n] for n in some], None if voters is None else [voters[n] for n in some]
+    )
+
+
+def by_group(
+    margins: Sequence[float], groups: Iterable[str | None], voters: Sequence[str] | None = None
+) -> dict[str, Measured]:
     """Return each group's accuracy, by name; None is in no group, small groups are left out."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for margin, group in zip(margins, groups, strict=True):
+    found: dict[str, list[int]] = defaultdict(list)
+    for n, group in enumerate(groups):
         if group is not None:
-            found[group].append(margin)
-    return {name: measured(of) for name, of in sorted(found.items()) if len(of) >= FEWEST}
+            found[group].append(n)
+    return {
+        name: _measured_of(of, margins, voters)
+        for name, of in sorted(found.items())
+        if len(of) >= FEWEST
+    }
 
 
 def apart_by_group(
@@ -244,7 +259,8 @@ def by_kind(
 
     Single votes are never made pairs to learn from; here good and bad ones are only counted.
     """
-    found = by_group(margins, ["correction" if p.corrected else "preference" for p in pairs])
+    kinds = ["correction" if pair.corrected else "preference" for pair in pairs]
+    found = by_group(margins, kinds, [pair.voter for pair in pairs])
     good = [bool(is_good(example)) for example in examples]
     return found | apart_by_group(scores, good, [example.kind.value for example in examples])
 
@@ -369,13 +385,14 @@ def find(
     `held_out` is `of_pairs` of them, `scores` (T,) its texts'; `train` are the model's decided
     training pairs; `topics` what prompts (records.prompt_to_json) were filed under.
     """
-    margins = held_out.margins(scores)
+    margins, voters = held_out.margins(scores), held_out.voters
     words = word_margins(train, held_out)
+    by_topic = [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]
     return Findings(
-        by_topic=by_group(margins, [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]),
+        by_topic=by_group(margins, by_topic, voters),
         by_kind=by_kind(pairs, margins, examples, example_scores),
-        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs]),
-        bag_of_words=measured(words) if words else None,
+        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs], voters),
+        bag_of_words=measured(words, voters) if words else None,
         annotators=annotators_agree(pairs),
         length_matched=held_out.at_like_length(scores),
         length_correlation=held_out.length_correlation(scores),

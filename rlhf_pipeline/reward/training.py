@@ -33,12 +33,12 @@ from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED, RATERS, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
+    accuracy_interval,
     calibration_error,
     calibration_noise,
     fit_confidence,
     pair_accuracy,
     reliability,
-    wilson_interval,
 )
 from rlhf_pipeline.reward.ensemble import Combine
 from rlhf_pipeline.reward.fitting import (
@@ -108,7 +108,7 @@ class RewardModelReport:
     path: Path
     # accuracy
     accuracy: float  # share of held-out pairs ranked as people did
-    interval: tuple[float, float]  # its 95 % Wilson interval
+    interval: tuple[float, float]  # its 95 % interval
     n: int  # held-out pairs without ties
     train_accuracy: float | None  # on the training pairs, as seen in the last epoch; None: no pairs
     # what accuracy is read beside: "longer" and "random" know nothing, "bag_of_words" has learnt
@@ -320,7 +320,7 @@ def train_reward_model(
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
-        interval=wilson_interval(accuracy, len(margins)),
+        interval=accuracy_interval(margins, held_out.voters),
         n=len(margins),
         train_accuracy=heard.went.train_accuracy,
         floors={

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from rlhf_pipeline.reward.calibration import (
     Confidence,
+    accuracy_interval,
     calibration_error,
     calibration_noise,
+    design_effect,
     fit_confidence,
     pair_accuracy,
     reliability,
@@ -113,3 +116,39 @@ def test_extreme_numbers_do_not_overflow() -> None:
     assert sigmoid(-1e4) == 0.0
     assert sigmoid(1e4) == 1.0
     assert fit_confidence([1e4, -1e4] * 5).lapse == pytest.approx(0.5, abs=1e-4)
+
+
+def test_answers_of_few_people_tell_less_than_their_number() -> None:
+    # Two people of ten answers: 9 and 5 are right. By hand: the mean is 0.7, they are 2 beside it
+    # each, so 2 / 1 * (4 + 4) between, over 20 / 19 * 20 * 0.7 * 0.3 alone.
+    right = [1.0] * 9 + [0.0] + [1.0, 0.0] * 5
+    voters = ["ann"] * 10 + ["bob"] * 10
+    assert design_effect(right, voters) == pytest.approx(16 * 19 / 20 / 4.2)
+    assert design_effect(right, [str(n) for n in range(20)]) == pytest.approx(1)
+    assert design_effect(right, ["ann"] * 20) == 1  # whom nobody can be held against
+    assert design_effect([1.0] * 20, voters) == 1
+    even = [1.0, 0.0] * 10
+    assert design_effect(even, voters) == 1  # both are right as often
+    margins = [one - 0.5 for one in right]
+    assert accuracy_interval(margins, voters) == pytest.approx(
+        wilson_interval(0.7, 20 * 4.2 / 16 * 20 / 19)
+    )
+    assert accuracy_interval(margins) == wilson_interval(0.7, 20)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say_where_people_differ() -> None:
+    generator = np.random.default_rng(0)
+    held, naive, tries = 0, 0, 600
+    for _ in range(tries):
+        # Thirty people, of whom the model knows some far better; 5 to 60 answers of each.
+        of_each = generator.integers(5, 61, 30)
+        skill = generator.beta(7, 3, 30)  # the mean is 0.7
+        right = [generator.random(n) < p for n, p in zip(of_each, skill, strict=True)]
+        margins = np.where(np.concatenate(right), 1.0, -1.0).tolist()
+        voters = np.repeat(np.arange(30), of_each).astype(str).tolist()
+        low, high = accuracy_interval(margins, voters)
+        held += low <= 0.7 <= high
+        low, high = accuracy_interval(margins)
+        naive += low <= 0.7 <= high
+    assert held / tries > 0.90
+    assert naive / tries < 0.75
