@@ -952,7 +952,9 @@ def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
     assert len(ids) > 4
     found = {path.name for path in holding(settings.state_dir, ids)}
     assert found >= {"feedback.db", stages.PAIRS, "feedback.parquet"}
-    for other in (settings.state_dir / "agents").iterdir():
+    agents, aside = settings.state_dir / "agents", tmp_path / "others"
+    shutil.copytree(agents, aside)
+    for other in agents.iterdir():
         if other.name != agent:  # whose turn replays this one's work, as tests do
             shutil.rmtree(other)
     [done] = erase(settings, registry, rater, agent)["erasures"]
@@ -965,7 +967,10 @@ def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
     turn = newest_turn(ledger, settings, agent)  # tuning goes on with what is left
     assert stages.training_prompts(turn)
     assert registry.reconcile(agent).changes == ()
-    # Every registered file is as it was.
+    # Every registered file is as it was, the others' too.
+    for other in aside.iterdir():
+        if other.name != agent:
+            shutil.copytree(other, agents / other.name)
     assert back_up(settings, tmp_path / "later").damaged == ()
     database.close()
 
