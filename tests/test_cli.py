@@ -482,15 +482,15 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     assert "thumbs 1 would count where reward.kinds names them" in lacks
     teaches = str(write(tmp_path / "mine.yaml", "reward: {kinds: {thumbs: 1}, min_pairs: 1}"))
     rlhf("config", "use", "--agent", "tea", teaches)
-    more = THUMBS + THUMBS.replace("Why?", "When?") + THUMBS.replace("Why?", "Where?")
+    # Of few that did not sign, chance would give some model none.
+    more = THUMBS + "".join(THUMBS.replace("Why?", f"{i}?") for i in range(99))
     path = str(write(tmp_path / "votes.jsonl", more))
     told = rlhf("ingest", path, "--agent", "tea").stdout
-    assert "no reward yet: 0 preferences and corrections, thumbs 3 liked and 0 not to judge" in told
-    pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
-    # Of so few that did not sign, chance gives some model none.
-    path = str(
-        write(tmp_path / "pairs.jsonl", "".join(pair.replace("Wh", f"{i}") for i in range(30)))
+    assert (
+        "no reward yet: 0 preferences and corrections, thumbs 100 liked and 0 not to judge" in told
     )
+    pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
+    path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout
     assert "reward" not in cells(rlhf("status").stdout)
 
