@@ -136,12 +136,14 @@ def due(
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
 
 
-def lacks_for_reward(store: FeedbackStore, agent_id: str, reward: RewardSettings) -> str | None:
-    """Return what an agent's votes lack for a reward to be learnt, or None."""
+def lacks_for_reward(
+    store: FeedbackStore, agent_id: str, votes: Mapping[str, int], reward: RewardSettings
+) -> str | None:
+    """Return what an agent's votes, counted by kind, lack for a reward to be learnt, or None."""
     if reward.given is not None:
         return None
     voters = store.votes_by_voter(agent_id, list(reward.kinds), most=FEW_VOTERS)
-    return reward_lacks(store.counts(agent_id), store.sides(agent_id), reward, voters)
+    return reward_lacks(votes, store.sides(agent_id), reward, voters)
 
 
 def reward_lacks(

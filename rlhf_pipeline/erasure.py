@@ -105,8 +105,8 @@ def erase(
     meant = _meant(database, rater, agent_id)
     if not raters.erasures_of(database, meant):
         raters.need(people, agent_id)
-    for person in people:  # before anything goes
-        _own_names(settings, database, person.agent_id)
+    # Before anything goes: of an agent's recipe it may not be able to say what files are read by.
+    names = {person: _own_names(settings, database, person.agent_id) for person in people}
     with ExitStack() as held:
         tokens = {}
         for person in people:
@@ -120,7 +120,7 @@ def erase(
         for agent in sorted({person.agent_id for person in people}):
             _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
-            while _once(settings, registry, person, token):
+            while _once(settings, registry, person, token, names[person]):
                 pass  # more came in meanwhile
     database.fold_back()
     if people:  # else nothing has come in since they were
@@ -217,7 +217,13 @@ def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Pers
     return [person for agent in agents for person in raters.persons(rater, agent)]
 
 
-def _once(settings: Settings, registry: ModelRegistry, person: Person, token: int) -> bool:
+def _once(
+    settings: Settings,
+    registry: ModelRegistry,
+    person: Person,
+    token: int,
+    renaming: Renaming,
+) -> bool:
     """Take out what is there now; say whether there may be more."""
     from rlhf_pipeline.registry.forgetting import forget_traces
 
@@ -245,7 +251,7 @@ def _once(settings: Settings, registry: ModelRegistry, person: Person, token: in
         "quarantined": len(held.quarantined) + len(held.mentioned),
         **forget_traces(registry, agent_id, held.interactions, person.rater_id),
     }
-    files = _clean_files(settings, registry, person, held, token)
+    files = _clean_files(settings, registry, person, held, token, renaming)
     for fingerprint in rows:
         _note_hash(settings, database, agent_id, fingerprint)
     raters.remove(
@@ -265,7 +271,12 @@ def _snapshots(rows: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _clean_files(
-    settings: Settings, registry: ModelRegistry, person: Person, held: Held, token: int
+    settings: Settings,
+    registry: ModelRegistry,
+    person: Person,
+    held: Held,
+    token: int,
+    renaming: Renaming,
 ) -> int:
     """Take the person out of snapshots, data sets, turns, tuning and the inbox; count the files."""
     from rlhf_pipeline.feedback.withdrawn import (
@@ -281,7 +292,6 @@ def _clean_files(
     claims = ClaimBook(registry.ledger.database)
     agent = settings.agent_folder(person.agent_id)
     inbox = settings.inbox_folder(person.agent_id)
-    renaming = _own_names(settings, registry.ledger.database, person.agent_id)
     changed = clean_inbox(inbox, person, held.interactions, renaming)
     learned = {
         folder: said

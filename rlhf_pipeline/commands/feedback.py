@@ -120,7 +120,8 @@ def ingest(
             on_progress=report,
         )
     try:
-        lacks = lacks_for_reward(here.store, agent, here.settings_of(agent).reward)
+        reward = here.settings_of(agent).reward
+        lacks = lacks_for_reward(here.store, agent, here.store.counts(agent), reward)
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)

@@ -110,45 +110,42 @@ def adapted(
         # Autocast turns that weight, or it has a gradient of its own: none of those made here.
         plain, own = base(states), up(down(states))
         return torch.add(plain, own, alpha=scale).to(plain.dtype)
-    wide = None if torch.is_grad_enabled() else _with_adapters_beside(base, down.weight)
-    if wide is not None:
-        return _in_one_product(states, wide, base.bias, up.weight, scale)
+    beside = None if torch.is_grad_enabled() else _with_adapters_beside(base, down.weight)
+    if beside is not None:
+        return _in_one_product(states, *beside, up.weight, scale)
     matrix = weight.T if isinstance(base, nn.Linear) else weight
     return adapted_linear(states, matrix, base.bias, down.weight, up.weight, scale)
 
 
-def _with_adapters_beside(base: nn.Linear | Conv1D, down: Tensor) -> Tensor | None:
-    """Return the base's weights and the adapters' first beside them, (in, out + rank).
+def _with_adapters_beside(
+    base: nn.Linear | Conv1D, down: Tensor
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the base's weights with the adapters' first beside them, and its bias with zeros.
 
-    None outside `rounding_once`, where they would have to be put there anew, and without room.
+    Shapes: (in, out + rank) and (out + rank,). None outside `rounding_once`, where they would have
+    to be put there anew, and without room.
     """
-    rounded = _ROUNDED.get()
-    wide = None if rounded is None else _with_room(base, down.shape[0])
-    if rounded is not None and wide is not None and rounded.get(base.weight) is not down:
-        wide[:, -down.shape[0] :] = down.detach().T
+    rounded, rank = _ROUNDED.get(), down.shape[0]
+    wide = None if rounded is None else _with_room(base, rank)
+    if rounded is None or wide is None:
+        return None
+    if rounded.get(base.weight) is not down:
+        wide[:, -rank:] = down.detach().T
         rounded[base.weight] = down
-    return wide
+        if base.bias is not None:
+            rounded[base.bias] = nn.functional.pad(base.bias, (0, rank))
+    return wide, None if base.bias is None else rounded[base.bias]
 
 
 def _in_one_product(
     states: Tensor, wide: Tensor, bias: Tensor | None, up: Tensor, scale: float
 ) -> Tensor:
     """Return what `adapted_linear` does, of weights with the adapters' first beside them."""
-    rows, (out, rank) = states.flatten(0, -2), up.shape
+    rows, out = states.flatten(0, -2), up.shape[0]
     with _as_they_are(rows):
-        both = rows @ wide if bias is None else torch.addmm(_wider(bias, rank), rows, wide)
+        both = rows @ wide if bias is None else torch.addmm(bias, rows, wide)
         found = both[:, :out].addmm_(both[:, out:], _in_type(up, rows.dtype).T, alpha=scale)
     return found.view(*states.shape[:-1], -1)
-
-
-def _wider(bias: Tensor, rank: int) -> Tensor:
-    """Return the bias with as many zeros after it."""
-    rounded = _ROUNDED.get()
-    if rounded is None:
-        return nn.functional.pad(bias, (0, rank))
-    if bias not in rounded:
-        rounded[bias] = nn.functional.pad(bias, (0, rank))
-    return rounded[bias]
 
 
 _ROUNDED: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("_ROUNDED", default=None)

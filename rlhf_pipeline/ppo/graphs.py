@@ -48,6 +48,10 @@ class Shape:
     has_support: bool
     has_weights: bool
 
+    def widened(self, few: Rollouts) -> Rollouts:
+        """Return the microbatch with columns of padding up to these."""
+        return few.widened(self.prompt, self.completion)
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:
@@ -95,7 +99,7 @@ class Graphs:
             if self._refused or full or self._seen[shape] < 2:
                 return None
             return self._show(shape, few, token_count, compute, trained)
-        _fill(shown.few, in_shape(few, shape))
+        torch._foreach_copy_(shown.few.tensors(), shape.widened(few).tensors())
         shown.token_count.fill_(token_count)
         facts = shown.replay().clone()
         _add(trained, self._gradients)
@@ -115,7 +119,7 @@ class Graphs:
         compute: Pass,
         trained: Sequence[nn.Parameter],
     ) -> dict[str, Tensor]:
-        few = in_shape(few, shape)
+        few = shape.widened(few)
         count = torch.tensor(float(token_count), device=few.values.device)
         # This also loads what a first run loads, which no capture may.
         wanted, facts = compute(few, count, shape.room)
@@ -168,15 +172,6 @@ def _rounded(count: int, most: int, steps: int) -> int:
     """Return the count rounded up to a multiple of a `steps`-th of the most, in whole tiles."""
     step = -(-most // (steps * TILE)) * TILE
     return min(most, -(-count // step) * step)
-
-
-def in_shape(few: Rollouts, shape: Shape) -> Rollouts:
-    """Return the microbatch with columns of padding up to the shape's."""
-    return few.widened(shape.prompt, shape.completion)
-
-
-def _fill(memory: Rollouts, few: Rollouts) -> None:
-    torch._foreach_copy_(memory.tensors(), few.tensors())
 
 
 def _add(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

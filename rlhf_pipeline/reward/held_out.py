@@ -185,7 +185,7 @@ def by_group(
 ) -> dict[str, Measured]:
     """Return each group's accuracy, by name; None is in no group, small groups are left out."""
     found: dict[str, list[int]] = defaultdict(list)
-    for n, group in enumerate(groups):
+    for n, (_, group) in enumerate(zip(margins, groups, strict=True)):
         if group is not None:
             found[group].append(n)
     return {
