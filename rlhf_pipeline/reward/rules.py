@@ -14,6 +14,8 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardFunction, RewardInput
 
 WORD = re.compile(r"[\w']+")
+# Where a sentence ends: a mark with space after it, or one that needs none, or a line.
+ENDS = re.compile(r"(?<=[.!?…])\s+|[。！？।\n]+")
 SHORTEST, LONGEST = 5, 60  # words of a completion that is neither too short nor too long
 REPEATED = 3  # words that count as a repetition when they come again
 
@@ -45,12 +47,18 @@ def length_fit(text: str, shortest: int = SHORTEST, longest: int = LONGEST) -> f
 
 
 def unrepeated_share(text: str) -> float:
-    """Return the share of the text's trigrams that did not stand in it before, in [0, 1].
+    """Return how little the text repeats itself, in [0, 1]: 1 where nothing stands in it twice.
 
-    Short of one trigram nothing can repeat, and it is 1: distinct-n is what marks silence down.
+    The share of its trigrams that did not stand in it before, or that of its words outside
+    sentences said before, whichever is less: "my pleasure!" at both ends repeats no trigram.
+    Of a text without words it is 1: distinct-n is what marks silence down.
     """
     grams = _ngrams(words_of(text), REPEATED)
-    return len(set(grams)) / len(grams) if grams else 1.0
+    shares = [len(set(grams)) / len(grams) if grams else 1.0]
+    sentences = [tuple(words_of(sentence)) for sentence in ENDS.split(text)]
+    if said := sum(map(len, sentences)):
+        shares.append(sum(map(len, set(sentences))) / said)
+    return min(shares)
 
 
 def rouge_l(text: str, reference: str) -> float:

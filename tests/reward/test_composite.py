@@ -40,6 +40,15 @@ def test_a_trigram_said_again_counts_against_a_completion() -> None:
     assert unrepeated_share("yes yes") == 1
 
 
+def test_a_sentence_said_again_counts_by_its_words() -> None:
+    assert unrepeated_share("Yes. yes!") == 1 / 2
+    assert unrepeated_share("my pleasure! the fan costs 2 coins. My pleasure!") == 7 / 9
+    assert unrepeated_share("好的。我们免费送货。好的。") == 2 / 3  # a run of letters is one word
+    assert unrepeated_share("version 1.2 or version 1.3, e.g. the first") == 1
+    assert unrepeated_share("a = [1]\n}\nb = [2]\n}\n") == 1  # lines without a word
+    assert unrepeated_share("") == 1
+
+
 def test_rouge_l_agrees_with_the_papers_example() -> None:
     # Lin 2004, section 3.1: S1 is "police killed the gunman"; S2 0.75, S3 0.5.
     reference = "police killed the gunman"
