@@ -32,7 +32,8 @@ class PpoSettings:
     rollouts_per_update: int = 128
     """Completions sampled per update. N+ takes 512; 128 keeps a laptop's update at seconds."""
     completions_per_prompt: int = 1
-    """Completions of one prompt within an update; rloo needs at least 2."""
+    """Completions of one prompt within an update; rloo needs at least 2. gae has a critic instead,
+    and learns more from as many different prompts."""
     epochs: int = 4
     """Passes over an update's rollouts (N+: 4)."""
     minibatches: int = 4
