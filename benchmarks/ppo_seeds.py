@@ -1,18 +1,21 @@
 """No seed lottery in PPO: the tiny recipe trained from many seeds, by the hidden preference.
 
     python -m benchmarks.ppo_seeds --seeds 20 --per-world 4 --out benchmarks/ppo_seeds
+    python -m benchmarks.ppo_seeds --ppo "estimator: rloo, completions_per_prompt: 4" --out rloo
 
 A world is a baseline, people, their votes and the reward models learned from them; seeds that
 share one differ in PPO's own draws: the order of prompts, what is sampled, the shuffling. With
---per-world 1 every seed has a world of its own. Nothing here promotes: what PPO chose is held
-against its baseline on held-out prompts, and so is every look at the watch prompts on the way.
-Work that is done is kept in --work, so a stopped run goes on. Ends with status 1 if a seed does
-not improve, or collapses: ends below where it began.
+--per-world 1 every seed has a world of its own. --ppo holds other settings against the recipe's,
+in the same worlds. Nothing here promotes: what PPO chose is held against its baseline on held-out
+prompts, and so is every look at the watch prompts on the way. Work that is done is kept in --work,
+so a stopped run goes on. Ends with status 1 if a seed does not improve, or collapses: ends below
+where it began.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
@@ -20,6 +23,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import yaml
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings
@@ -239,18 +244,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--per-world", type=int, default=4, help="seeds that share a world")
+    parser.add_argument("--ppo", default="", metavar="YAML", help="other settings")
     parser.add_argument("--work", type=Path, default=Path(".rlhf-seeds"), help="kept between runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/ppo_seeds"), help="no suffix")
     given = parser.parse_args()
+    asked = yaml.safe_load(f"{{{given.ppo}}}")
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    suffix = f"-{digest[:8]}" if asked else ""
     done: list[Seed] = []
     for number in range(given.seeds):
         world = number // given.per_world
-        settings = load_settings("tiny", {"training": {"seed": world}})
+        settings = load_settings("tiny", {"training": {"seed": world}, "ppo": asked})
         folder = given.work / f"world-{world}"
-        path = folder / f"seed-{number}.json"
+        path = folder / f"seed-{number}{suffix}.json"
         if not path.exists():
             turn = build_world(settings, folder.absolute())
-            seed = train(turn, number, folder.absolute() / f"ppo-{number}")
+            seed = train(turn, number, folder.absolute() / f"ppo-{number}{suffix}")
             write_json(path, asdict(seed))
             say(f"seed {number}: {seed.baseline:.3f} → {seed.chosen:.3f}, {seed.seconds:.0f} s")
         values = json.loads(path.read_text(encoding="utf-8"))
