@@ -15,7 +15,6 @@ where it began.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -33,7 +32,13 @@ from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.ppo.collecting import PROBES
-from rlhf_pipeline.records import EvaluationPrompt, RewardFunction, RewardInput, ignore_progress
+from rlhf_pipeline.records import (
+    EvaluationPrompt,
+    RewardFunction,
+    RewardInput,
+    hashed,
+    ignore_progress,
+)
 from rlhf_pipeline.simulation.measure import compare_hidden
 from rlhf_pipeline.simulation.people import population
 from rlhf_pipeline.simulation.play import assistant, play
@@ -249,8 +254,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/ppo_seeds"), help="no suffix")
     given = parser.parse_args()
     asked = yaml.safe_load(f"{{{given.ppo}}}")
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    suffix = f"-{digest[:8]}" if asked else ""
+    suffix = f"-{hashed(json.dumps(asked, sort_keys=True))[:8]}" if asked else ""
     done: list[Seed] = []
     for number in range(given.seeds):
         world = number // given.per_world

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardFunction, RewardInput
@@ -53,12 +54,13 @@ def unrepeated_share(text: str) -> float:
     sentences said before, whichever is less: "my pleasure!" at both ends repeats no trigram.
     Of a text without words it is 1: distinct-n is what marks silence down.
     """
-    grams = _ngrams(words_of(text), REPEATED)
-    shares = [len(set(grams)) / len(grams) if grams else 1.0]
     sentences = [tuple(words_of(sentence)) for sentence in ENDS.split(text)]
-    if said := sum(map(len, sentences)):
-        shares.append(sum(map(len, set(sentences))) / said)
-    return min(shares)
+    words = [*chain.from_iterable(sentences)]
+    if not words:
+        return 1.0
+    grams = _ngrams(words, REPEATED)
+    new = len(set(grams)) / len(grams) if grams else 1.0
+    return min(new, sum(map(len, set(sentences))) / len(words))
 
 
 def rouge_l(text: str, reference: str) -> float:
