@@ -5,7 +5,8 @@
 Random weights in GPT-2's layout, bfloat16, full-length completions. TRL's PPOTrainer runs the
 smallest model beside us, on the same weights, prompts, batch, epochs and minibatches; there updates
 alternate. Larger models have the GPU to themselves, the largest no more than 24 GB of it. Medians
-over the updates after the first; beside the peak of memory the one that `rlhf plan` foretells.
+over the updates after the first, and the most memory over all: of tensors, and held by torch, which
+graphs keep too. Beside them what `rlhf plan` foretells.
 `--device cpu --cases tiny` shows that the script works where there is no GPU.
 """
 
@@ -16,6 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from benchmarks.ppo_throughput import (
 )
 
 GB = 10**9
+PHASES = ("sample", "measure", "train")
 LORA = {"lora_rank": 16, "critic": "shared"}
 GPT2: dict[str, Any] = {"vocabulary": 50257, "completion_tokens": 256, "ends_per_token": 0.0}
 CASES = {
@@ -75,7 +78,7 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
     case, usual = CASES[name], {"device": device, "precision": "bfloat16"}
     here = [sys.executable, "-m", "benchmarks.ppo_gpu", "--worker", as_argument(case)]
     engines: dict[str, Engine] = {}
-    plans: dict[str, int] = {}
+    plans: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_model(case, folder)
@@ -90,7 +93,7 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
                 options += ["--cap", str(CAPPED[name])]
             commands[label] = [*here, *options]
             said = subprocess.run([*commands[label], "--plan"], stdout=subprocess.PIPE, check=True)
-            plans[label] = int(said.stdout)
+            plans[label] = json.loads(said.stdout)
         at_once = len(commands) if name in BESIDE_TRL else 1
         for start in range(0, len(commands), at_once):
             running = {}
@@ -102,31 +105,38 @@ def compare(name: str, peer: Path, rounds: int, device: str, *, quick: bool) -> 
             take_turns(running.values(), rounds + 1)
             engines |= running
     print(
-        "| engine | s an update | sample / measure / train | generation | episodes/s | tokens/s | "
-        f"peak GB | planned GB | x TRL |\n|{'---|' * 9}"
+        "| engine | s an update | planned s | sample / measure / train | planned | generation | "
+        f"episodes/s | tokens/s | peak GB | planned GB | held GB | x TRL |\n|{'---|' * 12}"
     )
     for label, engine in engines.items():
         print(row(case, label, engine, engines.get("TRL"), plans.get(label)))
 
 
 def plan(case: Case, folder: Path, changes: dict[str, Any]) -> None:
-    """Print the bytes that a plan says the updates will hold at the most."""
-    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, read_config
+    """Print what a plan says of the updates: the most bytes they hold, and seconds by phase."""
+    from rlhf_pipeline.ppo.plan import RewardModels, make_plan, probe, read_config
 
-    print(make_plan(read_config(folder), settings_of(case, changes), RewardModels(count=0)).peak)
+    config, settings, none = read_config(folder), settings_of(case, changes), RewardModels(count=0)
+    peak = make_plan(config, settings, none).peak
+    print(json.dumps({"peak": peak} | asdict(probe(config, settings, none))))
 
 
-def row(case: Case, label: str, engine: Engine, peer: Engine | None, planned: int | None) -> str:
+def row(
+    case: Case, label: str, engine: Engine, peer: Engine | None, planned: dict[str, float] | None
+) -> str:
     """Return one engine's line of the table."""
     seconds = engine.middle(lambda a: a["seconds"])
-    phases = [engine.middle(partial(phase_seconds, p)) for p in ("sample", "measure", "train")]
+    phases = [engine.middle(partial(phase_seconds, p)) for p in PHASES]
     faster = peer.middle(lambda a: a["seconds"]) / seconds if peer else float("nan")
-    told = "" if planned is None else f"{planned / GB:.2f}"
+    foretold = [planned[p] for p in PHASES] if planned else []
+    whole, peak = (f"{sum(foretold):.2f}", f"{planned['peak'] / GB:.2f}") if planned else ("", "")
     return (
-        f"| {label} | {seconds:.2f} | {' / '.join(f'{s:.2f}' for s in phases)} | "
+        f"| {label} | {seconds:.2f} | {whole} | "
+        f"{' / '.join(f'{s:.2f}' for s in phases)} | {' / '.join(f'{s:.2f}' for s in foretold)} | "
         f"{phases[0] / seconds:.0%} | {case.rollouts / seconds:.1f} | "
         f"{engine.middle(lambda a: a['tokens']) / seconds:.0f} | "
-        f"{engine.middle(lambda a: a['gpu_peak']) / GB:.2f} | {told} | {faster:.2f} |"
+        f"{engine.most(lambda a: a['gpu_peak']) / GB:.2f} | {peak} | "
+        f"{engine.most(lambda a: a['gpu_held']) / GB:.2f} | {faster:.2f} |"
     )
 
 

@@ -88,6 +88,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformer
             rss_before=self.before,
             rss_peak=memory_bytes()[1],
             gpu_peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            gpu_held=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
         )
         self._wait()
 

@@ -145,6 +145,7 @@ def work(case: Case, folder: Path, changes: dict[str, Any]) -> None:
             rss_before=before,
             rss_peak=memory_bytes()[1],
             gpu_peak=torch.cuda.max_memory_allocated() if on_gpu else 0,
+            gpu_held=torch.cuda.max_memory_reserved() if on_gpu else 0,
         )
         update += 1
 
@@ -191,6 +192,10 @@ class Engine:
     def middle(self, read: Callable[[dict[str, Any]], float]) -> float:
         """Return the median over the updates after the first."""
         return median(read(answer) for answer in self.answers[1:])
+
+    def most(self, read: Callable[[dict[str, Any]], float]) -> float:
+        """Return the largest over all updates, the first among them."""
+        return max(read(answer) for answer in self.answers)
 
 
 def take_turns(engines: Collection[Engine], updates: int) -> None:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,11 +366,13 @@ def _settled_memory() -> int:
 def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -> Seconds:
     """Return what an update takes, from a micro-run with random weights: some seconds of work.
 
-    Decoding is timed over a few tokens, training over one small microbatch, and both are scaled to
-    a whole update at full length. Sums of two timings each, so it is an estimate within tens of
-    percent, on a machine as busy as it will be.
+    Decoding is timed over some tokens, training over one microbatch, and both are scaled to a whole
+    update at full length. Sums of two timings each, so it is an estimate within tens of percent, on
+    a machine as busy as it will be. A CPU's work follows the tokens, so a few tell; a GPU is shown
+    a whole microbatch, and as many tokens that what it does once, a graph, stands apart.
     """
     device = choose_device(settings.device)
+    on_gpu = device.type == "cuda"
     with torch.device(device):
         model = _random_model(config, settings)
     P, T = settings.max_prompt_tokens, settings.max_completion_tokens
@@ -378,37 +381,40 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
     def decode_some(tokens: int) -> None:
         _decode(model, settings, tokens, most=rows)
 
-    short, long = min(4, T), min(12, T)
+    short, long = (min(32, T), min(96, T)) if on_gpu else (min(4, T), min(12, T))
     decode_some(short)  # the first run of anything is slow
-    few, more = _seconds(device, lambda: decode_some(short)), 0.0
+    few = _seconds(device, partial(decode_some, short))
     per_token = few / short
     if long > short:
-        more = _seconds(device, lambda: decode_some(long))
+        more = _seconds(device, partial(decode_some, long))
         per_token = max(more - few, 0.0) / (long - short)
     batches = settings.rollouts_per_update / rows
     sample = batches * (few + per_token * (T - short))
 
     of_microbatch = max(1, min(PROBE_TOKENS // (P + T), settings.rollouts_per_update))
+    if on_gpu:
+        of_microbatch = _rows_at_once(settings, -(-_trained_on(settings) // settings.minibatches))
     fresh = settings.rollouts_per_update * settings.max_turns / of_microbatch
     trained_on = _trained_on(settings) / of_microbatch
 
-    def train_some() -> None:
-        descend(_forward(model, of_microbatch, settings))
+    def train_some(values: bool) -> None:
+        descend(_forward(model, of_microbatch, settings, values=values))
 
-    def measure_some() -> None:
+    def measure_some(values: bool) -> None:
         with torch.no_grad():
-            _forward(model, of_microbatch, settings)
+            _forward(model, of_microbatch, settings, values=values)
 
-    train_some()
-    trained = _seconds(device, train_some)
-    measured = _seconds(device, measure_some)
+    # The policy trains, and a critic with its own trunk; the reference reads what is fresh, the
+    # policy what is replayed, the critic both.
+    critic = settings.has_critic and settings.critic == "separate"
+    train_some(False)
+    trained = [_seconds(device, partial(train_some, v)) for v in (False, True)[: 1 + critic]]
+    read = (False, True)[: 1 + settings.has_critic]
+    measured = trained_on * sum(_seconds(device, partial(measure_some, v)) for v in read)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, fused=True)
     optimizer.step()
     step = _seconds(device, optimizer.step)
-    critic = settings.has_critic and settings.critic == "separate"
-    # The reference reads what is fresh, the policy what is replayed, the critic both.
-    measured *= trained_on * (1 + settings.has_critic)
     if rewards.count:
         with torch.device(device):
             judge = _judge(rewards.config or config, rewards)
@@ -421,7 +427,8 @@ def probe(config: Any, settings: PpoSettings, rewards: RewardModels = REWARDS) -
     return Seconds(
         sample * settings.max_turns,
         measured,
-        (1 + critic) * (trained * trained_on * settings.epochs + step * settings.steps_per_update),
+        sum(trained) * trained_on * settings.epochs
+        + (1 + critic) * step * settings.steps_per_update,
     )
 
 
@@ -693,9 +700,12 @@ def _milder(settings: PpoSettings) -> Iterator[dict[str, Any]]:
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Return how long a call takes, a GPU's work included."""
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    """Return how long a call takes; a GPU's work included, the quickest of three there."""
+    taken = []
+    for _ in range(3 if device.type == "cuda" else 1):  # one call in a few waits for memory there
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
