@@ -34,7 +34,14 @@ from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import FeedbackKind, RewardExample, ignore_progress
 from rlhf_pipeline.reward.fitting import fit_kinds
 from rlhf_pipeline.reward.heads import Combined
-from rlhf_pipeline.reward.held_out import Measured, is_good, measured, tells_apart, word_margins
+from rlhf_pipeline.reward.held_out import (
+    Lead,
+    Measured,
+    is_good,
+    measured,
+    tells_apart,
+    word_margins,
+)
 from rlhf_pipeline.reward.matched import by_prompt, match, of_matches
 from rlhf_pipeline.reward.model import encode_rows, score_rows
 from rlhf_pipeline.simulation.world import ALL_TOPICS, question_of
@@ -93,12 +100,12 @@ def learn(base: Path, policy: Policy, pool: Pool, examples: Sequence[RewardExamp
     plain = list(zip(voted, score_rows(model, rows), strict=True))
     return Found(
         accuracy(model, pool.features),
-        measured(held_out.margins(torch.tensor(scores, dtype=torch.float64))),
+        measured(held_out.margins(torch.tensor(scores, dtype=torch.float64)), held_out.people),
         tells_apart(
-            [score for e, score in plain if is_good(e)],
-            [score for e, score in plain if not is_good(e)],
+            [Lead(score, e.voter) for e, score in plain if is_good(e)],
+            [Lead(score, e.voter) for e, score in plain if not is_good(e)],
         ),
-        measured(word_margins([], held_out, train)),
+        measured(word_margins([], held_out, train), held_out.people),
     )
 
 

@@ -39,12 +39,12 @@ def judge_by_group(
         return {}
     chosen = judge([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = judge([RewardInput(pair.prompt, pair.rejected) for pair in decided])
-    told: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    told: dict[str, list[tuple[float, tuple[str]]]] = defaultdict(list)
     for pair, better, worse in zip(decided, chosen, rejected, strict=True):
         topic = topics.get(prompt_to_json(pair.prompt))
         groups = [f"cohort {cohort_of(pair.origin)}", *([f"topic {topic}"] if topic else [])]
         for group in groups:
-            told[group].append((better - worse, pair.voter))
+            told[group].append((better - worse, (pair.voter,)))
     return {
         group: _number(*map(list, zip(*of, strict=True)))
         for group, of in sorted(told.items())
@@ -52,8 +52,8 @@ def judge_by_group(
     }
 
 
-def _number(margins: Sequence[float], voters: Sequence[str]) -> Number:
-    return Number(pair_accuracy(margins), *accuracy_interval(margins, voters), len(margins))
+def _number(margins: Sequence[float], people: Sequence[tuple[str]]) -> Number:
+    return Number(pair_accuracy(margins), *accuracy_interval(margins, people), len(margins))
 
 
 def judge_by_voted_groups(report: Mapping[str, Any]) -> dict[str, Number]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,36 +64,44 @@ def _credit(margin: float) -> float:
 
 
 def accuracy_interval(
-    margins: Sequence[float], voters: Sequence[str] | None = None
+    margins: Sequence[float], people: Sequence[Collection[str]] | None = None
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the margins' accuracy, among people like the pairs' voters.
+    """Return the 95 % interval of the margins' accuracy, among people like those they hang on.
 
     Wilson's, of as many answers of different people as these are worth: a model that knows some
     people better than others knows many answers of few less well than their number says. Without
-    voters, or of one alone, whom nobody can be held against, each answer counts.
+    `people` (one of each margin, or two), or of one alone, whom nobody can be held against, each
+    answer counts.
     Source: the effective sample size of Korn and Graubard 1998, Survey Methodology 24, 193 to 201,
     with its design effect kept at 1 or more.
     """
     share = pair_accuracy(margins)
-    effect = 1.0 if voters is None else design_effect(list(map(_credit, margins)), voters)
+    effect = 1.0 if people is None else design_effect(list(map(_credit, margins)), people)
     return wilson_interval(share, len(margins) / effect)
 
 
-def design_effect(values: Sequence[float], groups: Sequence[str]) -> float:
-    """Return how much the variance of the values' mean grows by their coming in groups, at least 1.
+def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) -> float:
+    """Return how much the variance of the values' mean grows by people's having several, 1 or more.
 
-    The variance between groups, each weighing what it has, over that of as many values on their
-    own; 1 of one group. Source: Kish 1965, Survey Sampling, 8.2, by linearisation.
+    Each value hangs on one person or on two, as when one's vote is set beside another's; values
+    that share somebody go together. It is the variance so over that of as many values on their
+    own; 1 of one person. Sources: Kish 1965, Survey Sampling, 8.2, by linearisation; of two people
+    each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3.
     """
     mean = sum(values) / len(values)
     apart: dict[str, float] = defaultdict(float)
-    for value, group in zip(values, groups, strict=True):
-        apart[group] += value - mean
+    of_two: dict[frozenset[str], float] = defaultdict(float)
+    for value, who in zip(values, map(frozenset, people), strict=True):
+        for person in who:
+            apart[person] += value - mean
+        if len(who) == 2:
+            of_two[who] += value - mean
     alone = sum((value - mean) ** 2 for value in values) * _unbiased(len(values))
     if len(apart) < 2 or not alone:
         return 1.0
-    together = sum(one * one for one in apart.values()) * _unbiased(len(apart))
-    return max(1.0, together / alone)
+    # Two values of the same two people were counted with either.
+    together = sum(one**2 for one in apart.values()) - sum(one**2 for one in of_two.values())
+    return max(1.0, together * _unbiased(len(apart)) / alone)
 
 
 def _unbiased(count: int) -> float:

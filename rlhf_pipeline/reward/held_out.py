@@ -1,9 +1,9 @@
 """What held-out votes say of a reward model beside its accuracy: for whom, beside what, how wrong.
 
-Shares come with 95 % intervals: Wilson's where pairs are counted, of as many as different people's
-answers they are worth (calibration.accuracy_interval); Hanley and McNeil's for votes on single
-completions, where votes of one person count as if they were of several. `find` reads pairs;
-where single votes judge, matched.py finds the same by these.
+Shares come with 95 % intervals: Wilson's where pairs are counted, Hanley and McNeil's for votes on
+single completions; either of as many as different people's answers they are worth
+(calibration.design_effect). `find` reads pairs; where single votes judge, matched.py finds the same
+by these.
 What this does not tell: how good people's votes are. It holds the model against them.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -29,7 +29,12 @@ from rlhf_pipeline.records import (
     RewardExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import accuracy_interval, pair_accuracy, wilson_interval
+from rlhf_pipeline.reward.calibration import (
+    accuracy_interval,
+    design_effect,
+    pair_accuracy,
+    wilson_interval,
+)
 from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.raters import WIDEST
 from rlhf_pipeline.reward.rules import words_of
@@ -62,7 +67,7 @@ class HeldOut:
     fitting: list[int]  # of the twos, those that fit temperature and lapse
     judging: list[int]
     place: Tensor | None = None
-    voters: list[str] | None = None  # of the twos, where one person finds so
+    people: list[tuple[str, ...]] | None = None  # who find so, of each of the twos
 
     def __len__(self) -> int:
         return len(self.fitting) + len(self.judging)
@@ -106,7 +111,7 @@ class HeldOut:
     def at_like_length(self, scores: Tensor) -> Measured | None:
         """Return the accuracy of scores (T,) on twos of like length; None where none is."""
         alike = [n for n, is_alike in enumerate(self.of_like_length()) if is_alike]
-        return _measured_of(alike, self.margins(scores), self.voters) if alike else None
+        return _measured_of(alike, self.margins(scores), self.people) if alike else None
 
     def length_correlation(self, scores: Tensor) -> float | None:
         """Return how leads of scores (T,) go with those of lengths, as `rank_correlation` does."""
@@ -117,7 +122,7 @@ def of_pairs(pairs: Sequence[PreferencePair], fitting: list[int], judging: list[
     """Return decided pairs as what judges, in these halves."""
     sides = [(pair.prompt, pair.chosen) for pair in pairs]
     sides += [(pair.prompt, pair.rejected) for pair in pairs]
-    return HeldOut("pairs", sides, fitting, judging, voters=[pair.voter for pair in pairs])
+    return HeldOut("pairs", sides, fitting, judging, people=[(pair.voter,) for pair in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +171,24 @@ class Findings:
     worst: tuple[Disagreement, ...]  # the worst first
 
 
-def measured(margins: Sequence[float], voters: Sequence[str] | None = None) -> Measured:
-    """Return the accuracy of these margins, of pairs that `voters` decided; needs one."""
-    interval = accuracy_interval(margins, voters)
+def measured(margins: Sequence[float], people: Sequence[Collection[str]] | None = None) -> Measured:
+    """Return the accuracy of these margins, which hang on these people; needs one margin."""
+    interval = accuracy_interval(margins, people)
     return Measured(pair_accuracy(margins), *interval, len(margins))
 
 
 def _measured_of(
-    some: Sequence[int], margins: Sequence[float], voters: Sequence[str] | None
+    some: Sequence[int], margins: Sequence[float], people: Sequence[Collection[str]] | None
 ) -> Measured:
     return measured(
-        [margins[n] for n in some], None if voters is None else [voters[n] for n in some]
+        [margins[n] for n in some], None if people is None else [people[n] for n in some]
     )
 
 
 def by_group(
-    margins: Sequence[float], groups: Iterable[str | None], voters: Sequence[str] | None = None
+    margins: Sequence[float],
+    groups: Iterable[str | None],
+    people: Sequence[Collection[str]] | None = None,
 ) -> dict[str, Measured]:
     """Return each group's accuracy, by name; None is in no group, small groups are left out."""
     found: dict[str, list[int]] = defaultdict(list)
@@ -189,23 +196,23 @@ def by_group(
         if group is not None:
             found[group].append(n)
     return {
-        name: _measured_of(of, margins, voters)
+        name: _measured_of(of, margins, people)
         for name, of in sorted(found.items())
         if len(of) >= FEWEST
     }
 
 
 def apart_by_group(
-    leads: Sequence[float], good: Sequence[bool], groups: Iterable[str | None]
+    leads: Sequence[float], votes: Sequence[RewardExample], groups: Iterable[str | None]
 ) -> dict[str, Measured]:
     """Return how well leads tell each group's good votes from its bad ones, by name.
 
     None is in no group; of FEWEST on each side at least.
     """
-    found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for lead, is_better, group in zip(leads, good, groups, strict=True):
+    found: dict[str, tuple[list[Lead], list[Lead]]] = defaultdict(lambda: ([], []))
+    for lead, vote, group in zip(leads, votes, groups, strict=True):
         if group is not None:
-            found[group][0 if is_better else 1].append(lead)
+            found[group][0 if is_good(vote) else 1].append(Lead(lead, vote.voter))
     return {
         name: tells_apart(*sides)
         for name, sides in sorted(found.items())
@@ -213,18 +220,33 @@ def apart_by_group(
     }
 
 
-def tells_apart(better: Sequence[float], worse: Sequence[float]) -> Measured:
+class Lead(NamedTuple):
+    """A score, or how far it is beyond what is usual, and who voted on it."""
+
+    value: float
+    voter: str
+
+
+def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
     """Return how likely a completion judged well scores above one judged badly; ties count half.
 
     It is the area under the ROC curve, over prompts, as scores are one scale for all of them.
-    Source of the interval: Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747, eq. 1.
+    Sources of the interval: Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747, eq. 1, for
+    votes of as many people; what a person's own have in common makes it wider as in Obuchowski
+    1997, doi:10.2307/2533958, whose parts are how much each vote moves the area.
     """
-    ranks = _ranks([*better, *worse])
+    values = [lead.value for lead in (*better, *worse)]
     n, m = len(better), len(worse)
-    area = (sum(ranks[:n]) - n * (n + 1) / 2) / (n * m)
+    above, below = _ranks(values[:n]), _ranks(values[n:])
+    # Of each better one the share of worse ones it is above, and the other way round.
+    wins = [(rank - own) / m for rank, own in zip(_ranks(values), [*above, *below], strict=True)]
+    wins[n:] = [1 - win * m / n for win in wins[n:]]
+    area = statistics.fmean(wins[:n])
+    moves = [(win - area) / (n if i < n else m) for i, win in enumerate(wins)]
     q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
     spread = area * (1 - area) + (n - 1) * (q1 - area**2) + (m - 1) * (q2 - area**2)
-    reach = Z * math.sqrt(max(0.0, spread) / (n * m))
+    effect = design_effect(moves, [(lead.voter,) for lead in (*better, *worse)])
+    reach = Z * math.sqrt(max(0.0, spread) / (n * m) * effect)
     return Measured(area, max(0.0, area - reach), min(1.0, area + reach), n + m)
 
 
@@ -260,9 +282,8 @@ def by_kind(
     Single votes are never made pairs to learn from; here good and bad ones are only counted.
     """
     kinds = ["correction" if pair.corrected else "preference" for pair in pairs]
-    found = by_group(margins, kinds, [pair.voter for pair in pairs])
-    good = [bool(is_good(example)) for example in examples]
-    return found | apart_by_group(scores, good, [example.kind.value for example in examples])
+    found = by_group(margins, kinds, [(pair.voter,) for pair in pairs])
+    return found | apart_by_group(scores, examples, [example.kind.value for example in examples])
 
 
 def annotators_agree(pairs: Sequence[PreferencePair]) -> Measured | None:
@@ -385,14 +406,14 @@ def find(
     `held_out` is `of_pairs` of them, `scores` (T,) its texts'; `train` are the model's decided
     training pairs; `topics` what prompts (records.prompt_to_json) were filed under.
     """
-    margins, voters = held_out.margins(scores), held_out.voters
+    margins, people = held_out.margins(scores), held_out.people
     words = word_margins(train, held_out)
     by_topic = [topics.get(prompt_to_json(pair.prompt)) for pair in pairs]
     return Findings(
-        by_topic=by_group(margins, by_topic, voters),
+        by_topic=by_group(margins, by_topic, people),
         by_kind=by_kind(pairs, margins, examples, example_scores),
-        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs], voters),
-        bag_of_words=measured(words, voters) if words else None,
+        by_cohort=by_group(margins, [cohort_of(pair.origin) for pair in pairs], people),
+        bag_of_words=measured(words, people) if words else None,
         annotators=annotators_agree(pairs),
         length_matched=held_out.at_like_length(scores),
         length_correlation=held_out.length_correlation(scores),

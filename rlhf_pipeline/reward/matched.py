@@ -192,6 +192,7 @@ def of_matches(matches: Matches, usual: Mapping[str, Sequence[str]]) -> HeldOut:
         list(range(len(matches.fitting))),
         list(range(len(matches.fitting), count)),
         torch.tensor([place[prompt_to_json(vote.prompt)] for vote in votes]),
+        [(two.liked.voter, two.disliked.voter) for two in matches.all],
     )
 
 
@@ -219,10 +220,12 @@ def find_by_votes(
     words = word_margins(train, held_out, examples)
     kinds = [vote.kind.value for vote in votes[:N]]
     return Findings(
-        by_topic=apart_by_group(leads, good, [topics.get(prompt_to_json(v.prompt)) for v in votes]),
-        by_cohort=apart_by_group(leads, good, [cohort_of(v.origin) or None for v in votes]),
-        by_kind=by_group(held_out.margins(scores), kinds),
-        bag_of_words=measured(words) if words else None,
+        by_topic=apart_by_group(
+            leads, votes, [topics.get(prompt_to_json(v.prompt)) for v in votes]
+        ),
+        by_cohort=apart_by_group(leads, votes, [cohort_of(v.origin) or None for v in votes]),
+        by_kind=by_group(held_out.margins(scores), kinds, held_out.people),
+        bag_of_words=measured(words, held_out.people) if words else None,
         annotators=None,
         length_matched=held_out.at_like_length(scores),
         length_correlation=held_out.length_correlation(scores),

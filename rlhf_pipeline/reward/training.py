@@ -320,7 +320,7 @@ def train_reward_model(
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
-        interval=accuracy_interval(margins, held_out.voters),
+        interval=accuracy_interval(margins, held_out.people),
         n=len(margins),
         train_accuracy=heard.went.train_accuracy,
         floors={

@@ -122,10 +122,10 @@ def test_answers_of_few_people_tell_less_than_their_number() -> None:
     # Two people of ten answers: 9 and 5 are right. By hand: the mean is 0.7, they are 2 beside it
     # each, so 2 / 1 * (4 + 4) between, over 20 / 19 * 20 * 0.7 * 0.3 alone.
     right = [1.0] * 9 + [0.0] + [1.0, 0.0] * 5
-    voters = ["ann"] * 10 + ["bob"] * 10
+    voters = [("ann",)] * 10 + [("bob",)] * 10
     assert design_effect(right, voters) == pytest.approx(16 * 19 / 20 / 4.2)
-    assert design_effect(right, [str(n) for n in range(20)]) == pytest.approx(1)
-    assert design_effect(right, ["ann"] * 20) == 1  # whom nobody can be held against
+    assert design_effect(right, [(str(n),) for n in range(20)]) == pytest.approx(1)
+    assert design_effect(right, [("ann",)] * 20) == 1  # whom nobody can be held against
     assert design_effect([1.0] * 20, voters) == 1
     even = [1.0, 0.0] * 10
     assert design_effect(even, voters) == 1  # both are right as often
@@ -146,9 +146,47 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_people_differ() -> 
         right = [generator.random(n) < p for n, p in zip(of_each, skill, strict=True)]
         margins = np.where(np.concatenate(right), 1.0, -1.0).tolist()
         voters = np.repeat(np.arange(30), of_each).astype(str).tolist()
-        low, high = accuracy_interval(margins, voters)
+        low, high = accuracy_interval(margins, [(voter,) for voter in voters])
         held += low <= 0.7 <= high
         low, high = accuracy_interval(margins)
         naive += low <= 0.7 <= high
     assert held / tries > 0.90
     assert naive / tries < 0.75
+
+
+def test_values_that_share_one_of_two_people_go_together() -> None:
+    rng = np.random.default_rng(3)
+    values = rng.random(40).tolist()
+    people = [tuple(map(str, two)) for two in rng.integers(0, 7, (40, 2))]
+    apart = np.array(values) - np.mean(values)
+    shared = [[bool({*a} & {*b}) for b in people] for a in people]
+    together = float(apart @ np.array(shared, dtype=float) @ apart) * 7 / 6
+    alone = float((apart**2).sum()) * 40 / 39
+    assert any(a == b for a, b in people)  # one is set beside another of their own
+    assert design_effect(values, people) == pytest.approx(max(1.0, together / alone))
+    assert design_effect(values, [(b, a) for a, b in people]) == design_effect(values, people)
+    # A person whom the model knows well, whoever stands beside them.
+    known = [0.0] * 30 + [1.0] * 10
+    others = [(f"a{n}", f"b{n}") for n in range(30)]
+    assert design_effect(known, [*others, *(("ann", f"c{n}") for n in range(10))]) > 3
+    assert design_effect(known, [*others, *((f"d{n}", f"c{n}") for n in range(10))]) < 1.1
+
+
+def test_intervals_of_votes_set_beside_others_hold_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(1)
+    held, naive, tries = 0, 0, 600
+    for _ in range(tries):
+        # Forty people; an answer that one of them liked beside one that another did not. How far
+        # ahead the model has the liked one hangs on how well it knows either.
+        liker, disliker = rng.integers(0, 40, (2, 400))
+        knows = rng.normal(0.5, 1.0, 40)
+        margins = (knows[liker] + knows[disliker] + rng.normal(0, 1, 400)).tolist()
+        truth = 0.7181  # the normal distribution's share above 0, mean 1, deviation the root of 3
+        low, high = accuracy_interval(
+            margins, [(f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True)]
+        )
+        held += low <= truth <= high
+        low, high = accuracy_interval(margins)
+        naive += low <= truth <= high
+    assert held / tries > 0.90
+    assert naive / tries < 0.70

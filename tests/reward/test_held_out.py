@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -22,6 +25,7 @@ from rlhf_pipeline.reward import WORST
 from rlhf_pipeline.reward.calibration import Confidence
 from rlhf_pipeline.reward.held_out import (
     MOST_SINGLES,
+    Lead,
     Measured,
     annotators_agree,
     is_good,
@@ -38,6 +42,7 @@ from rlhf_pipeline.reward.plots import _held_out
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
+NUMBERS = itertools.count()
 TURNED = 4  # held-out pairs that people have the other way round
 
 
@@ -173,20 +178,50 @@ def test_the_picture_holds_long_names_and_says_what_its_lines_are(
     assert (curve.get_xlabel(), curve.get_ylabel()) == ("training pairs", "accuracy, 95 %")
 
 
+def alone(values: Iterable[float]) -> list[Lead]:
+    """Return them as leads of as many people."""
+    return [Lead(value, f"alone {next(NUMBERS)}") for value in values]
+
+
+def test_what_tells_votes_apart_is_as_sure_as_it_says_where_people_differ() -> None:
+    rng = np.random.default_rng(0)
+    held, naive, tries = 0, 0, 300
+    for _ in range(tries):
+        # Thirty people, whose liked answers the model knows better or worse than their others.
+        knows = rng.normal(1.0, 1.0, 30)
+        voters = [rng.integers(0, 30, 150) for _ in range(2)]
+        liked, disliked = rng.normal(knows[voters[0]], 1), rng.normal(0, 1, 150)
+        truth = 0.7181  # of a normal difference, mean 1, variance 1 of people and 1 of each vote
+        sides = [
+            [Lead(value, f"p{who}") for value, who in zip(values.tolist(), by, strict=True)]
+            for values, by in zip((liked, disliked), voters, strict=True)
+        ]
+        found = tells_apart(*sides)
+        held += found.low <= truth <= found.high
+        found = tells_apart(*(alone(lead.value for lead in side) for side in sides))
+        naive += found.low <= truth <= found.high
+    assert held / tries > 0.90
+    assert naive / tries < 0.85
+
+
 def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None:
     rng = random.Random(0)
-    better = [float(rng.randint(0, 9)) for _ in range(13)]
-    worse = [float(rng.randint(0, 7)) for _ in range(7)]
-    each = [1.0 if b > w else 0.5 if b == w else 0.0 for b in better for w in worse]
+    better = alone([float(rng.randint(0, 9)) for _ in range(13)])
+    worse = alone([float(rng.randint(0, 7)) for _ in range(7)])
+    each = [1.0 if b > w else 0.5 if b == w else 0.0 for b, _ in better for w, _ in worse]
     found = tells_apart(better, worse)
     assert found.share == pytest.approx(statistics.fmean(each))
     assert found.low < found.share < found.high
     assert tells_apart(worse, better).share == pytest.approx(1 - found.share)
-    assert tells_apart(better * 9, worse * 9).high < found.high
+    nine = [alone([lead.value for lead in side] * 9) for side in (better, worse)]
+    assert tells_apart(*nine).high < found.high
+    again = tells_apart(better * 9, worse * 9)  # of as many people, who say it nine times
+    assert again.high == pytest.approx(found.high, abs=0.02)
     # The paper's example, 109 pictures rated from 1 to 5: 0.893 with a standard error of 0.032.
     normal, abnormal = (33, 6, 6, 11, 2), (3, 2, 2, 11, 33)
     rated = [
-        [float(i) for i, n in enumerate(side) for _ in range(n)] for side in (abnormal, normal)
+        alone([float(i) for i, n in enumerate(side) for _ in range(n)])
+        for side in (abnormal, normal)
     ]
     published = tells_apart(*rated)
     assert published.share == pytest.approx(0.893, abs=0.0005)
