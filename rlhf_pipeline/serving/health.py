@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 ROOM_BYTES = 64 << 20  # below it the disk of the embedded store counts as full
-PROBE = "readyz-probe"  # an agent that is never committed
+PROBE = "readyz probe"  # an agent that is never committed, and that no agent can be called
 
 
 class Readiness(Told):

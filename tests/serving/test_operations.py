@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -120,6 +121,7 @@ def test_ready_means_that_the_store_takes_a_write(
     ready = ask(app, "/readyz")
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
     assert FeedbackStore(database).agents() == []  # the probe was taken back
+    assert not AGENT_ID.fullmatch(health.PROBE)  # or one vote for such an agent would stand in it
 
     def spoil(connection: Any, *_: Any) -> None:
         connection.execute("PRAGMA query_only=ON")
