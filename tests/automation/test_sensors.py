@@ -378,6 +378,25 @@ def test_a_table_in_the_inbox_is_said_to_wait_for_a_person(ticks: Ticks) -> None
     shutil.rmtree(inbox)
 
 
+def test_what_a_program_is_still_copying_is_left_alone(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "copied"
+    inbox.mkdir(parents=True)
+    names = ("votes.jsonl.part", "votes.JSONL.filepart", ".votes.jsonl.Xy12Zq", "whole.JSONL")
+    for name in names:  # as browsers, WinSCP and rsync call theirs until they are whole
+        (inbox / name).write_text(line(1) + "\n")
+    seen = ticks.tick("dropped_files")
+    for name in names:
+        settle(inbox / name)
+    tick = ticks.tick("dropped_files", seen.cursor)
+    [request] = tick.run_requests
+    assert "whole.JSONL" in str(request.run_config)
+    (inbox / "whole.JSONL").unlink()
+    told = str(ticks.tick("dropped_files", tick.cursor).skip_message)
+    assert "votes.jsonl.part does not end in .jsonl; rename it when it is whole" in told
+    assert "Xy12Zq" not in told
+    shutil.rmtree(inbox)
+
+
 def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
     """Run what the sensor asked for."""
     job = definitions().resolve_job_def("ingest_file")
