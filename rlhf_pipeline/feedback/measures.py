@@ -104,7 +104,9 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
         "text": text,
         "number": number,
     }
-    lone = (codes["rater"] < 0) & frame["origin"].isin(LIVE).to_numpy()
+    moment = frame["occurred_at"]  # that of receipt, where the row told none
+    own_moment = moment.notna() & (moment != frame["received_at"])
+    lone = (codes["rater"] < 0) & (frame["origin"].isin(LIVE) | own_moment).to_numpy()
     inline = frame["interaction_id"].isna().to_numpy() & ~lone
     columns["is_repeated"] = _repeated(codes, inline)
     decided = preference & contexts_agree & paired & (completion != other)
@@ -213,7 +215,7 @@ def _repeated(
     """Return 1.0 for inline rows that say again what an earlier row of their origin said.
 
     Rows about an interaction are never duplicates: many people may say the same of one answer. Nor
-    are unsigned ones of LIVE origins, which are not among `inline`.
+    are unsigned ones of LIVE origins, or with a moment of their own, which are not among `inline`.
     """
     rows = np.flatnonzero(inline)
     repeated = np.zeros(len(inline))
@@ -231,7 +233,8 @@ def _contradicted(
     """Return 1.0 for preferences whose opposite is there too.
 
     From the same rater; of unsigned inline rows from the same file. Unsigned votes on interactions,
-    or from LIVE origins, come from people we cannot tell apart, who may disagree.
+    from LIVE origins, or with a moment of their own come from people we cannot tell apart, who may
+    disagree.
     """
     import pandas as pd
 

@@ -59,6 +59,7 @@ COLUMNS = (
     *("feedback_id", "agent_id", "kind", "rater_id", "origin", "interaction_id"),
     *("prompt", "completion", "number", "text", "criteria"),
     *("other_completion", "other_prompt", "choice", "shown_first", "comment"),
+    *("occurred_at", "received_at"),
 )
 DAMAGED_SHARE = 0.02  # replacement and control characters in a readable text, at most
 LETTER_SHARE = 0.1  # letters and digits in a text of measures.LONG characters or more, at least

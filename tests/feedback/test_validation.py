@@ -220,6 +220,20 @@ def test_unsigned_people_of_the_api_may_say_the_same_and_the_opposite() -> None:
     }
 
 
+def test_unsigned_rows_of_a_file_with_moments_of_their_own_are_of_as_many_people() -> None:
+    receipt = {"received_at": "2026-03-02T09:00:00"}
+    at = [{**receipt, "occurred_at": f"2026-03-01T10:0{i}:00"} for i in range(3)]
+    none = {**receipt, "occurred_at": receipt["received_at"]}  # as the store writes it then
+    frame = frame_of(
+        *({**THUMBS, **moment} for moment in at),
+        *({**PAIR, **moment, "choice": "right" if i else "left"} for i, moment in enumerate(at)),
+        {**THUMBS, **none},  # 6
+        {**THUMBS, **none},  # 7: again
+        *({**THUMBS, "rater_id": "ann", **moment} for moment in at[:2]),  # 9: one person, again
+    )
+    assert rules_of(validate(frame)) == dict.fromkeys(["id-7", "id-9"], "duplicate")
+
+
 def test_lopsided_labels_warn_and_do_not_block() -> None:
     def many(row: dict[str, Any], numbers: list[float]) -> list[dict[str, Any]]:
         return [
