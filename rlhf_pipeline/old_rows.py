@@ -164,9 +164,12 @@ def _may_go(kind: RowKind, agent_id: str, before: datetime) -> list[tuple[Which,
     i, f, beside = db.interactions.c, db.feedback.c, db.interactions.alias("beside").c
     running = sa.select(e.experiment_id).where(e.agent_id == agent_id, e.state == "running")
     old.append(sa.or_(i.experiment.is_(None), i.experiment.not_in(running)))
+    # A preference out of MLflow has the chat's prompt alone.
+    asked = sa.select(f.prompt).where(f.agent_id == agent_id, db.FROM_MLFLOW, f.prompt.is_not(None))
     unjudged = [
         ~sa.exists().where(f.interaction_id == i.interaction_id),
         ~sa.exists().where(f.other_interaction_id == i.interaction_id),
+        i.prompt.not_in(asked),
     ]
     unsigned = sa.exists().where(
         beside.agent_id == agent_id, beside.user_id.is_(None), beside.session_id == i.session_id

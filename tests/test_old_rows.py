@@ -83,8 +83,13 @@ def test_an_answer_that_anything_was_said_about_never_goes(
         )
     pair = {"kind": FeedbackKind.preference, "number": None, "choice": "left"}
     store.append([vote("1", "judged"), vote("2", "shown", other_interaction_id="other", **pair)])
+    # As out of MLflow: with the prompt of the chat it is about, and no interaction's id.
+    store.add_interactions([said("traced")])
+    of_trace = {"prompt": user_prompt("traced"), "completion": "No.", "other_completion": "Yes."}
+    traced: dict[str, Any] = {**pair, **of_trace, "rater_id": "bob", "origin": "mlflow"}
+    store.append([Feedback(agent_id="tea", idempotency_key="4", **traced)])
     assert go(store, "chats", without={"theirs"}) == 3
-    assert left(store) == ["elsewhere", "judged", "other", "shown", "theirs", "young"]
+    assert left(store) == ["elsewhere", "judged", "other", "shown", "theirs", "traced", "young"]
     with pytest.raises(FeedbackRefused, match="found no two; send both texts inline"):
         store.append([vote("3", "two")])
     assert store.append([vote("1", "judged")])[0].known
