@@ -794,6 +794,10 @@ def test_dropped_files_with_names_of_their_own_lose_what_is_theirs(tmp_path: Pat
     # A waiting vote that only says her name is another's; of a copy nothing is lost.
     assert [json.loads(line) for line in waiting.read_text().splitlines()] == [his, beside]
     assert json.loads(taken.read_text()) == [his]
+    # One that breaks off has the name in it all the same.
+    taken.with_name("old.jsonl").write_text(f"{json.dumps(hers)[:-1]}\n{json.dumps(his)[:-1]}\n")
+    assert clean_inbox(tmp_path, Person("tea", ANN), frozenset(), renaming) == 1
+    assert taken.with_name("old.jsonl").read_text() == f"{json.dumps(his)[:-1]}\n"
     # What it was taken in by may be told no more.
     taken.write_text(json.dumps(rows))
     assert clean_inbox(tmp_path, Person("tea", ANN), frozenset()) == 1
@@ -890,6 +894,28 @@ def test_a_row_of_a_table_that_was_set_aside_is_shown_and_goes(
     assert SECRET not in copied.everything()["quarantine"]
 
 
+def test_a_broken_line_with_names_of_its_own_is_shown_and_goes(
+    copied: World, tmp_path: Path
+) -> None:
+    columns = {"rater": "by.user", "prompt": "q", "completion": "a", "value": "score"}
+    names = Renaming({**columns, "interaction_id": "id"}, {"kind": "score"}, for_any_file=True)
+    row = {"q": "hi", "a": SECRET, "by": {"user": "cat"}, "score": 1, "late": float("nan")}
+    path = tmp_path / "votes.jsonl"
+    cut = f'{{"by": {{"user": "d\\"og"}}, "q": "{SECRET}", "id": "a-1'
+    path.write_text(f'{json.dumps(row)}\n{cut}\n{cut}", "score": }}\n')
+    found = ingest(copied.store, path, "tea", renaming=names)
+    assert found.quarantined == {"not_finite": 1, "broken_json": 2}
+    [raw] = quarantined_of(copied, "cat")
+    assert raw.startswith('"rater": "cat" … {"q": "hi"')
+    assert len(quarantined_of(copied, 'd"og')) == 2
+    copied.erase("ann")  # whom the last line is about
+    left = copied.everything()["quarantine"]
+    assert left.count(SECRET) == 2
+    for rater in ("cat", 'd"og'):
+        copied.erase(rater)
+    assert SECRET not in copied.everything()["quarantine"]
+
+
 def test_a_line_that_was_shortened_is_shown_and_goes(copied: World, tmp_path: Path) -> None:
     long, path = "x" * LONGEST_RAW, tmp_path / "votes.jsonl"
     about = {"interaction_id": "a-1", "completion": f"{long}{SECRET}"}
@@ -926,6 +952,13 @@ def test_a_version_says_how_many_rows_were_erased_from_under_it(copied: World) -
         recorded_turn(ledger, copied.settings, version, copied.agent / "again")
     turn = recorded_turn(ledger, copied.settings, version, copied.agent / "again", exact=False)
     assert turn.fingerprint == mark
+    # Who voted on what went with her goes later, and that vote is not counted a second time.
+    with copied.database.read() as connection:
+        before = held(connection, Person("tea", BOB))
+    copied.erase("bob")
+    blank = sum(one.is_blank for one in before.votes)
+    assert blank
+    assert erased_rows(copied.database, "tea", mark) == 6 + len(before.votes) - blank
 
 
 @pytest.mark.slow

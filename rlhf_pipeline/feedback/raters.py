@@ -57,6 +57,7 @@ class Vote:
     target: str
     kind: str
     seq: int
+    is_blank: bool  # it went before, with an answer of somebody's that it was about
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def held(connection: sa.Connection, person: Person) -> Held:
     """Return the ids of everything the store holds about the person."""
     f, q = db.feedback.c, db.quarantine.c
     interactions = frozenset(connection.execute(_theirs(person)).scalars())
-    columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq)
+    columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq, f.erased_at.is_not(None))
     mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter == person.rater_id)
     votes = _in_order(connection, mine)
     about: list[Vote] = []
@@ -190,7 +191,8 @@ def rows_in_snapshots(
 ) -> dict[str, int]:
     """Return {fingerprint: how many of these votes its snapshot was taken with}, oldest first.
 
-    Asks the votes and not the files, so an erasure that is begun again says the same.
+    Asks the votes and not the files, so an erasure that is begun again says the same. A vote that
+    went before, with somebody else, was counted then: a snapshot of only such has 0.
     """
     s = db.snapshots.c
     query = sa.select(s.fingerprint, s.watermark).where(s.agent_id == agent_id)
@@ -198,9 +200,9 @@ def rows_in_snapshots(
     found = {}
     for fingerprint, watermark in connection.execute(query.order_by(s.created_at)):
         # One per voter, target and kind: what came later replaced what was there.
-        last = {(v.voter, v.target, v.kind) for v in votes if v.seq <= watermark}
+        last = {(v.voter, v.target, v.kind): v for v in votes if v.seq <= watermark}
         if last:
-            found[str(fingerprint)] = len(last)
+            found[str(fingerprint)] = sum(not vote.is_blank for vote in last.values())
     return found
 
 
@@ -244,7 +246,9 @@ def remove(
         for some in _chunks(expected.quarantined):
             connection.execute(q.delete().where(q.c.quarantine_id.in_(some)))
         for some in _chunks(expected.mentioned):
-            connection.execute(q.update().where(q.c.quarantine_id.in_(some)).values(raw=None))
+            connection.execute(
+                q.update().where(q.c.quarantine_id.in_(some)).values(raw=None, detail="")
+            )
         connection.execute(
             db.erasures.insert().values(
                 erasure_id=uuid7(),

@@ -6,6 +6,7 @@ erases rows knows no others. What is not renamed and no field of ours is left un
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ FIELDS = EVENT_FIELDS | {
     *("quality", "label", "completion_a", "completion_b", "preference", "evaluator"),
 }
 """What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
+NAMING = ("rater", "rater_id", "annotator", "evaluator", "interaction_id", "other_interaction_id")
+"""The fields that say whose a row is, and what it is about: what an erasure looks for."""
 SAID = ("value", "label", "preference", "choice", "quality", "number")
 """The fields whose words may be told."""
 
@@ -78,6 +81,16 @@ class Renaming:
             for column in self.columns.values()
             if not any(_found(row, column) for row in rows)
         ]
+
+    def naming(self, text: str) -> str:
+        """Return what a line that is no JSON, or breaks off, says in NAMING, by our names."""
+        found: dict[str, None] = {}
+        for name in NAMING:
+            if column := self.columns.get(name):
+                last = re.escape(column.rpartition(".")[2])
+                value = rf'"{last}"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)'
+                found |= {f'"{name}": {said}': None for said in re.findall(value, text)}
+        return ", ".join(found)
 
     def row(self, values: Values, *, is_cells: bool) -> dict[str, Any]:
         """Return a row by our names. Of cells `header` has given the names already."""

@@ -121,22 +121,24 @@ def _renamed(
     else:
         lacking = renaming.lacking(objects)
         there = sorted({str(name) for values in objects for name in values})
-    if not renaming.is_for(lacking):
-        yield from chain(some, rows)
-        return
-    if (missed := renaming.refused(lacking)) and (objects or is_cells):
+    is_ours = not renaming.is_for(lacking)
+    if not is_ours and (missed := renaming.refused(lacking)) and (objects or is_cells):
         told_by = "feedback.names in the recipe" if renaming.for_any_file else "--map"
         raise SourceError(
             f"needed {', '.join(map(repr, missed))} among the columns of {origin}, found "
             f"{ascii(there)[:300]}; correct {told_by} (where it is inside an object is written a.b)"
         )
+    # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
     for line, raw, values in chain(some, rows):
         if isinstance(values, FeedbackRefused):
+            # First, as what is cut out of a line that is too long to keep is its middle.
+            naming = "" if is_cells else renaming.naming(raw)
+            yield line, f"{naming} … {raw}" if naming else raw, values
+        elif is_ours:
             yield line, raw, values
-            continue
-        ours = renaming.row(values, is_cells=is_cells)
-        # What is kept of a row that is set aside names its rater as we do: an erasure looks there.
-        yield line, raw if is_cells else formats.canonical({**values, **ours}), ours
+        else:
+            ours = renaming.row(values, is_cells=is_cells)
+            yield line, raw if is_cells else formats.canonical({**values, **ours}), ours
 
 
 def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -> Iterator[_Parsed]:

@@ -330,6 +330,8 @@ class _Theirs:
                 told.append(json.dumps(values, ensure_ascii=False))
         if self.renaming and isinstance(values, dict):
             told.append(json.dumps(self.renaming.row(values, is_cells=False), ensure_ascii=False))
+        elif self.renaming:
+            told.append(self.renaming.naming(text))
         if self.by_any_value and any(map(self._names, _strings_in(values))):
             return True
         return any(
