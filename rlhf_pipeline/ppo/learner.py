@@ -181,8 +181,9 @@ class Learner:
 
     @property
     def trained_weights(self) -> list[nn.Parameter]:
-        """What the optimizer moves, in its order."""
-        return [w for group in self.optimizer.param_groups for w in group["params"]]
+        """What the optimizer moves of these weights, in its order; specialists share one."""
+        own = set(map(id, self.weights))
+        return [w for group in self.optimizer.param_groups for w in group["params"] if id(w) in own]
 
     def can_capture(self) -> bool:
         """Say whether a microbatch's pass is the same kernels every time, and worth a graph."""

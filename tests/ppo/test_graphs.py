@@ -16,13 +16,14 @@ from torch import Tensor
 from rlhf_pipeline.policy import captured
 from rlhf_pipeline.policy.captured import Step
 from rlhf_pipeline.policy.packed import Room
-from rlhf_pipeline.ppo import learner
+from rlhf_pipeline.ppo import learner, specialists
 from rlhf_pipeline.ppo.graphs import shape_of
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.optimising import accumulate_gradients, train_on
 from rlhf_pipeline.ppo.rollout import Rollouts, Tokens
+from rlhf_pipeline.ppo.specialists import Specialist, train_specialists
 from tests.policy.recorded import recorded
-from tests.ppo.world import changed, learner_at, rollouts_of, save_base
+from tests.ppo.world import PROMPTS, changed, learner_at, lower_share, rollouts_of, save_base
 
 CASES: dict[str, dict[str, Any]] = {
     "shared critic": {},
@@ -192,6 +193,35 @@ def test_graphs_that_would_fill_the_gpu_are_let_go(
     assert len(captures) == 1
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     assert "75.0 GB" in caplog.text
+
+
+def test_one_agents_graph_moves_no_other_agents_policy(
+    base: Path, tmp_path: Path, captures: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Specialists share an optimizer, which steps every weight that has a gradient, were it 0."""
+    moved: list[float] = []
+    update = specialists._update
+
+    def watched(agent: Any) -> Any:
+        own = set(map(id, agent.training.learner.weights))
+        groups = agent.training.learner.optimizer.param_groups
+        others = [w for group in groups for w in group["params"] if id(w) not in own]
+        before = [w.detach().clone() for w in others]
+        told = update(agent)
+        moved.extend(
+            float((a.detach() - b).abs().max()) for a, b in zip(others, before, strict=True)
+        )
+        return told
+
+    monkeypatch.setattr(specialists, "_update", watched)
+    agent = Specialist(base, base, lower_share, PROMPTS, PROMPTS[:4])
+    settings = changed(critic="separate", epochs=4, updates=2, evaluate_every=2)
+    train_specialists(
+        specialists={"a": agent, "b": agent}, output_dir=tmp_path / "out", settings=settings
+    )
+    assert captures
+    assert moved
+    assert max(moved) == 0.0
 
 
 @pytest.mark.gpu
