@@ -266,13 +266,14 @@ def ends_with_stop_token(tokens: Tokens, stop_id: int) -> Tensor:
 
 
 def apply_eos_trick(scores: Tensor, ended: Tensor, missing_eos_score: float | None) -> Tensor:
-    """Return scores (B,) where completions that did not end get missing_eos_score instead.
+    """Return scores (B,) where completions that did not end get missing_eos_score at most.
 
-    None leaves all as they are. Source: N+ (arXiv:2403.17031), the "EOS trick".
+    None leaves all as they are. Source: N+ (arXiv:2403.17031), the "EOS trick"; there it stands in
+    for lower scores too, so what a floor refuses would gain by not ending.
     """
     if missing_eos_score is None:
         return scores
-    return torch.where(ended, scores, torch.full_like(scores, missing_eos_score))
+    return torch.where(ended, scores, scores.clamp(max=missing_eos_score))
 
 
 def rewards_per_token(

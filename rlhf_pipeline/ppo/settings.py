@@ -66,7 +66,7 @@ class PpoSettings:
     kl_horizon: int = 10_000
     """Episodes over which the adaptive controller corrects."""
     missing_eos_score: float | None = -1.0
-    """Score of a completion without an end token, instead of its own (N+: -1); None keeps its own.
+    """Most a completion without an end token can score (N+: -1); None lets it keep its own.
     Either way the completion ends its episode: nothing is bootstrapped past the length limit."""
     score_normalisation: Literal["none", "running"] = "none"
     """running subtracts the mean and divides by the deviation of all scores so far (kept in the

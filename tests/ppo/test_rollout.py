@@ -42,10 +42,12 @@ def test_only_the_stop_token_within_the_completion_ends_it() -> None:
     assert ends_with_stop_token(tokens, 2).tolist() == [False, False, False, False, True]
 
 
-def test_completions_that_did_not_end_get_the_fixed_score_and_others_keep_theirs() -> None:
-    scores, ended = torch.tensor([3.0, -5.0, 0.5]), torch.tensor([True, False, True])
-    assert apply_eos_trick(scores, ended, -1.0).tolist() == [3.0, -1.0, 0.5]
-    assert apply_eos_trick(scores, ended, None).tolist() == [3.0, -5.0, 0.5]
+def test_completions_that_did_not_end_get_the_fixed_score_at_most_and_others_keep_theirs() -> None:
+    scores = torch.tensor([3.0, -5.0, 0.5, 2.0])
+    ended = torch.tensor([True, False, True, False])
+    # Nor is anything gained by not ending where a floor has said no.
+    assert apply_eos_trick(scores, ended, -1.0).tolist() == [3.0, -5.0, 0.5, -1.0]
+    assert apply_eos_trick(scores, ended, None).tolist() == [3.0, -5.0, 0.5, 2.0]
 
 
 def test_the_score_stands_on_the_last_real_token_and_kl_on_every_real_one() -> None:
