@@ -427,8 +427,7 @@ def build_critic(
         trained = load_reward_adapters(value_init, base)
         if trained is not None:
             return AdapterCritic(base, trained).to(policy.device)
-    start = None if value_init is None else load_reward_trunk(value_init, policy)
-    if start is None and base is not None:
+    if base is not None:
         add_adapters(
             trunk_of(policy.model),
             AdapterCritic.SET,
@@ -437,6 +436,7 @@ def build_critic(
             seed=settings.seed + 1,
         )
         return AdapterCritic(base, fresh_head(width, generator)).to(policy.device)
+    start = None if value_init is None else load_reward_trunk(value_init, policy)
     if start is None:
         start = copy.deepcopy(trunk_of(policy.model)), fresh_head(width, generator)
     trunk, head = start

@@ -17,9 +17,10 @@ from torch import Tensor
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import trunk_of
-from rlhf_pipeline.ppo.critic import SeparateCritic, fresh_head
+from rlhf_pipeline.ppo.critic import AdapterCritic, SeparateCritic, fresh_head
 from rlhf_pipeline.ppo.learner import allow_recomputing, check_policy, is_same_model
 from rlhf_pipeline.ppo.optimising import accumulate_gradients
+from rlhf_pipeline.ppo.plan import RewardModels, make_plan, read_config
 from rlhf_pipeline.ppo.rollout import Tokens
 from rlhf_pipeline.reward.model import (
     Calibration,
@@ -220,6 +221,18 @@ def test_a_critic_that_starts_from_the_reward_model_values_as_it_scores(
         with torch.no_grad():  # the value before the last token judges all but that token
             score = float(reward.model([Row(row[:-1], one.prompt_ids.shape[1])])) - 0.75
             assert float(learner.values(one)[0, -1]) == pytest.approx(score, abs=1e-5)
+
+
+def test_on_a_shared_base_a_critic_is_adapters_though_the_reward_is_not(
+    base: Path, tmp_path: Path
+) -> None:
+    directory = save_reward(base, tmp_path / "reward", offset=0.0)
+    settings = changed(critic="separate", lora_rank=2)
+    learner = learner_at(base, settings, value_init=directory)
+    assert isinstance(learner.critic, AdapterCritic)
+    # What `rlhf plan` counts, and refuses by.
+    plan = make_plan(read_config(base), settings, RewardModels())
+    assert sum(w.numel() for w in learner.trained_weights) == plan.trained
 
 
 def test_of_several_heads_a_critic_begins_with_the_mean(base: Path, tmp_path: Path) -> None:
