@@ -33,6 +33,7 @@ from rlhf_pipeline.reward.settings import Linear, Stepped, Weight, weight_at
 
 # In units of the composite: the most a completion under a floor can get, and where there are floors
 # the least that any other can. However bad, it never comes after one that is refused.
+SOME = 4  # completions: of fewer in a call all may be skipped by chance
 BELOW_FLOOR = -5.0
 
 
@@ -129,7 +130,7 @@ class CompositeReward:
         items = [self._with_references(item) for item in items]
         by_term: dict[str, list[Piece]] = {}
         for name, term in self.terms.items():
-            scores, skipped = _scores(term, items, name)
+            scores, skipped = _scores(term, items, name, self._middle(name)[0])
             by_term[name] = [
                 self._piece(name, score, skip) for score, skip in zip(scores, skipped, strict=True)
             ]
@@ -219,10 +220,18 @@ class CompositeReward:
             return item
         return replace(item, references=self.references.get(prompt_to_json(item.prompt), ()))
 
+    def _middle(self, name: str) -> tuple[float, float]:
+        """Return the score of a term that adds nothing, and how far another is from it adds 1."""
+        term = self.terms[name]
+        moments = self._moments[name] if term.running else None
+        return (
+            (moments.mean, moments.scale)
+            if moments and moments.count
+            else (term.centre, term.scale)
+        )
+
     def _piece(self, name: str, score: float, skipped: bool) -> Piece:
-        term, centre, scale = self.terms[name], self.terms[name].centre, self.terms[name].scale
-        if term.running and self._moments[name].count:
-            centre, scale = self._moments[name].mean, self._moments[name].scale
+        term, (centre, scale) = self.terms[name], self._middle(name)
         normalised = (score - centre) / scale
         below = term.floor is not None and score < term.floor and not skipped
         weight = weight_at(term.weight, self._update)
@@ -237,18 +246,23 @@ class CompositeReward:
         return Breakdown(total, pieces)
 
 
-def _scores(term: Term, items: Sequence[RewardInput], name: str) -> tuple[list[float], list[bool]]:
-    """Return the term's scores, and which of them stand in for what it could not judge."""
+def _scores(
+    term: Term, items: Sequence[RewardInput], name: str, middle: float
+) -> tuple[list[float], list[bool]]:
+    """Return the term's scores, and which of them stand in for what it could not judge.
+
+    Those are the mean of the others or, of so few that all were skipped by chance, the `middle`.
+    """
     if not term.may_skip:
         return checked_scores(term.reward, items, name=name, error=ModelError), [False] * len(items)
     given = [float(score) for score in term.reward(items)] if items else []
     skipped = [math.isnan(score) for score in given]
     judged = [score for score in given if not math.isnan(score)]
-    if items and not judged:
+    if len(items) >= SOME and not judged:
         raise ModelError(
             f"the {name} reward must judge some of {len(items)} completions, found all skipped; "
             "look at its service, or leave it out"
         )
-    mean = statistics.fmean(judged) if judged else 0.0
+    mean = statistics.fmean(judged) if judged else middle
     filled = [mean if skip else score for skip, score in zip(skipped, given, strict=True)]
     return checked_scores(lambda _: filled, items, name=name, error=ModelError), skipped

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_pipeline.errors import ConfigError, ModelError
 from rlhf_pipeline.records import RewardInput, prompt_to_json, user_prompt
-from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.composite import SOME, CompositeReward, Term
 from rlhf_pipeline.reward.named import composite_of, named_reward, needs_references
 from rlhf_pipeline.reward.rules import RULES, distinct_share, length_fit, rouge_l, unrepeated_share
 from rlhf_pipeline.reward.settings import FunctionSettings, Linear, Stepped, weight_at
@@ -207,7 +207,16 @@ def test_what_cannot_be_judged_gets_the_others_mean_and_is_counted() -> None:
     assert facts["some/skipped"] == pytest.approx(1 / 3)
     assert facts["some/below_floor"] == 1 / 2
     with pytest.raises(ModelError, match="found all skipped"):
-        reward([RewardInput(PROMPT, "?")])
+        reward([RewardInput(PROMPT, "?")] * SOME)
+    # Of few it may be chance, and then it adds nothing.
+    half = {"some": Term(Sometimes(), centre=3.0, scale=2.0), "one": Term(lambda items: [7.0])}
+    assert CompositeReward(half)([RewardInput(PROMPT, "?")]) == [7.0]
+    running = CompositeReward({"some": Term(Sometimes(), running=True)})
+    running.begin_update(0)
+    running([RewardInput(PROMPT, text) for text in ("a", "abcde")])
+    running.end_update(list)
+    assert running([RewardInput(PROMPT, text) for text in ("abc",)]) == [0.0]
+    assert running([RewardInput(PROMPT, "?")]) == [0.0]
 
 
 def test_the_composite_of_a_recipe_adds_its_functions_to_the_learned_reward() -> None:
