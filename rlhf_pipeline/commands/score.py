@@ -101,6 +101,11 @@ def composite_for(
             f"{'both' if names else 'neither'}; give one of them"
         )
     if preset is None:
+        if learned is not None:
+            raise ConfigError(
+                f"--learned is what a preset's {LEARNED} means, found it with --reward; name the "
+                f"folder as a reward: --reward {learned}"
+            )
         return CompositeReward(weighted_terms(names))
     functions = dict(reward_functions(preset, Path.cwd()))
     targets = [one.function or name for name, one in functions.items()]
