@@ -8,6 +8,7 @@ overrides. A field is described once, beside it; `rlhf config show` prints the r
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from rlhf_pipeline.errors import ConfigError, ModelError, SourceError
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.files import read_yaml
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
-from rlhf_pipeline.reward.settings import LEARNED, FunctionSettings, spelt_out
+from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from rlhf_pipeline.safety import UNSAFE
 
@@ -579,8 +580,23 @@ class PromotionSettings(Section):
     )
     gate: Mapping[str, Annotated[float, Field(allow_inf_nan=True)] | None] = Field(
         default_factory=dict,
-        description="Limits that differ from the gate's defaults, by rule; null switches one off.",
+        description="Limits that differ from the gate's defaults, by rule; null or .inf switches "
+        "one off.",
     )
+
+    @field_validator("gate")
+    @classmethod
+    def _off_is_null(cls, gate: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return an infinite limit as none: turns are described in JSON, which knows no other."""
+        found = {}
+        for name, limit in gate.items():
+            if limit is not None and math.isnan(limit):
+                raise ValueError(
+                    f"the limit of {name} must be a number, found nan; correct it or set null "
+                    "for off"
+                )
+            found[name] = None if limit is None or math.isinf(limit) else limit
+        return found
 
     @model_validator(mode="after")
     def _gate_names_rules(self) -> PromotionSettings:
@@ -1176,6 +1192,24 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield (
             "reward.functions are for what samples completions, found ppo.estimator dpo, which "
             "learns from pairs alone; take gae or rloo, or no functions"
+        )
+    functions = settings.reward.functions
+    if functions and settings.ppo.max_turns > 1:
+        from rlhf_pipeline.reward.named import needs_references  # imports numpy
+
+        if needs_references(functions):
+            yield (
+                "reward.functions that compare with references know those of first turns alone, "
+                f"found ppo.max_turns {settings.ppo.max_turns}; leave them out, or set it to 1"
+            )
+    asked = [
+        name for name, one in functions.items() if (one.function or name).startswith(CRITERION)
+    ]
+    if asked and "criteria" not in settings.reward.kinds:
+        yield (
+            f"{', '.join(asked)} of reward.functions is learned from votes by criteria, found none "
+            f"in reward.kinds ({', '.join(settings.reward.kinds) or 'empty'}); give criteria a "
+            "weight there, or leave the function out"
         )
     turns, user = settings.ppo.max_turns, settings.training.simulated_user
     if (turns > 1) != (user is not None):

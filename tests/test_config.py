@@ -206,7 +206,9 @@ def test_a_wrong_value_is_told_with_what_is_needed(recipe: Any, text: str, words
 
 def test_a_gate_rule_can_be_switched_off(recipe: Any) -> None:
     gate = load_settings(recipe("promotion: {gate: {perplexity: null, diversity: .inf}}")).promotion
-    assert gate.gate == {"perplexity": None, "diversity": float("inf")}
+    assert gate.gate == {"perplexity": None, "diversity": None}  # as JSON can say it
+    with pytest.raises(ConfigError, match="found nan; correct it or set null for off"):
+        load_settings(recipe("promotion: {gate: {diversity: .nan}}"))
 
 
 # -- presets ------------------------------------------------------------------------------------
@@ -432,6 +434,17 @@ def test_of_what_is_kept_a_recipe_may_name_one_number(recipe: Any) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().__setattr__("recipe", "other")
+
+
+def test_functions_that_no_turn_could_ask_are_refused_before_one_begins(recipe: Any) -> None:
+    turns = "training: {simulated_user: shop}\nppo: {max_turns: 2}\n"
+    with pytest.raises(ConfigError, match=r"of first turns alone, found ppo\.max_turns 2"):
+        load_settings(recipe(f"{turns}reward: {{functions: {{rouge-l: {{weight: 1}}}}}}"))
+    load_settings(recipe(f"{turns}reward: {{functions: {{distinct-1: {{weight: 1}}}}}}"))
+    helpful = "reward: {functions: {'learned:helpful': {weight: 1}}, kinds: {%s}}"
+    with pytest.raises(ConfigError, match=r"found none in reward\.kinds .thumbs.; give criteria"):
+        load_settings(recipe(helpful % "thumbs: 1"))
+    load_settings(recipe(helpful % "criteria: 1"))
 
 
 def test_conversations_of_several_turns_and_their_user_are_set_together(recipe: Any) -> None:
