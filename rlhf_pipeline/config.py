@@ -576,7 +576,8 @@ class PromotionSettings(Section):
     watch_days: Annotated[Days, Field(ge=0)] = Field(
         7.0,
         description="After a promotion, in which a champion that fails as often as ends an "
-        "experiment (experiments.trouble_share) is rolled back, once; 0: never.",
+        "experiment (experiments.trouble_share), the champion before it in the champion's place, "
+        "is rolled back, once; 0: never.",
     )
     gate: Mapping[str, Annotated[float, Field(allow_inf_nan=True)] | None] = Field(
         default_factory=dict,
@@ -691,7 +692,9 @@ class ExperimentSettings(Section):
         "trigger looks at.",
     )
     trouble_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="Share of either at which it failed: rolled back at once."
+        0.2,
+        description="Share of either at which it failed, beyond twice what the champion fails at: "
+        "rolled back at once.",
     )
 
     @model_validator(mode="after")

@@ -48,6 +48,7 @@ from rlhf_pipeline.experiment.decision import (
     decide,
 )
 from rlhf_pipeline.experiment.sequences import RampStep, Sample
+from rlhf_pipeline.experiment.watch import REQUESTS_FAULT
 from rlhf_pipeline.records import now
 
 if TYPE_CHECKING:
@@ -141,12 +142,14 @@ class _Tally:
         if share != experiment.share:
             return
         place = counted_as(user, row.sampling.get("network"), rules.people_per_network), arm
+        # Nobody was asked, of either arm: the request itself broke a rule.
+        asked = not any(e["rule"] in REQUESTS_FAULT for e in row.sampling.get("events", ()))
         served = experiment.challenger if arm == "challenger" else experiment.champion
         answered = _Answered(
             answers=1,
             # The version says it of older rows alone: a baseline that is champion stands in for
             # itself.
-            fallbacks=row.sampling.get("fell_back", row.model_version != served),
+            fallbacks=asked and row.sampling.get("fell_back", row.model_version != served),
             truncated=row.sampling.get("ending") == "length",
             refusals=REFUSES.search(row.completion[:80]) is not None,
             slow=(row.latency_seconds or 0.0) > rules.slow_seconds,

@@ -1,8 +1,8 @@
 """The champion after its promotion: whether it fails, and the way back where it does.
 
 A version may be promoted without ever having met people, and one that met a few may fail many. In
-its first days a champion that fails as often as ends an experiment at once is rolled back, unless
-the champion before it failed as well: then the trouble is not the version's. One step is gone back
+its first days a champion that fails as often as ends an experiment at once is rolled back: far
+oftener than the champion before it, else the trouble is not the version's. One step is gone back
 and no second; from there a person looks. What this does not see: answers that reach people and are
 bad, which satisfaction by version shows (overview.py) and only an experiment proves.
 """
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 WATCH = "watch"  # who rolls back, in the ledger
+USUAL = 10  # times the answers looked at tell how often another version fails
 READ_AT_MOST = 10  # times the answers looked at: others were asked of the baseline
 REQUESTS_FAULT = frozenset({"unsafe_request"})
 """Rules that the request broke, so that the champion was not asked."""
@@ -47,6 +49,11 @@ class Failures:
         return self.failed / self.answers if self.answers else 0.0
 
     @property
+    def usual(self) -> float:
+        """Return how often it fails whoever asks: at that share of answers, and of people."""
+        return min(self.share, self.people_failed / self.people if self.people else 0.0)
+
+    @property
     def words(self) -> str:
         """Return them as a sentence's end."""
         by = ", ".join(f"{rule} {n}" for rule, n in self.rules.items())
@@ -56,12 +63,19 @@ class Failures:
         )
 
 
-def is_trouble(failed: int, people_failed: int, people: int, *, most: int, share: float) -> bool:
+def is_trouble(
+    failed: int, people_failed: int, people: int, *, most: int, share: float, usual: float = 0.0
+) -> bool:
     """Say whether so many failed of the latest `most` answers, and of the people who had them.
 
-    Of both: one person's questions can be such that any answer is blocked.
+    Of both: one person's questions can be such that any answer is blocked. It is looked at again
+    after every answer, so the worst of many windows counts; of what fails at a `usual` share of
+    answers whichever version is asked, that is well above it. Twice that and `share` is not met by
+    chance in 20,000 answers (usual shares to 0.12, share 0.2 of 50).
     """
-    return failed >= max(share * most, 1.0) and people_failed >= share * people
+    limit = min(1.0, share + 2 * usual)
+    met = failed >= max(limit * most, 1.0) and people_failed >= limit * people
+    return met and usual < 0.5
 
 
 def failures(
@@ -123,11 +137,16 @@ def go_back_if_failing(
     rules = settings.experiments
     most, share = rules.trouble_answers, rules.trouble_share
     found = failures(registry.ledger.database, agent_id, most=most, since=promoted.created_at)
-    if not is_trouble(found.failed, found.people_failed, found.people, most=most, share=share):
-        return None
-    before = failures(registry.ledger.database, agent_id, most=most, until=promoted.created_at)
+    trouble = partial(
+        is_trouble, found.failed, found.people_failed, found.people, most=most, share=share
+    )
     previous = ledger.standing(agent_id).previous
-    if previous is None or before.share > found.share / 2:
+    if previous is None or not trouble():
+        return None
+    before = failures(
+        registry.ledger.database, agent_id, most=USUAL * most, until=promoted.created_at
+    )
+    if not trouble(usual=before.usual):
         return None
     registry.folder_of(previous)
     return ledger.rollback(

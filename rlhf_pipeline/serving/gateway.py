@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -277,9 +278,10 @@ class Gateway:
                 for one in (draft, *draft.of_beside):
                     if one is done or one.completion_tokens:  # else perhaps nothing read the prompt
                         self._count_tokens(agent_id, one)
-        if trial and unit and arms[0] == "challenger":  # an unsafe request does not reach it
+        if trial and unit and arm != "baseline" and arms[0] == arm:  # else a request was unsafe
             await asyncio.to_thread(
-                self.trials.tell, trial, unit, fell_back=first is not None, network=network
+                partial(self.trials.tell, trial, unit, arm=arm, network=network),
+                fell_back=first is not None,
             )
         if done is None and cut is not None:  # better than nothing
             cut.text, cut.ending, done = cut.text[: cut.sound], "content_filter", cut

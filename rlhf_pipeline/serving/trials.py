@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from rlhf_pipeline.experiment.assignment import arm_of, counted_as
+from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.watch import is_trouble
+from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble
 
 if TYPE_CHECKING:
     from rlhf_pipeline import database as db
@@ -32,10 +32,24 @@ LOOK_EVERY_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Heard:
-    """How a challenger did here of late."""
+    """How an arm did here of late."""
 
     answers: deque[bool]  # whether it failed at them
     people: dict[str, bool] = field(default_factory=dict)  # at their latest; who asked last is last
+
+    def hear(self, who: str, *, fell_back: bool) -> None:
+        """Take in an answer, of as many people as of answers at most."""
+        self.answers.append(fell_back)
+        self.people.pop(who, None)
+        self.people[who] = fell_back
+        if len(self.people) > (self.answers.maxlen or 0):
+            del self.people[next(iter(self.people))]
+
+    @property
+    def found(self) -> Failures:
+        """Return the same as the store would tell it, but for the rules."""
+        failed = sum(self.answers), sum(self.people.values())
+        return Failures(len(self.answers), failed[0], len(self.people), failed[1], {})
 
 
 class Trials:
@@ -48,7 +62,7 @@ class Trials:
         self.settings_of = settings_of  # by agent: a recipe of its own may say otherwise
         self._running: dict[str, Experiment] = {}
         self._rules: dict[str, ExperimentSettings] = {}  # by experiment, read once
-        self._heard: dict[str, _Heard] = {}  # by experiment
+        self._heard: dict[tuple[str, Arm], _Heard] = {}  # by experiment and arm
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
         self._lock = threading.Lock()
@@ -65,11 +79,18 @@ class Trials:
         return arm_of(experiment.experiment_id, user_id, experiment.share) == "challenger"
 
     def tell(
-        self, experiment: Experiment, user_id: str, *, fell_back: bool, network: str | None = None
+        self,
+        experiment: Experiment,
+        user_id: str,
+        *,
+        fell_back: bool,
+        arm: Arm = "challenger",
+        network: str | None = None,
     ) -> None:
-        """Hear of an answer asked of the challenger; too many that it failed at end the experiment.
+        """Hear of an answer asked of an arm; too many the challenger failed at end the experiment.
 
-        It failed where the answer broke off, or the baseline had to give it.
+        It failed where the answer broke off, or the baseline had to give it: far oftener than the
+        champion, of the same days.
         """
         settings = self._rules.get(experiment.experiment_id)
         if settings is None:
@@ -77,25 +98,33 @@ class Trials:
         most, share = settings.trouble_answers, settings.trouble_share
         who = counted_as(user_id, network, settings.people_per_network)
         with self._lock:
-            heard = self._heard.setdefault(experiment.experiment_id, _Heard(deque(maxlen=most)))
-            heard.answers.append(fell_back)
-            people = heard.people
-            people.pop(who, None)
-            people[who] = fell_back
-            if len(people) > most:
-                del people[next(iter(people))]
-            failed, met = sum(heard.answers), sum(people.values())
-            trouble = is_trouble(failed, met, len(people), most=most, share=share)
-            if not trouble or experiment.experiment_id in self._ended:
+            self._of(experiment, arm, most).hear(who, fell_back=fell_back)
+            if arm != "challenger" or not fell_back or experiment.experiment_id in self._ended:
+                return
+            its = self._of(experiment, "challenger", most).found
+            champions = self._of(experiment, "champion", most).found
+            if not is_trouble(
+                its.failed,
+                its.people_failed,
+                its.people,
+                most=most,
+                share=share,
+                usual=champions.usual,
+            ):
                 return
             reason = (
-                f"the challenger failed at {failed} of its latest {len(heard.answers)} answers, "
-                f"and {met} of the latest {len(people)} people"
+                f"the challenger failed at {its.failed} of its latest {its.answers} answers, and "
+                f"{its.people_failed} of the latest {its.people} people; the champion at "
+                f"{champions.failed} of {champions.answers}"
             )
             self._ended[experiment.experiment_id] = reason
             self._running.pop(experiment.agent_id, None)
         log.warning("experiment rolled back", agent=experiment.agent_id, reason=reason)
         self._write_down(experiment)
+
+    def _of(self, experiment: Experiment, arm: Arm, most: int) -> _Heard:
+        many = most if arm == "challenger" else USUAL * most
+        return self._heard.setdefault((experiment.experiment_id, arm), _Heard(deque(maxlen=many)))
 
     def _write_down(self, experiment: Experiment) -> None:
         """End in the book what trouble ended here."""

@@ -8,12 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
-from rlhf_pipeline.experiment.watch import REQUESTS_FAULT, failures, go_back_if_failing
+from rlhf_pipeline.experiment.watch import (
+    REQUESTS_FAULT,
+    USUAL,
+    failures,
+    go_back_if_failing,
+    is_trouble,
+)
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -87,15 +94,15 @@ def test_a_champion_that_fails_after_its_promotion_is_gone_back_from(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
     answers(store, 60, failed=2, before=True)
-    answers(store, 30, failed=9)
+    answers(store, 30, failed=13)
     assert looked(ledger) is None
     answers(store, 1, failed=1, user="another")
     assert looked(ledger) == "rolled back from 1 to 0"
     entry = ledger.history(AGENT)[-1]
     assert (entry.action, entry.version, entry.actor) == ("rollback", 0, "watch")
     assert entry.reason == (
-        "version 1 failed at 10 of its latest 31 answers, and at 10 of 31 people's latest "
-        "(HashMismatch 10); the champion before it at 2 of 50"
+        "version 1 failed at 14 of its latest 31 answers, and at 14 of 31 people's latest "
+        "(HashMismatch 14); the champion before it at 2 of 60"
     )
     assert looked(ledger) is None  # and no second step
     standing = ledger.standing(AGENT)
@@ -138,10 +145,40 @@ def test_trouble_that_the_champion_before_had_too_is_not_the_versions(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
     answers(store, 50, failed=8, before=True, rule="time_out")
-    answers(store, 50, failed=15, rule="time_out")
+    answers(store, 50, failed=25, rule="time_out")
     assert looked(ledger) is None
-    answers(store, 50, failed=17, rule="time_out")
+    answers(store, 50, failed=26, rule="time_out")
     assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_what_one_person_met_before_hides_no_failures(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    answers(store, 30, before=True)
+    answers(store, 70, failed=70, before=True, user="one")
+    answers(store, 50, failed=15)
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
+@pytest.mark.parametrize("usual", [0.0, 0.02, 0.05, 0.08, 0.12])
+def test_a_version_that_fails_as_the_one_before_stays_and_one_far_worse_goes(usual: float) -> None:
+    """Looked at after every answer for a week, each of another person."""
+    rng, rules = np.random.default_rng(1), SETTINGS.experiments
+    most = rules.trouble_answers
+
+    def first_trouble(before: float, rate: float, count: int) -> int | None:
+        known = float(rng.binomial(USUAL * most, before) / (USUAL * most))
+        failed = np.cumsum(np.r_[np.zeros(most, int), rng.random(count) < rate])
+        for n, found in enumerate((failed[most:] - failed[:-most]).tolist()):
+            if is_trouble(
+                found, found, min(n, most), most=most, share=rules.trouble_share, usual=known
+            ):
+                return n
+        return None
+
+    assert [first_trouble(usual, usual, 20_000) for _ in range(5)] == [None] * 5
+    worse = 0.3 + 3 * usual
+    assert all((first_trouble(usual, worse, 400) or 400) < 150 for _ in range(20))
 
 
 def test_only_in_its_first_days_and_only_to_a_sound_version(

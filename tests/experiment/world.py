@@ -77,6 +77,7 @@ def meet(
             failed = arm == "challenger" and rng.random() < fallbacks
             turned = unsafe > 0 and rng.random() < unsafe
             told: dict[str, Any] = {"fell_back": failed or turned} if unsafe else {}
+            told |= {"events": [{"arm": arm, "rule": "unsafe_request"}]} if turned else {}
             told |= {"network": network} if network else {}
             interaction = Interaction(
                 interaction_id=uuid7(),
