@@ -900,7 +900,11 @@ class RetentionSettings(Section):
     """What is removed at night; nothing that the ledger points at ever is (retention.py)."""
 
     enabled: bool = Field(True, description="False: `rlhf prune` alone removes anything.")
-    cron: Cron = Field("30 4 * * *", description="When the daemon prunes, in UTC.")
+    cron: Cron = Field(
+        "30 4,10,16,22 * * *",
+        description="When the daemon prunes, in UTC; agents that are being trained then are left "
+        "to the next time.",
+    )
     checkpoints: KeptSettings = Field(
         KeptSettings(newest=1, days=7), description="Of turns that came to their verdict."
     )

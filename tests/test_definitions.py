@@ -160,7 +160,7 @@ def test_jobs_sensors_and_schedules(defs: dg.Definitions) -> None:
     found = {s.name: (s.cron_schedule, s.job_name) for s in repository.schedule_defs}
     assert found == {
         "nightly": ("0 2 * * *", "retrain"),
-        "retention": ("30 4 * * *", "prune_state"),
+        "retention": ("30 4,10,16,22 * * *", "prune_state"),
     }
 
 
