@@ -19,6 +19,7 @@ from automation.bars import Bars, be_quiet, looking
 from automation.dead import end_dead_turns
 from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
+from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.reward.calibration import judged_by
@@ -39,7 +40,14 @@ def run_job(
     if job == bootstrap.name:
         mark = bootstrap_mark(agent_id)
     else:
-        watermark = snapshot.newest_seq(pipeline.database, agent_id)
+        begun = None if again else unfinished(pipeline.database, agent_id, settings)
+        newest = snapshot.newest_seq(pipeline.database, agent_id)
+        watermark = begun.watermark if begun else newest
+        if watermark < newest:
+            told = (
+                "going on with the turn that did not end; votes since it began are the next one's"
+            )
+            bars.progress.console.print(told, highlight=False)
         mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
         config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
     claims = [c for c in pipeline.claims.history(agent_id) if c.fingerprint == mark]

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import get_args
 
+import sqlalchemy as sa
+
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
-from rlhf_pipeline.database import Database
+from rlhf_pipeline.database import Database, erasures
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
@@ -25,6 +27,7 @@ JUDGING = (
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
+SPEC = "*.spec.json"  # what each stage of training is told, in its turn's folder
 PATIENCE = 10  # times the quiet time: enough votes that have waited so long go without it
 
 
@@ -129,6 +132,9 @@ def due(
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
                 f"the last verdict), {wait / timedelta(minutes=1):g} needed",
             )
+    if (begun := unfinished(database, agent_id, settings)) is not None:
+        attempt = len(attempts_at(begun.watermark, history)) + 1
+        return Due(agent_id, begun.watermark, new.votes, attempt)
     earlier = attempts_at(new.newest_seq, history)
     if len(earlier) >= rules.max_attempts:
         mark = earlier[-1].fingerprint[:16]
@@ -211,6 +217,30 @@ def _judge_lacks(
         f"{', '.join(told)} to judge one by, which takes {JUDGING}; the review page asks people "
         "for some"
     )
+
+
+def unfinished(database: Database, agent_id: str, settings: Settings) -> Claim | None:
+    """Return the newest attempt if its turn began to train and did not end, None for no such.
+
+    What had finished is not trained again where the same votes are trained from, so these come
+    before what was voted since: else an hour without MLflow costs a night, and a turn that takes
+    longer than its deadline never ends. Not after the last attempt, nor where an erasure took some
+    of the votes out.
+    """
+    history = ClaimBook(database).history(agent_id)
+    failed = [claim for claim in failed_since_verdict(history) if claim.watermark > 0]
+    if not failed or failed[-1].state == "held":
+        return None
+    latest = failed[-1]
+    tried = attempts_at(latest.watermark, history)
+    verdicts = [c.state for c in history if c.fingerprint == latest.fingerprint].count("done")
+    folder = settings.turn_folder(agent_id, latest.fingerprint, verdicts)
+    if len(tried) >= settings.continuous_learning.max_attempts or not any(folder.glob(SPEC)):
+        return None
+    e = erasures.c
+    erased = sa.exists().where(e.agent_id == agent_id, e.erased_at > latest.created_at)
+    with database.read() as connection:
+        return None if connection.execute(sa.select(erased)).scalar_one() else latest
 
 
 def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:

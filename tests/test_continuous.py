@@ -22,8 +22,9 @@ from rlhf_pipeline.continuous import (
     due,
     minutes_since,
     reward_lacks,
+    unfinished,
 )
-from rlhf_pipeline.database import Database
+from rlhf_pipeline.database import Database, erasures
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
@@ -329,6 +330,53 @@ def test_a_turn_found_dead_long_after_is_left_to_who_found_it_for_a_while(agent:
     assert agent.refusal() == "0.0 min since a turn failed (1 since the last verdict), 5 needed"
     agent.at += BACK_OFF
     assert isinstance(agent.asks(), Due)
+
+
+def began_to_train(agent: Agent, claim: Claim) -> None:
+    """Leave what a stage of training was told in the claim's turn folder."""
+    folder = load_settings("tiny").turn_folder("tea", claim.fingerprint)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward_models.spec.json").write_text("{}")
+
+
+def test_a_turn_that_began_to_train_goes_on_though_people_vote(agent: Agent) -> None:
+    agent.send(5)
+    old = agent.newest()
+    claim = agent.turn(agent.at - timedelta(hours=9), 200, "failed")
+    agent.send(2)
+    # Nothing had finished: the newest votes are as good.
+    assert agent.asks(gpu_minutes_per_night=999) == Due("tea", agent.newest(), votes=7, attempt=1)
+    began_to_train(agent, claim)
+    verdict = agent.asks(gpu_minutes_per_night=999)
+    assert verdict == Due("tea", old, votes=7, attempt=2)
+    agent.turn(agent.at - timedelta(hours=5), 1, "failed", claim.fingerprint, old)
+    agent.turn(agent.at - timedelta(hours=4), 1, "failed", claim.fingerprint, old)
+    after = agent.asks(gpu_minutes_per_night=999)  # that was the last attempt
+    assert after == Due("tea", agent.newest(), votes=7, attempt=1)
+
+
+def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent: Agent) -> None:
+    agent.send(5)
+    claim = agent.turn(agent.at - timedelta(hours=9), 1, "failed")
+    began_to_train(agent, claim)
+    agent.send(5)
+    settings = load_settings("tiny")
+    begun = unfinished(agent.database, "tea", settings)
+    assert begun is not None
+    assert begun.token == claim.token
+    with agent.database.write() as connection:
+        told = {"person": "", "counts": {}, "snapshots": [], "versions": [], "erased_at": agent.at}
+        connection.execute(erasures.insert().values(erasure_id="1", agent_id="tea", **told))
+    assert unfinished(agent.database, "tea", settings) is None
+    later = agent.turn(agent.at - timedelta(hours=3), 1, "failed")
+    began_to_train(agent, later)
+    with agent.database.write() as connection:
+        connection.execute(erasures.delete())
+    assert unfinished(agent.database, "tea", settings) is not None
+    agent.turn(agent.at - timedelta(hours=2), 1, "done")
+    assert unfinished(agent.database, "tea", settings) is None
+    agent.turn(agent.at, 1, "held", "another", 99)
+    assert unfinished(agent.database, "tea", settings) is None  # it is being trained
 
 
 def test_the_wait_doubles_up_to_six_hours() -> None:
