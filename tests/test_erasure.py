@@ -830,7 +830,7 @@ def test_an_erasure_waits_for_the_recipe_that_waiting_files_are_read_by(copied: 
 def test_tables_that_wait_for_a_person_are_named(copied: World) -> None:
     inbox = copied.settings.state_dir / "inbox"
     (inbox / "coffee").mkdir()
-    left = ("tea/Votes.CSV", "tea/done/votes.xlsx", "tea/new.part", "tea/.hidden")
+    left = ("tea/Votes.CSV", "tea/done/votes.xlsx", "tea/new.jsonl.part", "tea/.hidden")
     for place in (*left, "coffee/votes.csv"):
         (inbox / place).write_text("rater\nann\n")
     beside = tables_beside(copied.settings, copied.registry, "ann")
