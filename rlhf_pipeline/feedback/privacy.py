@@ -120,28 +120,39 @@ IBAN_COUNTRIES = {  # signs -> who has so many, by SWIFT's registry of ISO 13616
     33: "RU",
 }
 IBAN_SIGNS = {one: signs for signs, some in IBAN_COUNTRIES.items() for one in some.split()}
+# Not within a longer number. A point, comma or slash after a word, or a cell, is the word's.
+NO_DIGITS_BEFORE = rf"{BEFORE}(?<![+-])(?<![0-9][.,/])"
 SSN = re.compile(  # but for what was never given out
-    rf"{BEFORE}(?<![.,+/-])(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}"
-    rf"{AFTER}(?![.,-][0-9])"
+    rf"{NO_DIGITS_BEFORE}(?!000|666|9)[0-9]{{3}}-(?!00)[0-9]{{2}}-(?!0000)[0-9]{{4}}"
+    rf"{AFTER}(?![.-][0-9])"
 )
-NUMBERED = r"(?<![Vv]ersion )(?<![Rr]elease )(?<![Ff]irmware )(?<![Ss]ection )"  # in four parts
+IN_PARTS = (  # what has numbers of four parts, that are no addresses
+    *("version", "versions", "release", "releases", "build", "firmware", "section", "sections"),
+    *("chapter", "clause", "article", "kapitel", "abschnitt", "versionen", "versie", "versione"),
+    *("versión", "versiones", "sección", "capítulo", "versão", "seção", "chapitre", "wersja"),
+    *("wersji", "verze", "verzió", "sürüm", "версия", "версии", "версию", "раздел"),
+)
+RUN_ON_PARTS = ("§", "版本", "版", "第", "バージョン", "버전")  # whatever stands before these
+NUMBERED = "(?=[0-9])" + "".join(
+    rf"(?<!{word}{between})"
+    for word in (*(rf"\b(?i:{one})" for one in IN_PARTS), *RUN_ON_PARTS)
+    for between in ("", " ", ":", ": ")
+)
 IP4 = re.compile(rf"{BEFORE}(?<!\.){NUMBERED}(?:[0-9]{{1,3}}\.){{3}}[0-9]{{1,3}}{AFTER}(?!\.[0-9])")
 IP6 = re.compile(
     rf"{BEFORE}(?<![:.])(?=[0-9A-Fa-f]{{0,4}}:[0-9A-Fa-f]{{0,4}}:)[0-9A-Fa-f:]{{2,39}}{AFTER}(?!:)"
 )
 PHONE = re.compile(
-    BEFORE
-    + r"""(?<![.,+/-])(?:
+    NO_DIGITS_BEFORE
+    + r"""(?:
         \+[0-9](?:[ ./-]?(?:\([0-9]{1,4}\)[ ]?)?[0-9]){6,13}  # +49 30 123456, +1 (212) 555-0100
         | \([0-9]{2,5}\)[ ]?[0-9]{3,4}[ -][0-9]{3,4}          # (212) 555-0100
         | [2-9][0-9]{2}-[2-9][0-9]{2}-[0-9]{4}                # 212-555-0100
-    )(?![.,-][0-9])"""
+    )(?![.-][0-9])"""
     + AFTER,
     re.VERBOSE,
 )
-DIALLED = re.compile(
-    rf"{BEFORE}(?<![.,+/-])[+(]?[0-9][0-9 ()./-]{{5,24}}[0-9]{AFTER}(?![.,-][0-9])"
-)
+DIALLED = re.compile(rf"{NO_DIGITS_BEFORE}[+(]?[0-9][0-9 ()./-]{{5,24}}[0-9]{AFTER}(?![.,-][0-9])")
 NATIONAL = ("US", "GB", "DE", "FR")  # where people may leave their country's code out, if not said
 NOT_DIALLED = re.compile(  # 31.12.2024 23 and 0.1666666667
     r"(?:0?[1-9]|[12][0-9]|3[01])\.(?:0?[1-9]|1[0-2])\.(?:19|20)[0-9]{2}(?![0-9])|0\.[0-9]+$"
@@ -319,6 +330,23 @@ def _may_be_phone(text: str) -> bool:
     return sum(map(len, groups)) in DIGITS and not NOT_DIALLED.match(text)
 
 
+def _is_as_long_as_its_countrys(text: str) -> bool:
+    """Say whether a number with a + has as many digits as those of its country: +1.250.000 has not.
+
+    Whether it was given out is not asked, so made up ones are found too.
+    """
+    import phonenumbers
+
+    if not text.startswith("+"):
+        return True
+    try:
+        number = phonenumbers.parse(text)
+    except phonenumbers.NumberParseException:
+        return False
+    possible = phonenumbers.ValidationResult.IS_POSSIBLE
+    return bool(phonenumbers.is_possible_number_with_reason(number) == possible)
+
+
 def _is_phone(text: str, regions: Sequence[str]) -> bool:
     """Say whether a run of digits is somebody's number, grouped as it is there.
 
@@ -362,5 +390,5 @@ RULES: tuple[Rule, ...] = (
     ("ip", r"\d", IP4, _whole(is_somebodys_address)),
     ("ip", ":", IP6, _whole(is_somebodys_address)),
     ("ssn", r"\d", SSN, _whole(_always)),
-    ("phone", r"\d", PHONE, _whole(_always)),
+    ("phone", r"\d", PHONE, _whole(_is_as_long_as_its_countrys)),
 )

@@ -103,6 +103,23 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("۱۹۲.۱۶۸.۱.۲ ۲۱۹-۰۹-۹۹۹۹ 𝟐𝟏𝟗-𝟎𝟗-𝟗𝟗𝟗𝟗", "[ip] [ssn] [ssn]"),
         ("ann\u00ad.lee@exam\u00adple.org", "[email]"),
         ("8.8.8.8 or 4111\u200b1111\u20601111\ufeff1111", "[ip] or [card]"),
+        (
+            "Ann,123-45-6789,+49 30 12345678,Berlin\nBob,219-09-9999,(415) 555-2671,10115",
+            "Ann,[ssn],[phone],Berlin\nBob,[ssn],[phone],10115",
+        ),
+        (
+            "Ann,123-45-6789,1980-01-01\nBob,+49 30 12345678,10115",
+            "Ann,[ssn],1980-01-01\nBob,[phone],10115",
+        ),
+        (
+            "Tel.+49 30 1234567, Tél.01 23 45 67 89, тел.+7 495 123-45-67",
+            "Tel.[phone], Tél.[phone], тел.[phone]",
+        ),
+        (
+            "+49 30 1234567/+49 171 1234567, +14155552671,+14155552672",
+            "[phone]/[phone], [phone],[phone]",
+        ),
+        ("in aversion 192.0.2.17, Subversion: 192.0.2.17", "in aversion [ip], Subversion: [ip]"),
     ],
 )
 def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
@@ -138,6 +155,10 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "000-12-3456, 666-12-3456, 900-12-3456, 219-00-9999, 219-09-0000, 219099999, 219 09 9999",
         "order 1-219-09-9999, A219-09-9999, 219-09-9999-1, 219-09-99990, 2019-09-9999",
         "في ٣١.١٢.٢٠٢٤ بسعر ١٢٣٤٥٦٧, ភាសា\u200bខ្មែរ, Donau\u00addampf\u00adschiff 12",
+        "Das Budget stieg um +1.250.000 Euro, le solde : +1 250 000 €, +10 000 000 new users",
+        "yields +1.2345678, +0.1234567 a day at UTC +0200 2024; 0.1234567, 1.234.212-555-0188",
+        "Versión: 2.4.1.0, версия 2.4.1.0, 版本 2.4.1.0, バージョン2.4.1.0, Kapitel 3.2.1.4",
+        "VERSION 1.2.3.4, Version: 1.2.3.4, chapter 2.3.1.4, § 3.1.2.4",
         # Luhn's sum is right in all of these, and no card begins so or is as long.
         "at 20241210023335, order 2024121002333500, EAN 5901234123457 and 5039621723215",
     ],
