@@ -60,6 +60,7 @@ class Backup:
     created_at: str  # ISO 8601, UTC
     state_dir: str  # where the state was
     damaged: tuple[str, ...] = ()  # versions out of use whose files were not as registered
+    links: tuple[str, ...] = ()  # "name -> target": not copied, to be made again by a person
 
 
 def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
@@ -81,6 +82,12 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
         raise BackupError(f"a backup goes to a new folder, found something at {target}")
     if target.resolve().is_relative_to(state.resolve()):
         raise BackupError(f"a backup inside the state folder would copy itself: {target}")
+    links = _links_in(state)
+    if away := [link for link in links if "/" not in link.partition(" -> ")[0]]:
+        raise BackupError(
+            f"a backup follows no links, found {', '.join(away)} in {state}; move the folder "
+            "there, or the whole state folder to the larger disk and name it with --state"
+        )
     with new_folder(target) as folder:
         copied: set[str] = set()
         for rank in (_DROPPED, _DATABASE, _OTHER):
@@ -103,6 +110,7 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
             "created_at": records.now().isoformat(),
             "state_dir": str(state.resolve()),
             "damaged": damaged,
+            "links": links,
             "files": folder_sha256(folder / STATE),
         }
         write_json(folder / MANIFEST, made)
@@ -170,6 +178,13 @@ def _files_of(state: Path) -> Iterator[str]:
         if aside or path.name.endswith((".lock", "-wal", "-shm", "-journal")):
             continue
         yield name.as_posix()
+
+
+def _links_in(state: Path) -> list[str]:
+    """Return the links in a state folder, as `Backup.links` has them: what is there stays there."""
+    every = (Path(f, name) for f, folders, files in os.walk(state) for name in (*folders, *files))
+    found = sorted(path for path in every if path.is_symlink())
+    return [f"{path.relative_to(state).as_posix()} -> {path.readlink()}" for path in found]
 
 
 def _rank(name: str, drop_folder: str) -> int:
@@ -332,5 +347,7 @@ def _turn_mlflow(folder: Path, state: Path) -> set[Path]:
 
 def _described(path: Path, made: dict[str, Any]) -> Backup:
     sizes = [(path / STATE / name).stat().st_size for name in made["files"]]
-    damaged = tuple(made.get("damaged", ()))
-    return Backup(path, len(sizes), sum(sizes), made["created_at"], made["state_dir"], damaged)
+    damaged, links = (tuple(made.get(name, ())) for name in ("damaged", "links"))
+    return Backup(
+        path, len(sizes), sum(sizes), made["created_at"], made["state_dir"], damaged, links
+    )

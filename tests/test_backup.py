@@ -326,6 +326,23 @@ def test_a_damaged_version_out_of_use_is_named_and_keeps_nothing_from_being_copi
         back_up(settings_in(state), tmp_path / "other")
 
 
+def test_links_are_named_and_not_followed(state: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "drop"
+    outside.mkdir()
+    (outside / "votes.jsonl").write_text("{}")
+    (state / "inbox").mkdir(exist_ok=True)
+    (state / "inbox" / "support").symlink_to(outside)
+    copy = tmp_path / "copy"
+    made = back_up(settings_in(state), copy)
+    assert made.links == (f"inbox/support -> {outside}",)
+    new = CliRunner().invoke(app, ["--state", str(tmp_path / "new"), "restore", str(copy)])
+    assert new.exit_code == 0
+    assert f"not copied, as it is a link: inbox/support -> {outside}; make it again" in new.stderr
+    (state / "dagster").symlink_to(outside)  # of which nothing would be kept
+    with pytest.raises(BackupError, match="a backup follows no links, found dagster -> "):
+        back_up(settings_in(state), tmp_path / "other")
+
+
 @pytest.mark.parametrize("how", ["changed", "missing"])
 def test_a_damaged_backup_is_not_restored(how: str, state: Path, tmp_path: Path) -> None:
     back_up(settings_in(state), tmp_path / "copy")

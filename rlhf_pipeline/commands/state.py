@@ -30,7 +30,7 @@ def backup(
 
     here = workspace()
     made = _watched("copying", lambda report: back_up(here.settings, folder, report))
-    _tell_damaged(made)
+    _tell_of_gaps(made)
     typer.echo(f"{made.path}: {made.files} files, {made.bytes / 2**20:.1f} MiB")
 
 
@@ -45,7 +45,7 @@ def restore(
 
     here = workspace()
     found = _watched("restoring", lambda report: take_back(here.settings, folder, report))
-    _tell_damaged(found)
+    _tell_of_gaps(found)
     typer.echo(f"{here.settings.state_dir}: {found.files} files, as of {found.created_at}")
     typer.echo(
         "keys that were revoked since hold again, and who was erased since is back; revoke "
@@ -151,7 +151,11 @@ def _show(told: list[dict[str, Any]], word: str) -> None:
     typer.echo(f"{len(gone)} of {len(told)} {word}, {mib:.1f} MiB")
 
 
-def _tell_damaged(copied: Backup) -> None:
+def _tell_of_gaps(copied: Backup) -> None:
+    for link in copied.links:
+        typer.echo(
+            f"not copied, as it is a link: {link}; make it again where it is to be", err=True
+        )
     for version in copied.damaged:
         typer.echo(
             f"not as it was registered: {version}; put it back from an earlier backup, if one is "
