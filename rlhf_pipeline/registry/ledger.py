@@ -396,13 +396,13 @@ class PromotionLedger:
             line = _line_of_champions(history)
             versions = self._versions(connection, agent_id)
             before = _one_before(line, _withdrawn(connection, agent_id, history, versions))
-            if before is None or (to is not None and to not in {e.version for e in history}):
+            version = before if to is None else to
+            if version is None or version not in {e.version for e in history}:
                 wanted = "an earlier champion" if to is None else f"version {to} as one"
                 raise RegistryError(
                     f"rolling back agent {agent_id} needs {wanted}, found champions {line}; "
                     "use promote for another version"
                 )
-            version = before if to is None else to
             entry = _append(connection, agent_id, newest, "rollback", version, None, actor, reason)
             return Outcome(entry, True, f"rolled back from {newest.version} to {version}")
 
@@ -562,10 +562,16 @@ def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
 def _one_before(line: Sequence[int], gone: Collection[int]) -> int | None:
     """Return whom rolling back makes champion: the last that was not withdrawn, if there is one.
 
-    One that was may stand there: made champion again by `promote`, and then gone back from.
+    One that was may stand there: made champion again by `promote`, and then gone back from. So may
+    the champion itself. Where all were withdrawn it is the last before the champion was champion
+    at all: to one that was gone back from to it nothing goes back.
     """
-    before = line[-2::-1]
-    return next((v for v in before if v not in gone), next(iter(before), None))
+    if not line:
+        return None
+    champion, before = line[-1], line[-2::-1]
+    first = line.index(champion)
+    fallback = line[first - 1] if first else None
+    return next((v for v in before if v not in gone and v != champion), fallback)
 
 
 def _baseline_of(history: Sequence[Promotion]) -> int | None:

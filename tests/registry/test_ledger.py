@@ -355,6 +355,25 @@ def test_going_back_by_mlflows_alias_is_going_back(ledger: PromotionLedger) -> N
     assert ledger.standing(AGENT).withdrawn == {1: "was rolled back from"}
 
 
+def test_what_was_promoted_twice_is_gone_back_from_once(ledger: PromotionLedger) -> None:
+    add(ledger)
+    promote(ledger, 1, 0)
+    promote(ledger, 0, 1)
+    promote(ledger, 1, 0)
+    assert ledger.rollback(AGENT, actor="ann", reason="rude").promotion.version == 0
+    assert ledger.standing(AGENT).previous is None
+    with pytest.raises(RegistryError, match="needs an earlier champion"):
+        ledger.rollback(AGENT, actor="ann", reason="rude again")  # 1 it was gone back from
+    add(ledger)
+    promote(ledger, 2, 0)
+    add(ledger)
+    promote(ledger, 3, 2)
+    promote(ledger, 2, 3)
+    promote(ledger, 3, 2)
+    for version in (2, 0):  # past itself
+        assert ledger.rollback(AGENT, actor="ann", reason="why").promotion.version == version
+
+
 def test_a_reset_baseline_is_the_champion_of_that_day(ledger: PromotionLedger) -> None:
     add(ledger)
     promote(ledger, 1, 0)
