@@ -976,7 +976,8 @@ def test_a_prompt_that_cannot_be_one_is_named_by_its_line(tmp_path: Path, value:
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
-    for name, line in (("p.txt", "Hello?"), ("p.jsonl", '{"prompt": "Hello?"}')):
+    row = '{"prompt": "Hello?"}'
+    for name, line in (("p.txt", "Hello?"), ("p.jsonl", row), ("P.JSONL", row), ("p.ndjson", row)):
         path = write(tmp_path / name, f"\ufeff{line}\r\n")
         assert read_prompts(path) == [user_prompt("Hello?")]
 

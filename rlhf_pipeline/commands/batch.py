@@ -24,7 +24,7 @@ BLOCK = 64  # prompts answered together, and lost at most when the process dies
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the file's prompts: a text a line, or in .jsonl `prompt` or `messages` a line.
+    """Return the file's prompts: a text a line, or in .jsonl and .ndjson `prompt` or `messages` a line.
 
     Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
     """
@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompts = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            is_json = path.suffix == ".jsonl"
+            is_json = path.suffix.lower() in (".jsonl", ".ndjson")
             prompts.append(_prompt_of(line, path, number) if is_json else user_prompt(line.strip()))
     if not prompts:
         raise ConfigError(f"needed prompts in {path}, one a line, found none; write some")
