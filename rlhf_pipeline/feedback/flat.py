@@ -101,8 +101,8 @@ def _without_marks(cell: str) -> str:
 def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
     """Yield every row that says something; empty cells are left out.
 
-    `named` says by which names the columns are read. Cells are split at commas, or where the first
-    line has none at semicolons or tabs: spreadsheets of many countries write those.
+    `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
+    at whichever cut the first line into most: spreadsheets of many countries write the latter.
     """
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
@@ -162,7 +162,8 @@ def _split(file: IO[str]) -> Iterator[_Line]:
     begun = [file.readline()]
     while begun[-1].isspace():
         begun.append(file.readline())
-    separator = next((sign for sign in ",;\t" if sign in begun[-1]), ",")
+    # What cuts the first line into most: a name may hold another sign, a quoted one as well.
+    separator = max(",;\t", key=lambda sign: len(next(csv.reader(begun[-1:], delimiter=sign), ())))
     over = False
 
     def lines() -> Iterator[str]:

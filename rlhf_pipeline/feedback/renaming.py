@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rlhf_pipeline.errors import SourceError
@@ -22,11 +23,12 @@ FIELDS = EVENT_FIELDS | {
 """What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
 NAMING = ("rater", "rater_id", "annotator", "evaluator", "interaction_id", "other_interaction_id")
 """The fields that say whose a row is, and what it is about: what an erasure looks for."""
+NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 SAID = ("value", "label", "preference", "choice", "quality", "number")
 """The fields whose words may be told."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Renaming:
     """Our fields by a file's columns, or paths into its objects; and what is the same in all rows.
 
@@ -50,6 +52,11 @@ class Renaming:
                 f"{', '.join(both)} told as both"
             )
 
+    @cached_property
+    def _by_value(self) -> dict[str, str]:
+        """Return the words by what they say: TRUE, True and true, or 1, 1.0 and 1,0, are one."""
+        return {_value(word): ours for word, ours in list(self.words.items())[::-1]}
+
     def __bool__(self) -> bool:
         return bool(self.columns or self.fixed or self.words)
 
@@ -70,7 +77,7 @@ class Renaming:
         """Return a table's columns by our names."""
         if not self.is_for([column for column in self.columns.values() if column not in names]):
             return list(names)
-        ours = {column: name for name, column in self.columns.items()}
+        ours = {column: name for name, column in list(self.columns.items())[::-1]}
         told = {*self.columns, *self.fixed}  # a column of this very name says something else
         return [ours.get(name, f"their {name}" if name in told else name) for name in names]
 
@@ -96,6 +103,10 @@ class Renaming:
         """Return a row by our names. Of cells `header` has given the names already."""
         if is_cells:
             named = dict(values)
+            first = {column: name for name, column in list(self.columns.items())[::-1]}
+            for name, column in self.columns.items():  # one column may say several things
+                if first[column] in named:
+                    named[name] = named[first[column]]
         else:
             told = {*self.columns, *self.fixed, *self.columns.values()}
             named = {name: value for name, value in values.items() if name not in told}
@@ -107,11 +118,19 @@ class Renaming:
             named = {name: value for name, value in named.items() if name in EVENT_FIELDS}
         for name in SAID:
             word = cell_text(named.get(name)).strip()
-            if name in named and (ours := self.words.get(word)) is not None:
+            ours = self.words.get(word, self._by_value.get(_value(word)))
+            if name in named and ours is not None:
                 named[name] = value_of(name, ours, kind)
             elif is_cells and isinstance(named.get(name), str):
                 named[name] = value_of(name, named[name], kind)
         return named | {name: value_of(name, text, kind) for name, text in self.fixed.items()}
+
+
+def _value(word: str) -> str:
+    """Return a truth value or a number as `cell_text` writes it, and any other word as it is."""
+    if word.lower() in ("true", "false"):
+        return word.lower()
+    return cell_text(float(word.replace(",", "."))) if NUMBER.fullmatch(word) else word
 
 
 def _found(values: Values, column: str) -> list[Any]:

@@ -73,6 +73,53 @@ def test_a_tables_columns_and_words_are_told(tmp_path: Path, separator: str) -> 
     assert told["completion"] == f"Because{comma} you know."
 
 
+@pytest.mark.parametrize(
+    ("kind", "told", "column", "found"),
+    [
+        ("thumbs", {"TRUE": "down", "FALSE": "up"}, "true false", [0, 1]),
+        ("thumbs", {"true": "down", "False": "up"}, "True FALSE", [0, 1]),
+        ("rating", {"1": "5", "5": "1"}, "1.0 5,0", [5, 1]),
+        ("rating", {"1,0": "5", "1.0": "4", "2": "1"}, "1.0 2.00", [4, 1]),  # the same first
+        ("score", {"none": "0", "half": "0.5"}, "none half", [0, 0.5]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_word_is_told_however_its_value_is_written(
+    tmp_path: Path, kind: str, told: dict[str, str], column: str, found: list[float], suffix: str
+) -> None:
+    """Else what was to be turned round would go in as it stands."""
+    path = tmp_path / f"votes.{suffix}"
+    cells = column.split()
+    if suffix == "csv":
+        path.write_text("q;a;flag\n" + "".join(f"Why?;So {n}.;{c}\n" for n, c in enumerate(cells)))
+    else:
+        rows = [{"q": "Why?", "a": f"So {n}.", "flag": c} for n, c in enumerate(cells)]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    renaming = Renaming({"prompt": "q", "completion": "a", "value": "flag"}, {"kind": kind}, told)
+    assert [event.number for event in rows_of(path, renaming)] == found
+
+
+def test_one_column_may_say_two_things(tmp_path: Path) -> None:
+    columns = {"prompt": "Q", "completion": "A", "value": "V", "rater": "Who", "topic": "Who"}
+    renaming = Renaming(columns, {"kind": "thumbs"})
+    (tmp_path / "votes.csv").write_text("Q,A,V,Who\nWhy?,So.,up,ann\n")
+    row = {"Q": "Why?", "A": "So.", "V": "up", "Who": "ann"}
+    (tmp_path / "votes.jsonl").write_text(json.dumps(row))
+    for name in ("votes.csv", "votes.jsonl"):
+        [event] = rows_of(tmp_path / name, renaming)
+        assert (event.rater_id, event.topic) == (hash_rater("tea", "ann"), "ann")
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_another_sign_in_a_columns_name_is_text(tmp_path: Path, separator: str) -> None:
+    columns = {"prompt": "Frage", "completion": "Antwort", "value": "Wie gut, insgesamt?"}
+    renaming = Renaming({**columns, "rater": "Kunde, Nr."}, {"kind": "rating"})
+    head = separator.join(("Frage", "Antwort", '"Wie gut, insgesamt?"', "Kunde, Nr."))
+    (tmp_path / "votes.csv").write_text(f"{head}\n{separator.join(('Wo?', 'Da.', '4', 'ann'))}\n")
+    [event] = rows_of(tmp_path / "votes.csv", renaming)
+    assert (event.number, event.rater_id) == (4, hash_rater("tea", "ann"))
+
+
 def test_paths_lead_into_objects_and_lists(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     rows: list[Any] = [
