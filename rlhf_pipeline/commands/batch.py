@@ -24,7 +24,7 @@ BLOCK = 64  # prompts answered together, and lost at most when the process dies
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the file's prompts: a text a line, or in .jsonl and .ndjson `prompt` or `messages` a line.
+    """Return the file's prompts: a text a line; in .jsonl, .ndjson `prompt` or `messages` a line.
 
     Blank lines are left out. Raises ConfigError where there is no such file or a line is no prompt.
     """
