@@ -18,6 +18,7 @@ from rlhf_pipeline.feedback.privacy import (
     NUMBERED,
     SECRET,
     cards_in,
+    is_as_long_as_its_countrys,
     is_somebodys_address,
     plain,
 )
@@ -57,16 +58,23 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
 """What each kind looks like; before it, what all of that kind hold and is sooner looked for."""
 
 
-def leaked(text: str, prompt: Prompt) -> str | None:
+CONTEXT = 1200  # characters in which what stands before a detail excuses it
+RUN = re.compile(r"[0-9 .,:+()/-]*\Z")  # in whose middle a number would seem to begin
+
+
+def leaked(text: str, prompt: Prompt, since: int = 0) -> str | None:
     """Return what kind of personal detail the text holds that nobody in the prompt wrote.
 
     However it is written there: numbers are compared by their digits, the rest without its case.
+    Looked for is what begins at `since` or later, in the light of what stands before that.
     """
-    text = plain(text)
+    before = max(0, since - CONTEXT)  # of a long text that is being written its end alone
+    text, since = plain(text[before:]), since - before
+    since -= len(RUN.search(text, 0, since)[0])  # type: ignore[index]  # it may be empty
     for kind, (held, pattern) in PERSONAL.items():
         if not re.search(held, text):
             continue
-        for match in pattern.finditer(text):
+        for match in pattern.finditer(text, since):
             for found in _real(kind, match[0]):
                 if _compared(kind, found) not in _said(kind, prompt):
                     return kind
@@ -85,10 +93,12 @@ def _compared(kind: str, text: str) -> str:
 
 
 def _real(kind: str, match: str) -> list[str]:
-    """Return what of digits that look like one is one: by a card's check digit, an IP's range."""
+    """Return what of digits that look like one is one: by check digit, by range, by length."""
     if kind == "a card number":
         return [match[start:stop] for start, stop in cards_in(match)]
     if kind == "an IP address" and not is_somebodys_address(match):
+        return []
+    if kind == "a phone number" and not is_as_long_as_its_countrys(match):
         return []
     return [match]
 

@@ -330,7 +330,7 @@ def _may_be_phone(text: str) -> bool:
     return sum(map(len, groups)) in DIGITS and not NOT_DIALLED.match(text)
 
 
-def _is_as_long_as_its_countrys(text: str) -> bool:
+def is_as_long_as_its_countrys(text: str) -> bool:
     """Say whether a number with a + has as many digits as those of its country: +1.250.000 has not.
 
     Whether it was given out is not asked, so made up ones are found too.
@@ -390,5 +390,5 @@ RULES: tuple[Rule, ...] = (
     ("ip", r"\d", IP4, _whole(is_somebodys_address)),
     ("ip", ":", IP6, _whole(is_somebodys_address)),
     ("ssn", r"\d", SSN, _whole(_always)),
-    ("phone", r"\d", PHONE, _whole(_is_as_long_as_its_countrys)),
+    ("phone", r"\d", PHONE, _whole(is_as_long_as_its_countrys)),
 )

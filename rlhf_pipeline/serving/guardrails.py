@@ -98,7 +98,7 @@ def output_block(
         return Blocked(
             Rail.completion_too_long, f"more than {rules.max_completion_characters} characters"
         )
-    if rules.pii and (found := leaked(text[max(0, looked_at - LONGEST_DETAIL) :], prompt)):
+    if rules.pii and (found := leaked(text, prompt, max(0, looked_at - LONGEST_DETAIL))):
         return Blocked(Rail.personal_details, f"{found} that the request does not hold")
     if rules.max_repeats and (said := _repeats(text, rules.max_repeats)):
         return Blocked(Rail.repetition, said)

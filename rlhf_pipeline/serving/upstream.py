@@ -43,6 +43,7 @@ END_SECONDS = 0.05  # for the end of an answer, once all that is said in it has 
 LOOK_EVERY_SECONDS = 2.0  # how long a model that an upstream has loaded may go unseen
 LONGEST_LINE = 1 << 20  # bytes
 MOST_TOKENS = 2**31
+BROKEN_OFF = ("abort", "error")  # finish reasons of what is not whole
 COUNTED = ("prompt_tokens", "completion_tokens")
 TOO_LONG = re.compile(rb"context[ _](?:length|size|window)", re.IGNORECASE)
 """What a refusal has in it where the conversation is longer than the model's context: OpenAI's and
@@ -289,6 +290,8 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
         for choice in event.get("choices") or ():
             text += (choice.get("delta") or {}).get("content") or ""
             last["finish_reason"] = choice.get("finish_reason") or last["finish_reason"]
+            if last["finish_reason"] in BROKEN_OFF:
+                raise ModelError("the upstream broke off while it wrote; look at its log")
         if "\x00" in text:
             raise ValueError("no database keeps NUL")
         text.encode()  # nor half a surrogate pair

@@ -109,6 +109,30 @@ def test_completions(text: str, rail: Rail | None) -> None:
     assert (found and found.rail) == rail
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Install firmware version 2.10.0.5 first, see section 4.2.1.3",
+        "Run git clone git@github.com:shop/kettle.git",
+        "Version 300.20.30.40, on 127.0.0.1",
+        "Your order has the number 48123-456-7890",
+        "You earned +10000 points, +12 000 euros or +1.250.000 of them",
+        "The numbers are " + " ".join(str(n * 37 % 900 + 100) for n in range(40)),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_what_a_whole_answer_may_say_is_not_cut_off_further_on(text: str, size: int) -> None:
+    """However the looks at an answer under way begin within it."""
+    text += "".join(f", then the {chr(97 + n % 26) * 3} one which is well" for n in range(20))
+    shown = 0
+    assert output_block(text, user_prompt("hi"), RULES, whole=True) is None
+    for at in range(size, len(text) + size, size):
+        sure = certain(text[:at])
+        blocked = output_block(sure, user_prompt("hi"), RULES, whole=False, looked_at=shown)
+        assert blocked is None, (blocked, sure[-40:])
+        shown = max(shown, len(sure))
+
+
 @pytest.mark.parametrize("piece", ["sk-", "sk-a-", "pk-1-", "+1 2", "4111 ", "1.2.", "a@a."])
 def test_a_long_completion_of_one_piece_is_looked_at_in_no_time(piece: str) -> None:
     """Everybody else's answers wait meanwhile."""

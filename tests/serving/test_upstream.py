@@ -195,7 +195,15 @@ def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
     assert last == {"finish_reason": "stop", "usage": usage}
 
 
-@pytest.mark.parametrize("rest", [b"", event({"error": {"message": "no memory"}}) + DONE])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        event({"error": {"message": "no memory"}}) + DONE,
+        chunk("", "abort") + DONE,
+        chunk("you", "error") + event(USAGE) + DONE,
+    ],
+)
 def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
     with answering(200, chunk("Hello ") + rest) as upstream, pytest.raises(ModelError):
         pieces_of(upstream)
