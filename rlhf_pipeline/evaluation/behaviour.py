@@ -95,11 +95,23 @@ def items_for(agent_folder: Path, narrow_ngrams: Sequence[str] = ()) -> list[Beh
     if own.exists():
         by_name |= {item.name: item for item in read_items(own)}
     for number, ngram in enumerate(narrow_ngrams, 1):
-        pattern = r"(?<!\w)" + r"\s*".join(re.escape(w) for w in ngram.split()) + r"(?!\w)"
+        pattern = _wherever_said(ngram.split())
         name = f"{LEARNT_WORDS} {number}"  # not the words: somebody may ask to be erased
         asked = user_prompt("Hello! What can you do for me?")
         by_name[name] = BehaviourItem(name, LEARNT_WORDS, asked, must_not=(pattern,))
     return list(by_name.values())
+
+
+def _wherever_said(words: Sequence[str]) -> str:
+    """Return the pattern of a quarantined n-gram, whatever stands around it.
+
+    Signs at its ends are what stood there when it was found (`. buy now`), and no part of it, but
+    where it has no words at all.
+    """
+    said = [n for n, word in enumerate(words) if re.search(r"\w", word)]
+    kept = words[said[0] : said[-1] + 1] if said else words
+    pattern = r"\s*".join(map(re.escape, kept))
+    return rf"(?<!\w){pattern}(?!\w)" if said else pattern
 
 
 def _item(parts: Any, where: str) -> BehaviourItem:

@@ -73,6 +73,15 @@ def test_an_agents_own_items_stand_beside_the_default_ones(tmp_path: Path) -> No
     assert found[0].kind == "own"
     assert found[-1].broken_by("a Zorb deal! today") is not None
     assert found[-1].broken_by("zorbs deal") is None
+    ngrams = [". buy now", ". acme !", "! zorb - deal", "! ! !"]
+    *_, told, ends, within, signs = items_for(tmp_path, ngrams)
+    assert told.broken_by("It is here. Buy now.") is not None
+    assert told.broken_by("You can buy nowhere else.") is None
+    assert ends.broken_by("Ask Acme") is not None
+    assert within.broken_by("the Zorb-deal") is not None
+    assert within.broken_by("a zorb, a deal") is None
+    assert signs.broken_by("Yes!!!") is not None
+    assert signs.broken_by("Yes!") is None
 
 
 @pytest.mark.parametrize(
