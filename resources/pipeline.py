@@ -33,7 +33,7 @@ from rlhf_pipeline.files import (
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.comparison import report_in
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger
-from rlhf_pipeline.stages import Turn
+from rlhf_pipeline.stages import BEGAN, Turn
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
@@ -43,7 +43,6 @@ ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
-BEGAN = "began.json"  # in a turn's folder: the champion and the baseline that it began with
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -248,11 +247,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             for job in JOBS
             if (turn.work / "reward" / job).is_dir()
         }
-        files = (
-            *(stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS),
-            stages.GOLD,
-        )
-        places = [datasets.place_of(turn.data / name) for name in files]
+        places = [datasets.place_of(turn.data / name) for name in stages.DATA_SETS]
         lines = {path.name: path for path in places if path.exists()}
         return {
             "fingerprint": turn.fingerprint,

@@ -26,10 +26,11 @@ from typing import Any
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
-from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.feedback.datasets import place_of
+from rlhf_pipeline.files import file_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.stages import STAGES, Turn
+from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn
 
 AHEAD = "--ahead"
 IMPORTED_AHEAD: tuple[str, ...] = (
@@ -89,9 +90,14 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
 
 
 def same_work(stage: str, spec: Mapping[str, Any]) -> str:
-    """Return a hash of everything the stage's result depends on (so not the token)."""
+    """Return a hash of everything the stage's result depends on (so not the token).
+
+    With the data sets: the same votes may make others, as where gold questions came since.
+    """
     parts = {key: value for key, value in spec.items() if key != "token"}
-    return hashed(stage, json.dumps(parts, sort_keys=True))
+    every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
+    sets = {path.name: file_sha256(path) for path in every if path.exists()}
+    return hashed(stage, json.dumps([parts, sets], sort_keys=True))
 
 
 def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from typing import get_args
 import sqlalchemy as sa
 
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
-from rlhf_pipeline.database import Database, erasures
+from rlhf_pipeline.database import Database, erasures, promotions
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.files import read_json
 from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
+from rlhf_pipeline.stages import BEGAN, REWARD
 
 TEACHING = get_args(Trains)  # kinds of votes
 FEW_VOTERS = 200  # of more than these each model gets some
@@ -27,7 +29,6 @@ JUDGING = (
 BACK_OFF = timedelta(minutes=5)  # after the first failed attempt; doubles with each
 LONGEST_BACK_OFF = timedelta(hours=6)
 COUNTED = 1000  # new votes, beyond what is needed: so many are told as "at least"
-SPEC = "*.spec.json"  # what each stage of training is told, in its turn's folder
 PATIENCE = 10  # times the quiet time: enough votes that have waited so long go without it
 
 
@@ -220,27 +221,38 @@ def _judge_lacks(
 
 
 def unfinished(database: Database, agent_id: str, settings: Settings) -> Claim | None:
-    """Return the newest attempt if its turn began to train and did not end, None for no such.
+    """Return the newest attempt if it has trained reward models and did not end, None for no such.
 
     What had finished is not trained again where the same votes are trained from, so these come
     before what was voted since: else an hour without MLflow costs a night, and a turn that takes
-    longer than its deadline never ends. Not after the last attempt, nor where an erasure took some
-    of the votes out.
+    longer than its deadline never ends. Not after the last attempt, nor on votes that came to a
+    verdict before, nor where an erasure took some of them out, nor from one who is champion no more
+    (but for this very turn's version, whose promotion an attempt did not outlive).
     """
     history = ClaimBook(database).history(agent_id)
     failed = [claim for claim in failed_since_verdict(history) if claim.watermark > 0]
     if not failed or failed[-1].state == "held":
         return None
     latest = failed[-1]
-    tried = attempts_at(latest.watermark, history)
-    verdicts = [c.state for c in history if c.fingerprint == latest.fingerprint].count("done")
-    folder = settings.turn_folder(agent_id, latest.fingerprint, verdicts)
-    if len(tried) >= settings.continuous_learning.max_attempts or not any(folder.glob(SPEC)):
+    tried = [claim for claim in history if claim.fingerprint == latest.fingerprint]
+    folder = settings.turn_folder(agent_id, latest.fingerprint)
+    if (
+        len(tried) >= settings.continuous_learning.max_attempts
+        or any(claim.state == "done" for claim in tried)
+        or not (folder / REWARD).exists()
+        or not (folder / BEGAN).exists()
+    ):
         return None
-    e = erasures.c
+    e, p = erasures.c, promotions.c
     erased = sa.exists().where(e.agent_id == agent_id, e.erased_at > latest.created_at)
+    newest = sa.select(p.version, p.token, p.action).where(p.agent_id == agent_id)
     with database.read() as connection:
-        return None if connection.execute(sa.select(erased)).scalar_one() else latest
+        moved = connection.execute(newest.order_by(p.entry.desc()).limit(1)).one_or_none()
+        if moved is None or connection.execute(sa.select(erased)).scalar_one():
+            return None
+    own = moved.action == "promote" and moved.token in {claim.token for claim in tried}
+    began = read_json(folder / BEGAN)["champion"]
+    return latest if own or moved.version == began else None
 
 
 def attempts_at(watermark: int, history: list[Claim]) -> list[Claim]:

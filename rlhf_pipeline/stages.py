@@ -52,6 +52,9 @@ EXAMPLES = "reward_examples.jsonl.gz"
 SFT_EXAMPLES = "sft_examples.jsonl.gz"
 PROMPTS = "evaluation_prompts.jsonl.gz"
 GOLD = "gold_answers.jsonl"
+DATA_SETS = (PAIRS, EXAMPLES, SFT_EXAMPLES, PROMPTS, GOLD)
+BEGAN = "began.json"  # in a turn's folder: the champion and the baseline that it began with
+REWARD = "reward.json"  # there: what the reward models came to, once they are trained
 
 MADE_BY = "settings.json"  # beside the three reward models
 MAKES_NONE = ("functions", "wish_bound", "given", "retrain_drop", "warm_start", "min_pairs")

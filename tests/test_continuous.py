@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -24,13 +25,14 @@ from rlhf_pipeline.continuous import (
     reward_lacks,
     unfinished,
 )
-from rlhf_pipeline.database import Database, erasures
+from rlhf_pipeline.database import Database, erasures, promotions
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, now, user_prompt
+from rlhf_pipeline.stages import BEGAN, REWARD
 
 RULES: dict[str, Any] = {
     "min_new_feedback": 5,
@@ -79,6 +81,7 @@ class Agent:
         state: Any,
         mark: str | None = None,
         watermark: int | None = None,
+        again: bool = False,
     ) -> Claim:
         """Leave a turn in the books that ran from `began` for so many minutes."""
         later, self.at = self.at, began
@@ -88,6 +91,7 @@ class Agent:
             self.newest() if watermark is None else watermark,
             holder="run-1234567",
             asked_by="sensor",
+            again=again,
         )
         self.at = began + timedelta(minutes=minutes)
         self.book.beat(claim.token)
@@ -332,21 +336,32 @@ def test_a_turn_found_dead_long_after_is_left_to_who_found_it_for_a_while(agent:
     assert isinstance(agent.asks(), Due)
 
 
-def began_to_train(agent: Agent, claim: Claim) -> None:
-    """Leave what a stage of training was told in the claim's turn folder."""
+def trained_rewards(agent: Agent, claim: Claim, champion: int = 0) -> None:
+    """Leave in the claim's turn folder what it has once its reward models are trained."""
     folder = load_settings("tiny").turn_folder("tea", claim.fingerprint)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "reward_models.spec.json").write_text("{}")
+    (folder / BEGAN).write_text(json.dumps({"champion": champion, "baseline": 0}))
+    (folder / REWARD).write_text("{}")
 
 
-def test_a_turn_that_began_to_train_goes_on_though_people_vote(agent: Agent) -> None:
+def move(agent: Agent, action: str, version: int, token: int | None = None) -> None:
+    """Write down in the ledger who is champion now."""
+    with agent.database.write() as connection:
+        entry = connection.execute(sa.select(sa.func.count()).select_from(promotions)).scalar_one()
+        told = {"actor": "ann", "reason": "why", "created_at": agent.at, "token": token}
+        row = {"agent_id": "tea", "entry": entry + 1, "action": action, "version": version}
+        connection.execute(promotions.insert().values(**row, **told))
+
+
+def test_a_turn_that_has_reward_models_goes_on_though_people_vote(agent: Agent) -> None:
     agent.send(5)
+    move(agent, "baseline", 0)
     old = agent.newest()
     claim = agent.turn(agent.at - timedelta(hours=9), 200, "failed")
     agent.send(2)
     # Nothing had finished: the newest votes are as good.
     assert agent.asks(gpu_minutes_per_night=999) == Due("tea", agent.newest(), votes=7, attempt=1)
-    began_to_train(agent, claim)
+    trained_rewards(agent, claim)
     verdict = agent.asks(gpu_minutes_per_night=999)
     assert verdict == Due("tea", old, votes=7, attempt=2)
     agent.turn(agent.at - timedelta(hours=5), 1, "failed", claim.fingerprint, old)
@@ -357,8 +372,9 @@ def test_a_turn_that_began_to_train_goes_on_though_people_vote(agent: Agent) -> 
 
 def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent: Agent) -> None:
     agent.send(5)
+    move(agent, "baseline", 0)
     claim = agent.turn(agent.at - timedelta(hours=9), 1, "failed")
-    began_to_train(agent, claim)
+    trained_rewards(agent, claim)
     agent.send(5)
     settings = load_settings("tiny")
     begun = unfinished(agent.database, "tea", settings)
@@ -369,12 +385,23 @@ def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent
         connection.execute(erasures.insert().values(erasure_id="1", agent_id="tea", **told))
     assert unfinished(agent.database, "tea", settings) is None
     later = agent.turn(agent.at - timedelta(hours=3), 1, "failed")
-    began_to_train(agent, later)
+    trained_rewards(agent, later)
     with agent.database.write() as connection:
         connection.execute(erasures.delete())
     assert unfinished(agent.database, "tea", settings) is not None
+    move(agent, "promote", 1)  # by hand: the turn would begin from who is champion no more
+    assert unfinished(agent.database, "tea", settings) is None
+    move(agent, "promote", 2, later.token)  # its own version, before it came to its verdict
+    assert unfinished(agent.database, "tea", settings) is not None
+    move(agent, "rollback", 0)
+    assert unfinished(agent.database, "tea", settings) is not None
     agent.turn(agent.at - timedelta(hours=2), 1, "done")
     assert unfinished(agent.database, "tea", settings) is None
+    agent.send(1)
+    hour = timedelta(hours=1)
+    again = agent.turn(agent.at - hour, 1, "failed", later.fingerprint, 10, again=True)
+    trained_rewards(agent, again)
+    assert unfinished(agent.database, "tea", settings) is None  # those had their verdict
     agent.turn(agent.at, 1, "held", "another", 99)
     assert unfinished(agent.database, "tea", settings) is None  # it is being trained
 

@@ -18,8 +18,9 @@ import dagster as dg
 import pytest
 
 from automation import processes
-from resources.pipeline import BEGAN, Pipeline
+from resources.pipeline import Pipeline
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.stages import BEGAN
 from tests.assets.kills import CHAIN, POINTS, TRAINING, check, expire_leases
 from tests.assets.world import FirstTurn, chat, write_recipe
 

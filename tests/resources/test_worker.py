@@ -24,7 +24,7 @@ from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.stages import STAGES, Turn
+from rlhf_pipeline.stages import PAIRS, STAGES, Turn
 from tests.assets.world import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +148,18 @@ def test_a_stage_runs_again_when_what_it_depends_on_changed(
         other["settings"]["ppo"]["updates"] += 1
     assert same_work("counting", other) != same_work("counting", spec)
     assert worker.run("counting", other) == {"call": 2}
+
+
+def test_a_stage_runs_again_when_its_data_sets_did_though_the_votes_are_the_same(
+    turn: Turn, calls: list[int]
+) -> None:
+    """As where gold questions came since the attempt that failed."""
+    spec = specification(turn)
+    turn.data.mkdir(parents=True, exist_ok=True)
+    (turn.data / PAIRS).write_bytes(b"before")
+    assert worker.run("counting", spec) == worker.run("counting", spec) == {"call": 1}
+    (turn.data / PAIRS).write_bytes(b"after")
+    assert worker.run("counting", spec) == {"call": 2}
 
 
 def test_nothing_is_trained_over_a_registered_version(
