@@ -200,7 +200,7 @@ def judge(
 ) -> dict[str, float]:
     """Return means over the held-out prompts: of each function, and of hidden opinions if any.
 
-    A function's mean is over what it could judge.
+    A function's mean is over what it could judge; one that could judge nothing has none.
     """
     from rlhf_pipeline.simulation.play import assistant
     from rlhf_pipeline.simulation.world import judge as secretly
@@ -209,9 +209,8 @@ def judge(
     completions = assistant(policy, settings, 77)(asked.held_out)
     items = [RewardInput(p, c) for p, c in zip(asked.held_out, completions, strict=True)]
     pieces = reward.scores_and_pieces(items)[1]
-    means = {
-        name: statistics.fmean(p[name] for p in pieces if name in p) for name in reward.piece_names
-    }
+    judged = {name: [p[name] for p in pieces if name in p] for name in reward.piece_names}
+    means = {name: statistics.fmean(scores) for name, scores in judged.items() if scores}
     try:
         opinions = [secretly(question_of(i.prompt[-1].content), i.completion) for i in items]
     except KeyError:  # not the simulated world's questions: nobody's opinion is known
@@ -226,10 +225,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Return the agents' means, before and after, as Markdown."""
     lines = ["| agent | on held-out prompts | before | after |", "|---|---|---|---|"]
     for row in rows:
-        lines += [
-            f"| {row.agent} | {name} | {row.before[name]:.3f} | {row.after[name]:.3f} |"
-            for name in row.after
-        ]
+        for name in {**row.before, **row.after}:
+            both = (row.before, row.after)
+            was, now = (f"{means[name]:.3f}" if name in means else "–" for means in both)
+            lines.append(f"| {row.agent} | {name} | {was} | {now} |")
     lines += ["", "| agent | kept update | KL | critic's explained variance |", "|---|---|---|---|"]
     for row in rows:
         look = next(e for e in row.result.evaluations if e.update == row.result.chosen_update)
@@ -262,14 +261,16 @@ def _from_file(path: Path) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     try:
-        with path.open(encoding="utf-8") as file:  # str.splitlines also cuts at U+2028, in a text
-            lines = list(file)
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(file)  # str.splitlines also cuts at U+2028, in a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"a specialist's prompts are needed at {path}, JSON lines, found none ({error}); "
             "correct the path"
         ) from error
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             texts = row.get("references") or []

@@ -70,6 +70,8 @@ def test_prompts_of_ones_own_come_with_references(tmp_path: Path) -> None:
     signs = [json.dumps({"prompt": f"{i}\u2028\x85?"}, ensure_ascii=False) for i in range(8)]
     path.write_text("\n".join(signs), encoding="utf-8")
     assert user_prompt("0\u2028\x85?") in prompts_of("mine", one, settings).held_out  # one line
+    path.write_text("\ufeff" + "\n\n".join(map(json.dumps, lines)) + "\n \n", encoding="utf-8")
+    assert prompts_of("mine", one, settings) == asked
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"asked.jsonl:1 needs"):
         prompts_of("mine", one, settings)

@@ -41,7 +41,14 @@ from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.state import Progressed, run_fingerprint
 from rlhf_pipeline.ppo.updating import Training, begin, checked_training, result_of, tell, update
 from rlhf_pipeline.ppo.watching import choose_update, reason_to_stop, updates_by_preference
-from rlhf_pipeline.records import Progress, Prompt, RewardFunction, hashed, ignore_progress
+from rlhf_pipeline.records import (
+    ChangingReward,
+    Progress,
+    Prompt,
+    RewardFunction,
+    hashed,
+    ignore_progress,
+)
 
 TRUNK = "critic/base_model."  # how a learner's names of the critic's trunk begin
 
@@ -260,6 +267,13 @@ def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None
             raise ConfigError(
                 f"specialists around one critic need ppo.{name} {needed}, found {found}; change it"
             )
+    rewards = [one.reward for one in specialists.values()]
+    changing = [id(reward) for reward in rewards if isinstance(reward, ChangingReward)]
+    if len(set(changing)) < len(changing):
+        raise ConfigError(
+            "specialists need a reward each where it changes as training goes on, found one object "
+            "given to two of them; make another of the same terms"
+        )
     if settings.lora_rank:
         raise ConfigError(
             "specialists around one critic train every weight: needed policy.lora.enabled false, "

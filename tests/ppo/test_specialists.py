@@ -182,6 +182,11 @@ def test_agents_are_checked_before_they_train(
     save_policy(Policy(other.model, other.tokenizer), tmp_path / "other")
     with pytest.raises(ModelError, match=r"share one vocabulary, found another in .* odd"):
         build_learners({**two(base), "odd": specialist(tmp_path / "other")}, SETTINGS)
+    shared = specialist(base, reward=two_pieces(), stopping=lower_share)
+    with pytest.raises(ConfigError, match="found one object given to two of them"):
+        train_specialists(
+            specialists={"a": shared, "b": shared}, output_dir=tmp_path, settings=SETTINGS
+        )
     with pytest.raises(ConfigError, match="at least one agent"):
         train_specialists(specialists={}, output_dir=tmp_path, settings=SETTINGS)
     monkeypatch.setenv("WORLD_SIZE", "2")
