@@ -162,6 +162,12 @@ class Episodes:
         """Return the scores that a reward gave."""
         return [score for score, judged in zip(self.scores, self.judged, strict=True) if judged]
 
+    def score_from(self, i: int) -> float:
+        """Return what completion i was given, or, as nothing judged it, its conversation later."""
+        while not self.judged[i] and self.next_turn[i] >= 0:
+            i = self.next_turn[i]
+        return self.scores[i]
+
 
 class RolloutEngine(Protocol):
     """Whatever samples a policy's completions: this process, or another engine with its weights.

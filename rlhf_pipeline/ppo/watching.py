@@ -75,10 +75,10 @@ def evaluate(
             "prompt": prompt[-1].content,
             "baseline": baseline,
             "completion": text,
-            "score": score,
+            "score": episodes.score_from(i),
         }
-        for prompt, text, score, baseline in zip(
-            episodes.prompts, sampled.texts, episodes.scores, baselines, strict=False
+        for i, (prompt, text, baseline) in enumerate(
+            zip(episodes.prompts, sampled.texts, baselines, strict=False)
         )
     ]
     return Evaluation(

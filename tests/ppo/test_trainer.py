@@ -608,6 +608,10 @@ def test_a_reward_at_the_end_of_a_conversation_improves_its_first_turn(
     assert sum(last) > sum(first) + 0.6
     assert result.evaluations[-1].score_mean > result.evaluations[0].score_mean + 0.2
     assert result.history[-1]["rollout/turns_mean"] == 2
+    # A sample is shown with what its conversation was given: its first turn was given nothing.
+    for look in result.evaluations:
+        shown = [float(sample["score"]) for sample in look.samples]
+        assert sum(shown) / len(shown) == pytest.approx(look.score_mean)
     # One score a conversation: the sum over its turns is the mean of those that were judged.
     row = result.history[-1]
     assert row["rollout/conversation_score"] == pytest.approx(row["rollout/score_mean"])
