@@ -239,6 +239,20 @@ Gather = Callable[[Sequence[float]], list[float]]
 
 
 @runtime_checkable
+class SharedReward(Protocol):
+    """A reward that wants to know, of a share, what the other processes' shares came to."""
+
+    def of_share(
+        self, items: Sequence[RewardInput], gather: Gather, /
+    ) -> tuple[Sequence[float], Sequence[Mapping[str, float]]]:
+        """Return what asking for all items at once would give this share, which may be empty.
+
+        Scores, and pieces as PiecedReward's. Every process asks for its share at the same time.
+        """
+        ...
+
+
+@runtime_checkable
 class ChangingReward(Protocol):
     """A reward whose scores depend on how far training is: scheduled weights, scales it learns.
 

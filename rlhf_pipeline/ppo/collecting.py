@@ -35,6 +35,7 @@ from rlhf_pipeline.records import (
     RewardFunction,
     RewardInput,
     ScoreMoments,
+    SharedReward,
     SimulatedUser,
     checked_answers,
     checked_scores,
@@ -206,7 +207,11 @@ def _in_shares(team: Team, reward: RewardFunction, name: str) -> RewardFunction:
 
     def asked(items: Sequence[RewardInput], /) -> list[float]:
         mine = items[team.span(len(items))]
-        scores = checked_scores(reward, mine, name=name, error=TrainingError)
+        if isinstance(reward, SharedReward):  # asked also where mine is empty
+            told, _ = reward.of_share(mine, team.gather_numbers)
+            scores = checked_scores(lambda _: told, mine, name=name, error=TrainingError)
+        else:
+            scores = checked_scores(reward, mine, name=name, error=TrainingError)
         return team.gather_numbers(scores)
 
     return asked

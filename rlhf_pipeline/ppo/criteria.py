@@ -17,8 +17,17 @@ from torch import Tensor
 
 from rlhf_pipeline.ppo.advantages import counted, explained_variance
 from rlhf_pipeline.ppo.processes import Team
-from rlhf_pipeline.records import PiecedReward, Prompt, RewardFunction, RewardInput
+from rlhf_pipeline.records import (
+    Gather,
+    PiecedReward,
+    Prompt,
+    RewardFunction,
+    RewardInput,
+    SharedReward,
+)
 
+Told = tuple[Sequence[float], Sequence[Mapping[str, float]]]
+"""Scores, and what the pieces said, as records.PiecedReward gives them."""
 FADING = 0.8  # what the updates before still count, per update: the states move with the policy
 
 
@@ -32,10 +41,18 @@ class Noting:
 
     def __call__(self, items: Sequence[RewardInput], /) -> Sequence[float]:
         """Return the reward's scores."""
-        scores, pieces = self.reward.scores_and_pieces(items)
-        for item, said in zip(items, pieces, strict=True):
+        return self._noted(items, self.reward.scores_and_pieces(items))[0]
+
+    def of_share(self, items: Sequence[RewardInput], gather: Gather, /) -> Told:
+        """Return a share's scores and pieces, as the reward tells of shares where it does."""
+        if isinstance(self.reward, SharedReward):
+            return self._noted(items, self.reward.of_share(items, gather))
+        return self._noted(items, self.reward.scores_and_pieces(items) if items else ([], []))
+
+    def _noted(self, items: Sequence[RewardInput], told: Told) -> Told:
+        for item, said in zip(items, told[1], strict=True):
             self._said[item.prompt, item.completion] = said
-        return scores
+        return told
 
     def take(self, prompts: Sequence[Prompt], completions: Sequence[str], team: Team) -> Tensor:
         """Return the pieces' raw scores (B, K), and forget them all.

@@ -125,12 +125,23 @@ class CompositeReward:
         """Return one completion's score, piece by piece."""
         return self.judge([RewardInput(prompt, completion, references)])[0]
 
-    def judge(self, items: Sequence[RewardInput]) -> list[Breakdown]:
+    def of_share(
+        self, items: Sequence[RewardInput], gather: Gather, /
+    ) -> tuple[list[float], list[dict[str, float]]]:
+        """Return a share's scores and pieces; what a term skipped gets the mean of all shares."""
+        told = self.judge(items, gather)
+        pieces = [
+            {name: piece.score for name, piece in one.pieces.items() if not piece.skipped}
+            for one in told
+        ]
+        return [one.score for one in told], pieces
+
+    def judge(self, items: Sequence[RewardInput], gather: Gather = list) -> list[Breakdown]:
         """Return every item's breakdown, in order; each term is asked once for all of them."""
         items = [self._with_references(item) for item in items]
         by_term: dict[str, list[Piece]] = {}
         for name, term in self.terms.items():
-            scores, skipped = _scores(term, items, name, self._middle(name)[0])
+            scores, skipped = _scores(term, items, name, self._middle(name)[0], gather)
             by_term[name] = [
                 self._piece(name, score, skip) for score, skip in zip(scores, skipped, strict=True)
             ]
@@ -150,12 +161,7 @@ class CompositeReward:
         self, items: Sequence[RewardInput]
     ) -> tuple[list[float], list[dict[str, float]]]:
         """Return the scores, and of each item every term's raw score that was not skipped."""
-        told = self.judge(items)
-        pieces = [
-            {name: piece.score for name, piece in one.pieces.items() if not piece.skipped}
-            for one in told
-        ]
-        return [one.score for one in told], pieces
+        return self.of_share(items, list)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -247,7 +253,7 @@ class CompositeReward:
 
 
 def _scores(
-    term: Term, items: Sequence[RewardInput], name: str, middle: float
+    term: Term, items: Sequence[RewardInput], name: str, middle: float, gather: Gather
 ) -> tuple[list[float], list[bool]]:
     """Return the term's scores, and which of them stand in for what it could not judge.
 
@@ -257,10 +263,10 @@ def _scores(
         return checked_scores(term.reward, items, name=name, error=ModelError), [False] * len(items)
     given = [float(score) for score in term.reward(items)] if items else []
     skipped = [math.isnan(score) for score in given]
-    judged = [score for score in given if not math.isnan(score)]
-    if len(items) >= SOME and not judged:
+    judged = gather([score for score in given if not math.isnan(score)])
+    if not judged and (asked := len(gather([0.0] * len(items)))) >= SOME:
         raise ModelError(
-            f"the {name} reward must judge some of {len(items)} completions, found all skipped; "
+            f"the {name} reward must judge some of {asked} completions, found all skipped; "
             "look at its service, or leave it out"
         )
     mean = statistics.fmean(judged) if judged else middle

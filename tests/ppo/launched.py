@@ -7,6 +7,7 @@ A process that has loaded torch but computed nothing forks both, so that importi
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -29,7 +30,8 @@ from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.learner import shared_base
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.trackers import reporting
-from rlhf_pipeline.records import Prompt
+from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput
+from rlhf_pipeline.reward.composite import CompositeReward, Term
 from tests.ppo.world import changed, lower_share, train, two_pieces
 
 SIZE = 2
@@ -59,7 +61,10 @@ RUNS: dict[str, PpoSettings] = {
 
 def options_of(name: str) -> dict[str, Any]:
     """Return who judges and answers in a run: rewards of two change as training goes on."""
-    reward = two_pieces() if name in ("separate", "turns") else lower_share
+    reward: RewardFunction = two_pieces() if name in ("separate", "turns") else lower_share
+    if name == "turns":  # shares skip different parts of what they judge, or all
+        assert isinstance(reward, CompositeReward)
+        reward = CompositeReward({**reward.terms, "choosy": Term(Choosy(), running=True)})
     options: dict[str, Any] = {"reward": reward, "stopping": lower_share}
     if name == "turns":
         options |= {"user": says_why, "final_reward": lower_share}
@@ -69,6 +74,17 @@ def options_of(name: str) -> dict[str, Any]:
 def says_why(conversations: Sequence[Prompt], /) -> list[str | None]:
     """Ask why, but for those who began with hi: they leave."""
     return [None if c[0].content == "hi" else "why" for c in conversations]
+
+
+class Choosy:
+    """Judges only completions of an even number of characters."""
+
+    may_skip = True
+
+    def __call__(self, items: Sequence[RewardInput], /) -> list[float]:
+        """Return the share of e among their letters, or that nothing can be said."""
+        texts = [item.completion for item in items]
+        return [t.count("e") / (len(t) + 1) if len(t) % 2 == 0 else math.nan for t in texts]
 
 
 class Moody:

@@ -208,6 +208,20 @@ def test_what_cannot_be_judged_gets_the_others_mean_and_is_counted() -> None:
     assert facts["some/below_floor"] == 1 / 2
     with pytest.raises(ModelError, match="found all skipped"):
         reward([RewardInput(PROMPT, "?")] * SOME)
+    # A share of a team's is filled as the whole would be, whatever the shares.
+    texts = ["?", "?", "?", "?", "ab", "?", "abcd", "?"]
+    items = [RewardInput(PROMPT, text) for text in texts]
+    whole = reward(items)
+    for cut in (0, 3, 4, 8):
+        shares: list[float] = []
+        for share in (items[:cut], items[cut:]):
+            others = [[2.0, 4.0], [0.0] * 8]  # what all judged, and how many were asked
+
+            def gather(_: Sequence[float], others: list[list[float]] = others) -> list[float]:
+                return others.pop(0)
+
+            shares += reward.of_share(share, gather)[0]
+        assert shares == whole
     # Of few it may be chance, and then it adds nothing.
     half = {"some": Term(Sometimes(), centre=3.0, scale=2.0), "one": Term(lambda items: [7.0])}
     assert CompositeReward(half)([RewardInput(PROMPT, "?")]) == [7.0]
