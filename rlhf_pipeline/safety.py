@@ -59,7 +59,7 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
 
 
 CONTEXT = 1200  # characters in which what stands before a detail excuses it
-RUN = re.compile(r"[0-9 .,:+()/-]*\Z")  # in whose middle a number would seem to begin
+OF_A_NUMBER = "0123456789 .,:+()/-"  # in whose middle another would seem to begin
 
 
 def leaked(text: str, prompt: Prompt, since: int = 0) -> str | None:
@@ -69,8 +69,8 @@ def leaked(text: str, prompt: Prompt, since: int = 0) -> str | None:
     Looked for is what begins at `since` or later, in the light of what stands before that.
     """
     before = max(0, since - CONTEXT)  # of a long text that is being written its end alone
-    text, since = plain(text[before:]), since - before
-    since -= len(RUN.search(text, 0, since)[0])  # type: ignore[index]  # it may be empty
+    text = plain(text[before:])
+    since = len(text[: since - before].rstrip(OF_A_NUMBER))
     for kind, (held, pattern) in PERSONAL.items():
         if not re.search(held, text):
             continue
