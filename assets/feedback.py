@@ -49,7 +49,7 @@ def feedback_snapshot(
             "watermark": watermark,
             "claim_token": turn.token,
             "votes by kind": table(
-                [{"kind": k, "votes": n} for k, n in pipeline.store.counts(agent_id).items()]
+                [{"kind": k, "votes": n} for k, n in snapshot.kinds_in(taken.path).items()]
             ),
             "redacted": table([{"kind": k, "found": n} for k, n in redacted.items()]),
             "path": dg.MetadataValue.path(taken.path),

@@ -152,6 +152,14 @@ def count(path: Path) -> int:
     return rows
 
 
+def kinds_in(path: str | Path) -> dict[str, int]:
+    """Return how many votes of each kind a snapshot's file holds."""
+    import pyarrow.parquet as pq
+
+    kinds = pq.read_table(path, columns=["kind"])["kind"].value_counts().to_pylist()
+    return dict(sorted((str(one["values"]), int(one["counts"])) for one in kinds))
+
+
 def redacted_in(path: str | Path) -> Counts | None:
     """Return what was taken out of a snapshot's texts, by kind; None where nobody looked."""
     import pyarrow.parquet as pq

@@ -91,6 +91,7 @@ def test_what_comes_later_does_not_leak_in(store: FeedbackStore, tmp_path: Path)
     frame = snapshot.read(taken.path)
     assert list(frame.rater_id) == ["ann", "bob"]
     assert list(frame.number) == [1.0, 1.0]  # ann's later change of mind is not in it
+    assert snapshot.kinds_in(taken.path) == {"thumbs": 2}
     now_there = snapshot.take(store.database, "tea", watermark + 2, tmp_path / "now.parquet")
     assert list(snapshot.read(now_there.path).rater_id) == ["bob", "ann", "cat"]
     assert snapshot.find(store.database, "tea", before) == taken
