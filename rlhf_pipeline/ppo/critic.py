@@ -115,17 +115,34 @@ class AdapterCritic(nn.Module):
             )
 
 
+def _trunk_of_reward(directory: Path) -> Path:
+    trunk_dir, head_file = directory / "trunk", directory / "head.safetensors"
+    if not trunk_dir.is_dir() or not head_file.is_file():
+        raise ModelError(
+            f"a reward model is needed at {directory} to start the critic from, found no trunk "
+            "folder with head.safetensors beside it; check the path or leave value_init out"
+        )
+    return trunk_dir
+
+
 def load_reward_adapters(directory: Path, base: SharedBase) -> nn.Linear | None:
     """Put the adapters of the reward model at directory into the base; return its scalar head.
 
-    The head's bias is less the centre offset, as in load_reward_trunk. None where the reward model
-    has no adapters on this base, or reads what a critic cannot.
+    The head's bias is less the centre offset, as in load_reward_trunk. None, with a warning, where
+    the reward model has no adapters on this base, or reads what a critic cannot. Raises ModelError
+    if there is no reward model.
     """
-    trunk_dir, settings = directory / "trunk", directory / "reward_model.json"
-    facts = read_json(settings) if settings.is_file() else {}
+    trunk_dir = _trunk_of_reward(directory)
+    facts = read_json(directory / "reward_model.json")
     fits = facts.get("base", {}).get("digest") == base.digest
     fits = fits and facts["reads"] == "last" and not facts.get("likelihood")
     if not fits or not (trunk_dir / ADAPTER).is_file():
+        warnings.warn(
+            f"the reward model at {directory} has no adapters on the policy's base that a critic "
+            "can begin with, so the critic starts from fresh ones; leave value_init out, or train "
+            "the reward with reward.lora_rank on that base, to silence this",
+            stacklevel=2,
+        )
         return None
     load_adapters(trunk_of(base.policy.model), AdapterCritic.SET, trunk_dir)
     return _saved_head(directory, facts)
@@ -139,12 +156,7 @@ def load_reward_trunk(directory: Path, policy: Policy) -> tuple[nn.Module, nn.Li
     later, and another vocabulary reads other tokens than the policy writes. Raises ModelError if
     there is no reward model. The layout is reward/model.py's.
     """
-    trunk_dir, head_file = directory / "trunk", directory / "head.safetensors"
-    if not trunk_dir.is_dir() or not head_file.is_file():
-        raise ModelError(
-            f"a reward model is needed at {directory} to start the critic from, found no trunk "
-            "folder with head.safetensors beside it; check the path or leave value_init out"
-        )
+    trunk_dir = _trunk_of_reward(directory)
     facts = read_json(directory / "reward_model.json")
     same_tokens = load_tokenizer(trunk_dir).get_vocab() == policy.tokenizer.get_vocab()
     shares = "base" in facts

@@ -396,7 +396,7 @@ class PromotionLedger:
             line = _line_of_champions(history)
             versions = self._versions(connection, agent_id)
             before = _one_before(line, _withdrawn(connection, agent_id, history, versions))
-            version = before if to is None else to
+            version = before if to is None else to if len(line) > 1 else None
             if version is None or version not in {e.version for e in history}:
                 wanted = "an earlier champion" if to is None else f"version {to} as one"
                 raise RegistryError(

@@ -271,7 +271,7 @@ def test_adapters_of_another_base_are_refused(base: Path, wide: Path, proxy: Pat
     with pytest.raises(ModelError, match=r"adapters .* are needed"):
         load_adapters(trunk_of(model), "critic", proxy / "trunk")
     settings: PpoSettings = changed(lora_rank=2, critic="separate")
-    with pytest.warns(UserWarning, match="another vocabulary"):
+    with pytest.warns(UserWarning, match="no adapters on the policy's base"):
         learner = build_learner(base, base, proxy, settings)  # fresh ones instead
     assert isinstance(learner.critic, AdapterCritic)
 

@@ -228,7 +228,8 @@ def test_on_a_shared_base_a_critic_is_adapters_though_the_reward_is_not(
 ) -> None:
     directory = save_reward(base, tmp_path / "reward", offset=0.0)
     settings = changed(critic="separate", lora_rank=2)
-    learner = learner_at(base, settings, value_init=directory)
+    with pytest.warns(UserWarning, match="so the critic starts from fresh ones"):
+        learner = learner_at(base, settings, value_init=directory)
     assert isinstance(learner.critic, AdapterCritic)
     # What `rlhf plan` counts, and refuses by.
     plan = make_plan(read_config(base), settings, RewardModels())

@@ -56,9 +56,14 @@ class Lifecycle(RuleBasedStateMachine):
 
     @property
     def previous(self) -> int | None:
-        """Return who is gone back to: the last before that nothing speaks against, if any is."""
-        before = self.line[-2::-1]
-        return next((v for v in before if self.model[v] not in self.out), next(iter(before), None))
+        """Return who is gone back to: the last before that nothing speaks against, if any is.
+
+        Another than the champion; else the last before the champion was champion first.
+        """
+        before = [v for v in self.line[-2::-1] if v != self.champion]
+        first = self.line.index(self.champion)
+        else_to = self.line[first - 1] if first else None
+        return next((v for v in before if self.model[v] not in self.out), else_to)
 
     def may(self, version: int) -> bool:
         """Say whether the version may become champion without force."""
