@@ -155,11 +155,7 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[tupl
             f"{overview.moved.reason}; version {overview.moved.version} answers again",
         )
     if found is not None and is_trouble(
-        found.failed,
-        found.people_failed,
-        found.people,
-        most=rules.trouble_answers,
-        share=rules.trouble_share,
+        found, most=rules.trouble_answers, share=rules.trouble_share
     ):
         yield (
             "champion_fails",

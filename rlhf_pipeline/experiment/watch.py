@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -63,10 +62,8 @@ class Failures:
         )
 
 
-def is_trouble(
-    failed: int, people_failed: int, people: int, *, most: int, share: float, usual: float = 0.0
-) -> bool:
-    """Say whether so many failed of the latest `most` answers, and of the people who had them.
+def is_trouble(found: Failures, *, most: int, share: float, usual: float = 0.0) -> bool:
+    """Say whether too many failed of the latest `most` answers, and of the people who had them.
 
     Of both: one person's questions can be such that any answer is blocked. It is looked at again
     after every answer, so the worst of many windows counts; of what fails at a `usual` share of
@@ -74,8 +71,8 @@ def is_trouble(
     chance in 20,000 answers (usual shares to 0.12, share 0.2 of 50).
     """
     limit = min(1.0, share + 2 * usual)
-    met = failed >= max(limit * most, 1.0) and people_failed >= limit * people
-    return met and usual < 0.5
+    of_answers = found.failed >= max(limit * most, 1.0)
+    return of_answers and found.people_failed >= limit * found.people and usual < 0.5
 
 
 def failures(
@@ -137,16 +134,13 @@ def go_back_if_failing(
     rules = settings.experiments
     most, share = rules.trouble_answers, rules.trouble_share
     found = failures(registry.ledger.database, agent_id, most=most, since=promoted.created_at)
-    trouble = partial(
-        is_trouble, found.failed, found.people_failed, found.people, most=most, share=share
-    )
     previous = ledger.standing(agent_id).previous
-    if previous is None or not trouble():
+    if previous is None or not is_trouble(found, most=most, share=share):
         return None
     before = failures(
         registry.ledger.database, agent_id, most=USUAL * most, until=promoted.created_at
     )
-    if not trouble(usual=before.usual):
+    if not is_trouble(found, most=most, share=share, usual=before.usual):
         return None
     registry.folder_of(previous)
     return ledger.rollback(

@@ -103,14 +103,7 @@ class Trials:
                 return
             its = self._of(experiment, "challenger", most).found
             champions = self._of(experiment, "champion", most).found
-            if not is_trouble(
-                its.failed,
-                its.people_failed,
-                its.people,
-                most=most,
-                share=share,
-                usual=champions.usual,
-            ):
+            if not is_trouble(its, most=most, share=share, usual=champions.usual):
                 return
             reason = (
                 f"the challenger failed at {its.failed} of its latest {its.answers} answers, and "

@@ -17,6 +17,7 @@ from rlhf_pipeline.errors import HashMismatch
 from rlhf_pipeline.experiment.watch import (
     REQUESTS_FAULT,
     USUAL,
+    Failures,
     failures,
     go_back_if_failing,
     is_trouble,
@@ -170,9 +171,8 @@ def test_a_version_that_fails_as_the_one_before_stays_and_one_far_worse_goes(usu
         known = float(rng.binomial(USUAL * most, before) / (USUAL * most))
         failed = np.cumsum(np.r_[np.zeros(most, int), rng.random(count) < rate])
         for n, found in enumerate((failed[most:] - failed[:-most]).tolist()):
-            if is_trouble(
-                found, found, min(n, most), most=most, share=rules.trouble_share, usual=known
-            ):
+            latest = Failures(min(n, most), found, min(n, most), found, {})
+            if is_trouble(latest, most=most, share=rules.trouble_share, usual=known):
                 return n
         return None
 
