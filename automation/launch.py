@@ -35,12 +35,13 @@ def run_job(
     instance = dg.DagsterInstance.get()
     instance.add_dynamic_partitions("agents", [agent_id])
     end_dead_turns(instance, pipeline, agent_id)
+    history = pipeline.claims.history(agent_id)
     # What fails is told below in a line; its traceback stands in Dagster's log of the run.
     config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     if job == bootstrap.name:
         mark = bootstrap_mark(agent_id)
     else:
-        begun = None if again else unfinished(pipeline.database, agent_id, settings)
+        begun = None if again else unfinished(pipeline.database, history, settings)
         newest = snapshot.newest_seq(pipeline.database, agent_id)
         watermark = begun.watermark if begun else newest
         if watermark < newest:
@@ -50,7 +51,7 @@ def run_job(
             bars.progress.console.print(told, highlight=False)
         mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
         config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
-    claims = [c for c in pipeline.claims.history(agent_id) if c.fingerprint == mark]
+    claims = [c for c in history if c.fingerprint == mark]
     folder = settings.turn_folder(agent_id, mark, [c.state for c in claims].count("done"))
     with looking(bars, folder):
         outcome = (

@@ -11,12 +11,13 @@ from typing import get_args
 import sqlalchemy as sa
 
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
-from rlhf_pipeline.database import Database, erasures, promotions
+from rlhf_pipeline.database import Database, erasures
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED
 from rlhf_pipeline.stages import BEGAN, REWARD
 
@@ -133,7 +134,7 @@ def due(
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
                 f"the last verdict), {wait / timedelta(minutes=1):g} needed",
             )
-    if (begun := unfinished(database, agent_id, settings)) is not None:
+    if (begun := unfinished(database, history, settings)) is not None:
         attempt = len(attempts_at(begun.watermark, history)) + 1
         return Due(agent_id, begun.watermark, new.votes, attempt)
     earlier = attempts_at(new.newest_seq, history)
@@ -220,8 +221,8 @@ def _judge_lacks(
     )
 
 
-def unfinished(database: Database, agent_id: str, settings: Settings) -> Claim | None:
-    """Return the newest attempt if it has trained reward models and did not end, None for no such.
+def unfinished(database: Database, history: list[Claim], settings: Settings) -> Claim | None:
+    """Return an agent's newest attempt that has trained reward models and did not end, or None.
 
     What had finished is not trained again where the same votes are trained from, so these come
     before what was voted since: else an hour without MLflow costs a night, and a turn that takes
@@ -229,11 +230,10 @@ def unfinished(database: Database, agent_id: str, settings: Settings) -> Claim |
     verdict before, nor where an erasure took some of them out, nor from one who is champion no more
     (but for this very turn's version, whose promotion an attempt did not outlive).
     """
-    history = ClaimBook(database).history(agent_id)
     failed = [claim for claim in failed_since_verdict(history) if claim.watermark > 0]
     if not failed or failed[-1].state == "held":
         return None
-    latest = failed[-1]
+    latest, agent_id = failed[-1], failed[-1].agent_id
     tried = [claim for claim in history if claim.fingerprint == latest.fingerprint]
     folder = settings.turn_folder(agent_id, latest.fingerprint)
     if (
@@ -243,13 +243,13 @@ def unfinished(database: Database, agent_id: str, settings: Settings) -> Claim |
         or not (folder / BEGAN).exists()
     ):
         return None
-    e, p = erasures.c, promotions.c
+    e = erasures.c
     erased = sa.exists().where(e.agent_id == agent_id, e.erased_at > latest.created_at)
-    newest = sa.select(p.version, p.token, p.action).where(p.agent_id == agent_id)
+    moves = PromotionLedger(database).history(agent_id)
     with database.read() as connection:
-        moved = connection.execute(newest.order_by(p.entry.desc()).limit(1)).one_or_none()
-        if moved is None or connection.execute(sa.select(erased)).scalar_one():
+        if not moves or connection.execute(sa.select(erased)).scalar_one():
             return None
+    moved = moves[-1]
     own = moved.action == "promote" and moved.token in {claim.token for claim in tried}
     began = read_json(folder / BEGAN)["champion"]
     return latest if own or moved.version == began else None

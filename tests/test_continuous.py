@@ -106,6 +106,9 @@ class Agent:
             self.database, "tea", load_settings("tiny", tree), at=self.at, min_new_feedback=minimum
         )
 
+    def unfinished(self) -> Claim | None:
+        return unfinished(self.database, self.book.history("tea"), load_settings("tiny"))
+
     def refusal(self, **changes: Any) -> str:
         verdict = self.asks(**changes)
         assert isinstance(verdict, NotDue)
@@ -376,34 +379,33 @@ def test_a_turn_that_ended_or_lost_votes_to_an_erasure_is_not_gone_on_with(agent
     claim = agent.turn(agent.at - timedelta(hours=9), 1, "failed")
     trained_rewards(agent, claim)
     agent.send(5)
-    settings = load_settings("tiny")
-    begun = unfinished(agent.database, "tea", settings)
+    begun = agent.unfinished()
     assert begun is not None
     assert begun.token == claim.token
     with agent.database.write() as connection:
         told = {"person": "", "counts": {}, "snapshots": [], "versions": [], "erased_at": agent.at}
         connection.execute(erasures.insert().values(erasure_id="1", agent_id="tea", **told))
-    assert unfinished(agent.database, "tea", settings) is None
+    assert agent.unfinished() is None
     later = agent.turn(agent.at - timedelta(hours=3), 1, "failed")
     trained_rewards(agent, later)
     with agent.database.write() as connection:
         connection.execute(erasures.delete())
-    assert unfinished(agent.database, "tea", settings) is not None
+    assert agent.unfinished() is not None
     move(agent, "promote", 1)  # by hand: the turn would begin from who is champion no more
-    assert unfinished(agent.database, "tea", settings) is None
+    assert agent.unfinished() is None
     move(agent, "promote", 2, later.token)  # its own version, before it came to its verdict
-    assert unfinished(agent.database, "tea", settings) is not None
+    assert agent.unfinished() is not None
     move(agent, "rollback", 0)
-    assert unfinished(agent.database, "tea", settings) is not None
+    assert agent.unfinished() is not None
     agent.turn(agent.at - timedelta(hours=2), 1, "done")
-    assert unfinished(agent.database, "tea", settings) is None
+    assert agent.unfinished() is None
     agent.send(1)
     hour = timedelta(hours=1)
     again = agent.turn(agent.at - hour, 1, "failed", later.fingerprint, 10, again=True)
     trained_rewards(agent, again)
-    assert unfinished(agent.database, "tea", settings) is None  # those had their verdict
+    assert agent.unfinished() is None  # those had their verdict
     agent.turn(agent.at, 1, "held", "another", 99)
-    assert unfinished(agent.database, "tea", settings) is None  # it is being trained
+    assert agent.unfinished() is None  # it is being trained
 
 
 def test_the_wait_doubles_up_to_six_hours() -> None:
