@@ -53,6 +53,11 @@ class Renaming:
             )
 
     @cached_property
+    def _first(self) -> dict[str, str]:
+        """Return the field by each column, the first where it is named for several."""
+        return {column: name for name, column in list(self.columns.items())[::-1]}
+
+    @cached_property
     def _by_value(self) -> dict[str, str]:
         """Return the words by what they say: TRUE, True and true, or 1, 1.0 and 1,0, are one."""
         return {_value(word): ours for word, ours in list(self.words.items())[::-1]}
@@ -77,9 +82,8 @@ class Renaming:
         """Return a table's columns by our names."""
         if not self.is_for([column for column in self.columns.values() if column not in names]):
             return list(names)
-        ours = {column: name for name, column in list(self.columns.items())[::-1]}
         told = {*self.columns, *self.fixed}  # a column of this very name says something else
-        return [ours.get(name, f"their {name}" if name in told else name) for name in names]
+        return [self._first.get(name, f"their {name}" if name in told else name) for name in names]
 
     def lacking(self, rows: Sequence[Values]) -> list[str]:
         """Return the columns and paths that are in none of these rows of objects."""
@@ -103,10 +107,9 @@ class Renaming:
         """Return a row by our names. Of cells `header` has given the names already."""
         if is_cells:
             named = dict(values)
-            first = {column: name for name, column in list(self.columns.items())[::-1]}
             for name, column in self.columns.items():  # one column may say several things
-                if first[column] in named:
-                    named[name] = named[first[column]]
+                if self._first[column] in named:
+                    named[name] = named[self._first[column]]
         else:
             told = {*self.columns, *self.fixed, *self.columns.values()}
             named = {name: value for name, value in values.items() if name not in told}

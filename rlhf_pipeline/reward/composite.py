@@ -31,9 +31,9 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.reward.settings import Linear, Stepped, Weight, weight_at
 
+SOME = 4  # completions: of fewer in a call all may be skipped by chance
 # In units of the composite: the most a completion under a floor can get, and where there are floors
 # the least that any other can. However bad, it never comes after one that is refused.
-SOME = 4  # completions: of fewer in a call all may be skipped by chance
 BELOW_FLOOR = -5.0
 
 
