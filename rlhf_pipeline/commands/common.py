@@ -398,6 +398,16 @@ def need_new(path: Path, *, force: bool) -> None:
     )
 
 
+def need_outside(path: Path, state_dir: Path) -> None:
+    """Raise ConfigError where writing to the path could replace what the state folder holds."""
+    path, state_dir = path.resolve(), state_dir.resolve()
+    if path in (state_dir, *state_dir.parents) or state_dir in path.parents:
+        raise ConfigError(
+            f"needed a file or folder outside the state folder {state_dir}, found {path}, and "
+            "what is written there might replace votes and models; choose another name"
+        )
+
+
 def need_file(path: Path) -> Path:
     """Return the path; raises ConfigError where there is no such file."""
     if not path.is_file():

@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.common import (
     Force,
     console,
     need_new,
+    need_outside,
     one_line,
     progress,
     workspace,
@@ -250,6 +251,8 @@ def export(
         )
     need_new(out, force=force)
     here = workspace()
+    if out != STDOUT:
+        need_outside(out, here.settings.state_dir)
     here.need_agent(agent)
     what: Literal["events", "pairs"] = "pairs" if pairs else "events"
     rows = write(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Force, Workspace, need_new, workspace
+from rlhf_pipeline.commands.common import Force, Workspace, need_new, need_outside, workspace
 from rlhf_pipeline.errors import UnknownRater
 
 Rater = Annotated[
@@ -39,9 +39,10 @@ def export(
     from rlhf_pipeline.erasure import held_about, tables_beside
     from rlhf_pipeline.files import write_text
 
+    here = workspace()
     if out is not None:
         need_new(out, force=force)
-    here = workspace()
+        need_outside(out, here.settings.state_dir)
     with _telling_where(here):
         told = held_about(here.settings, here.registry, rater, agent)
         tables = tables_beside(here.settings, here.registry, rater, agent)
