@@ -265,15 +265,16 @@ def _scored(out: Path, items: Sequence[RewardInput], version: str) -> int:
     content = out.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+    broken = content[len(whole) :]
+    begins = json.dumps({"number": len(lines) + 1})[:-1].encode()  # as _line does
+    if broken[: len(begins)] != begins[: len(broken)]:
+        raise _foreign(out, len(lines), broken.decode("utf-8", "replace"))
     for i, line in enumerate(lines):
         try:
             told = json.loads(line)
             found = (told["item"], told["reward_version"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--out must be a new file or one this command began, found {line[:60]!r} in line "
-                f"{i + 1} of {out}; name another file"
-            ) from error
+            raise _foreign(out, i, line) from error
         if i >= len(items) or found != (_identity(items[i]), version):
             raise ConfigError(
                 f"{out} must hold scores of the same completions by the same rewards and weights, "
@@ -282,3 +283,10 @@ def _scored(out: Path, items: Sequence[RewardInput], version: str) -> int:
     if len(whole) < len(content):
         os.truncate(out, len(whole))
     return len(lines)
+
+
+def _foreign(out: Path, i: int, line: str) -> ConfigError:
+    return ConfigError(
+        f"--out must be a new file or one this command began, found {line[:60]!r} in line "
+        f"{i + 1} of {out}; name another file"
+    )

@@ -63,6 +63,9 @@ def test_scores_of_another_reward_or_file_are_not_mixed_in(
         assert "same completions" in rlhf_score(*words, "--out", out, code=1)
     assert "a new file" in rlhf_score(completions, "--reward", "length", "--out", other, code=1)
     assert out.read_text() == before
+    other.write_text('{"mine": 1}')  # one line without an end is no line of ours that broke off
+    assert "a new file" in rlhf_score(completions, "--reward", "length", "--out", other, code=1)
+    assert other.read_text() == '{"mine": 1}'
 
 
 @pytest.mark.parametrize(
