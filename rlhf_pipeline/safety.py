@@ -16,6 +16,7 @@ from rlhf_pipeline.feedback.privacy import (
     EMAIL,
     GROUPS,
     NUMBERED,
+    PRIVATE,
     SECRET,
     cards_in,
     is_as_long_as_its_countrys,
@@ -39,7 +40,7 @@ PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
         re.compile(
             rf"{BEFORE}(?<!-)(?:{SECRET}|gh[pousr]_[A-Za-z0-9]{{30,}}"
             rf"|AKIA[A-Z0-9]{{16}}{AFTER}|xox[abprs]-[A-Za-z0-9-]{{10,}})"
-            r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+            rf"|-----BEGIN {PRIVATE}"
         ),
     ),
     "a card number": (r"\d", re.compile(rf"(?<![\d.]){GROUPS}(?!\.?\d)")),

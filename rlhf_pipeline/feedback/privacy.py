@@ -53,11 +53,18 @@ LETTER = rf"[^\W_{RUN_ON}]"  # or a digit
 BEFORE = rf"(?<!{LETTER})(?<!{LETTER}_)"
 AFTER = rf"(?!_?{LETTER})"
 
+# Countries and domains with names in such letters, where a text may go on without a blank. Source:
+# IANA's root zone, https://www.iana.org/domains/root/db
+RUN_ON_DOMAINS = (
+    "中国 中國 台湾 台灣 香港 澳門 澳门 新加坡 한국 ไทย ລາວ 公司 公益 商城 商标 在线 集团 "
+    "网络 网址 网站 中文网 我爱你 游戏 移动 政务 组织机构 みんな コム ストア クラウド グーグル "
+    "닷컴 닷넷 삼성 คอม"
+).replace(" ", "|")
 EMAIL = re.compile(
     rf"(?:(?<!{SIGN})(?<![.+-])(?!git@)(?:{SIGN}|[.+-]|(?<={LETTER})['\u2019](?={LETTER})){{1,64}}"
     rf"|[{RUN_ON}]{{1,64}})@(?![1-9]x\.(?:png|jpe?g|gif|webp))"  # icon@2x.png is a file
-    r"(?:[\w-]{1,63}\.){1,8}"
-    rf"(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})"
+    rf"(?:[\w{RUN_ON}-]{{1,63}}\.){{1,8}}"  # whose vowels may be no \w
+    rf"(?:(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})|{RUN_ON_DOMAINS})"
 )
 DIGITS_IN = r"(?=[A-Za-z0-9_-]*[0-9])"
 SECRET = (  # primary keys of tables are called pk_customerorderitems
@@ -70,6 +77,7 @@ KEY = re.compile(
     + r"""
         | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
         | hf_[A-Za-z0-9]{20,} | xox[abposr]-[A-Za-z0-9-]{10,}
+        | xapp-[0-9]-[A-Za-z0-9-]{20,}
         | (?:AKIA|ASIA)[A-Z0-9]{16} | AIza[\w-]{35}
         | npm_[A-Za-z0-9]{36} | SG\.[\w-]{16,}\.[\w-]{16,}
         | (?:gsk_|xai-)[A-Za-z0-9]{40,} | r8_[A-Za-z0-9]{30,} | do[opr]_v1_[0-9a-f]{64}
@@ -81,8 +89,9 @@ KEY = re.compile(
     )(?![A-Za-z0-9])""",
     re.VERBOSE | re.ASCII,
 )
+PRIVATE = "[A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"  # PGP's is a block
 PRIVATE_KEY = re.compile(  # one that breaks off is one to the end of the text
-    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)",
+    rf"-----BEGIN {PRIVATE}.*?(?:-----END {PRIVATE}|\Z)",
     re.DOTALL,
 )
 GROUPS = r"(?=(?:[ -]?\d){13})\d+(?:[ -]\d+)*"  # all digits in a row: a card may be among them
@@ -149,7 +158,7 @@ PHONE = re.compile(
         | \([0-9]{2,5}\)[ ]?[0-9]{3,4}[ -][0-9]{3,4}          # (212) 555-0100
         | [2-9][0-9]{2}-[2-9][0-9]{2}-[0-9]{4}                # 212-555-0100
     )(?![.-][0-9])"""
-    + AFTER,
+    + rf"(?:{AFTER}|(?=(?:x|ext\.?)[0-9]{{1,6}}{AFTER}))",  # 212-555-0100x12
     re.VERBOSE,
 )
 DIALLED = re.compile(rf"{NO_DIGITS_BEFORE}[+(]?[0-9][0-9 ()./-]{{5,24}}[0-9]{AFTER}(?![.,-][0-9])")

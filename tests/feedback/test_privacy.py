@@ -21,6 +21,8 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         ("212 555 0100, 650.253.0000 or 1-800-275-2273", "[phone], [phone] or [phone]"),
         ("ring 07700 900123, 030 901820, (030) 901820", "ring [phone], [phone], [phone]"),
         ("au 01 42 68 53 00 ou 0049 30 901820.", "au [phone] ou [phone]."),
+        ("212-555-0199x123, (212) 555-0199x12", "[phone]x123, [phone]x12"),
+        ("+1 212 555 0199x7 or 212-555-0199ext5", "[phone]x7 or [phone]ext5"),
         ("card 4111 1111 1111 1111!", "card [card]!"),
         # As pages and models write them: no-break blanks and hyphens, wide signs.
         (
@@ -38,6 +40,8 @@ from rlhf_pipeline.feedback.privacy import NATIONAL, redact, unknown_regions
         # In scripts without blanks between words nothing stands around what is looked for.
         ("请写信到ann@example.com，谢谢", "请写信到[email]，谢谢"),
         ("我" * 99 + "的邮箱是ann@example.com谢谢。", "我" * 99 + "的邮箱是[email]谢谢。"),
+        ("写信到zhang@例子.中国谢谢, kim@예시.한국", "写信到[email]谢谢, [email]"),
+        ("mail@ตัวอย่าง.ไทย, почта@пример.рф", "[email], [email]"),
         ("卡号4111111111111111过期，电话+8613812345678。", "卡号[card]过期，电话[phone]。"),
         ("ann@example.com입니다. 서버는 192.0.2.17입니다", "[email]입니다. 서버는 [ip]입니다"),
         ("メールは用户@example.comです、โทร+66 2 123 4567ครับ", "[email]です、โทร[phone]ครับ"),
@@ -139,6 +143,7 @@ def test_what_identifies_people_becomes_a_mark(text: str, cleaned: str) -> None:
         "bearer of glad-tidings-from-the-hills, sk-learn-is-a-library-for-people",
         "10 20 30 40 50, 100 200 3000, 12/31/2024 10 000 000, 2024-01-31 100, 9781402894626",
         "1.2.3.4.5 and 999.1.1.1 and dead:beef",
+        "a screen of 100-200x300, 2025-1920x1080, 请@小明.谢谢大家 and xapp-1-draft",
         "am 02.07.1998 08:32 und 02.07.1998 08 Uhr, 2.7.1998 10:00, 0.1666666667 each",
         "icon@2x.png, pypi-mirror, ya29.x, SKU 12, ACCOUNT, gsk_build, whsec_key",
         "lib_1.2.3.4_all, a_4111111111111111_b, task_sk-" + "a1B2" * 8,
