@@ -24,8 +24,10 @@ REPEATED = 16  # from this length on, one character over and over is no text
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _CONVERSATION = rf'^\[(?:\["(?:user|assistant|system)", {_STRING}\], )*\["user", {_STRING}\]\]$'
-_BLANK_PROMPT = r'\["user", "(?:\s|\\[nrt])*"\]\]$'
-_UNIT_NUMBER = r"(?:0(?:\.\d+)?|1(?:\.0+)?|\d(?:\.\d+)?e-\d+)"
+# What Python calls a blank, as JSON writes it; \s is ASCII's alone here.
+_BLANK = r"[\s\pZ\x{85}]|\\[nrtf]|\\u000b|\\u001[c-f]"
+_BLANK_PROMPT = rf'\["user", "(?:{_BLANK})*"\]\]$'
+_UNIT_NUMBER = r"(?:-?0(?:\.0+)?|0(?:\.\d+)?|1(?:\.0+)?|\d(?:\.\d+)?e-\d+)"
 _CRITERION = rf"{_STRING}: {_UNIT_NUMBER}"
 _CRITERIA = rf"^\{{{_CRITERION}(?:, {_CRITERION})*\}}$"
 
@@ -91,6 +93,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     }
     codes = {
         "kind": _codes(frame["kind"]),
+        "source": _codes(frame["source"]),
         "rater": _codes(frame["rater_id"]),
         "origin": _codes(frame["origin"]),
         "choice": _codes(frame["choice"]),

@@ -56,7 +56,7 @@ CHECKS: tuple[str, ...] = (*BATCH_CHECKS, *ROW_CHECKS)
 BLOCKING = frozenset({"columns_are_there", "enough_rows_are_clean"})
 
 COLUMNS = (
-    *("feedback_id", "agent_id", "kind", "rater_id", "origin", "interaction_id"),
+    *("feedback_id", "agent_id", "kind", "rater_id", "source", "origin", "interaction_id"),
     *("prompt", "completion", "number", "text", "criteria"),
     *("other_completion", "other_prompt", "choice", "shown_first", "comment"),
     *("occurred_at", "received_at"),

@@ -103,6 +103,8 @@ BAD: list[tuple[Rule, dict[str, Any]]] = [
     (Rule.value_out_of_range, {**CRITERIA, "criteria": "{}"}),
     (Rule.contexts_differ, {**PAIR, "other_prompt": prompt_to_json(user_prompt("Other?"))}),
     (Rule.empty_prompt, {**THUMBS, "prompt": prompt_to_json(user_prompt(" \n\t"))}),
+    (Rule.empty_prompt, {**THUMBS, "prompt": prompt_to_json(user_prompt("\u3000\xa0\u2028"))}),
+    (Rule.empty_prompt, {**THUMBS, "prompt": prompt_to_json(user_prompt("\f\v\x1c\x85"))}),
     (Rule.empty_completion, {**THUMBS, "completion": " \n"}),
     (Rule.empty_completion, {**PAIR, "completion": ""}),
     (Rule.empty_completion, {**PAIR, "other_completion": "\u3000"}),
@@ -174,6 +176,7 @@ def test_duplicates_are_the_later_inline_rows_of_one_origin() -> None:
         {**THUMBS, "interaction_id": "i-1"},
         {**PAIR},
         {**PAIR},  # 11: again
+        {**THUMBS, "source": "model"},
     )
     assert rules_of(validate(frame)) == dict.fromkeys(["id-1", "id-7", "id-11"], "duplicate")
 
@@ -252,6 +255,11 @@ def test_lopsided_labels_warn_and_do_not_block() -> None:
     checks = {check.name: check for check in validate(mixed).checks}
     assert checks["thumbs_are_balanced"].passed
     assert checks["ratings_are_spread"].numbers["spread"] == pytest.approx(1.0)
+
+
+def test_a_criterion_of_nothing_is_one_whatever_its_sign() -> None:
+    frame = frame_of({**CRITERIA, "criteria": '{"safety": -0.0}'})
+    assert rules_of(validate(frame)) == {}
 
 
 def test_too_few_clean_rows_block() -> None:
