@@ -233,7 +233,9 @@ def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
     It is the area under the ROC curve, over prompts, as scores are one scale for all of them.
     Sources of the interval: Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747, eq. 1, for
     votes of as many people; what a person's own have in common makes it wider as in Obuchowski
-    1997, doi:10.2307/2533958, whose parts are how much each vote moves the area.
+    1997, doi:10.2307/2533958, whose parts are how much each vote moves the area. It is laid in
+    log-odds, half a pair short of all and of none: few votes that are told apart whole are no proof
+    that all are.
     """
     values = [lead.value for lead in (*better, *worse)]
     n, m = len(better), len(worse)
@@ -243,11 +245,14 @@ def tells_apart(better: Sequence[Lead], worse: Sequence[Lead]) -> Measured:
     wins[n:] = [1 - win * m / n for win in wins[n:]]
     area = statistics.fmean(wins[:n])
     moves = [(win - area) / (n if i < n else m) for i, win in enumerate(wins)]
-    q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
-    spread = area * (1 - area) + (n - 1) * (q1 - area**2) + (m - 1) * (q2 - area**2)
+    inner = (area * n * m + 0.5) / (n * m + 1)
+    q1, q2 = inner / (2 - inner), 2 * inner**2 / (1 + inner)
+    spread = inner * (1 - inner) + (n - 1) * (q1 - inner**2) + (m - 1) * (q2 - inner**2)
     effect = design_effect(moves, [(lead.voter,) for lead in (*better, *worse)])
-    reach = Z * math.sqrt(max(0.0, spread) / (n * m) * effect)
-    return Measured(area, max(0.0, area - reach), min(1.0, area + reach), n + m)
+    reach = Z * math.sqrt(spread / (n * m) * effect) / (inner * (1 - inner))
+    odds = math.log(inner / (1 - inner))
+    low, high = (1 / (1 + math.exp(-odds - way * reach)) for way in (-1, 1))
+    return Measured(area, min(area, low), max(area, high), n + m)
 
 
 def is_good(example: RewardExample) -> bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterable
@@ -204,6 +205,16 @@ def test_what_tells_votes_apart_is_as_sure_as_it_says_where_people_differ() -> N
     assert naive / tries < 0.85
 
 
+def test_few_votes_that_are_told_apart_whole_are_no_proof_that_all_are() -> None:
+    rng = np.random.default_rng(0)
+    truth, held, tries = 0.9615, 0, 400  # of normal differences, mean 2.5, variance 2
+    for _ in range(tries):
+        found = tells_apart(alone(rng.normal(2.5, 1, 10)), alone(rng.normal(0, 1, 10)))
+        held += found.low <= truth <= found.high
+        assert found.low < found.share or found.share == 0.0
+    assert held / tries > 0.93
+
+
 def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None:
     rng = random.Random(0)
     better = alone([float(rng.randint(0, 9)) for _ in range(13)])
@@ -225,7 +236,9 @@ def test_good_and_bad_are_told_apart_as_often_as_every_two_of_them_are() -> None
     ]
     published = tells_apart(*rated)
     assert published.share == pytest.approx(0.893, abs=0.0005)
-    assert (published.high - published.low) / 2 / 1.96 == pytest.approx(0.032, abs=0.0005)
+    odds = [math.log(share / (1 - share)) for share in (published.low, published.high)]
+    deviation = (odds[1] - odds[0]) / 2 / 1.96 * published.share * (1 - published.share)
+    assert deviation == pytest.approx(0.032, abs=0.0005)
 
 
 def test_so_many_single_votes_are_scored_of_a_kind_and_none_that_says_neither() -> None:
