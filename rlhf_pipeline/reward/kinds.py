@@ -198,20 +198,23 @@ def until_turned(opinions: Opinions, scores: Sequence[float]) -> tuple[Opinions,
     has how many decided comparisons they gave before; raters.py has the test, which needs an order
     and so sees what is said in comparisons alone.
     """
-    said: dict[int, list[tuple[int, int]]] = {}
+    said: dict[int, list[tuple[int, int, bool]]] = {}  # ties and both-bad votes too
     for better, worse, outcome, who in opinions.preferences:
-        if outcome == 0:
-            said.setdefault(who, []).append((better, worse))
-    enough = {who: some for who, some in said.items() if len(some) >= JUDGED_VOTES}
+        said.setdefault(who, []).append((better, worse, outcome == 0))
+    places = {
+        who: [i for i, (*_, decided) in enumerate(some) if decided] for who, some in said.items()
+    }
+    enough = {who: some for who, some in places.items() if len(some) >= JUDGED_VOTES}
     if len(enough) < JUDGED_RATERS:
         return opinions, {}
     keep = [True] * len(opinions.texts)
     turned: dict[str, int] = {}
-    for who, some in enough.items():
-        turn = turn_of([scores[better] - scores[worse] for better, worse in some])
+    for who, decided in enough.items():
+        some = said[who]
+        turn = turn_of([scores[some[i][0]] - scores[some[i][1]] for i in decided])
         if turn is not None and turn >= JUDGED_VOTES:  # who never was careful is found by `fit`
             turned[opinions.voters[who]] = turn
-            for better, worse in some[turn:]:
+            for better, worse, _ in some[decided[turn] :]:
                 keep[better] = keep[worse] = False
     return (part(opinions, keep) if turned else opinions), turned
 

@@ -60,7 +60,7 @@ class RaterWeight:
     """One rater's decided pairs and how they were judged."""
 
     pairs: int
-    agreement: float  # share that the others' head foresaw
+    agreement: float | None  # share that the others' head foresaw; None where nobody was judged
     weight: float  # probability of being careful; of those with few pairs, 1
     gold: int = 0  # gold questions answered
     gold_right: int = 0
@@ -95,7 +95,8 @@ def rater_weights(
     judged = counts >= JUDGED_VOTES
     right = weights.new_zeros(len(names))
     turned: dict[int, int] = {}
-    if int(judged.sum()) >= JUDGED_RATERS:
+    foreseen = int(judged.sum()) >= JUDGED_RATERS
+    if foreseen:
         if tested.any():
             shares = _kinds(known, priors)[:, tested].sum(1) + PRIOR_RATERS * priors
             priors = shares / shares.sum()
@@ -121,7 +122,7 @@ def rater_weights(
     return {
         name: RaterWeight(
             int(counts[i]),
-            float(right[i]) / max(1, int(counts[i])),
+            float(right[i]) / int(counts[i]) if foreseen and counts[i] else None,
             float(weights[i]),
             answered[i].asked,
             answered[i].right,

@@ -306,7 +306,7 @@ def test_a_head_that_foresees_nothing_doubts_nobody() -> None:
     voters = [f"v{i % 20}" for i in range(600)]
     found = rater_weights(noise, torch.ones(600, dtype=torch.float64), voters)
     assert min(one.weight for one in found.values()) > 0.5
-    agreement = statistics.fmean(one.agreement for one in found.values())
+    agreement = statistics.fmean(one.agreement or 0.0 for one in found.values())
     assert agreement == pytest.approx(0.5, abs=0.1)
 
 
