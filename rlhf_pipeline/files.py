@@ -107,7 +107,7 @@ def read_json(path: str | Path) -> Any:
     """Return what `write_json` wrote. Raises PipelineError where there is no such JSON file."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PipelineError(
             f"a JSON file is needed at {path}, found none that can be read ({error}); "
             "correct the path, or make the file again"

@@ -899,6 +899,11 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
         told = rlhf("chat", typed=f"load {talk}\nhistory\n").stdout
         assert f"error: needed messages in {talk}" in told
         assert "nothing said yet" in told  # the conversation goes on
+    half = [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "hi"}]
+    for text, needed in ((json.dumps(half), "whole characters"), ("[" * 3000, "a JSON file")):
+        talk.write_text(text)
+        told = rlhf("chat", typed=f"load {talk}\nhistory\n").stdout
+        assert f"error: {needed}" in told
 
 
 def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> None:
@@ -1074,6 +1079,10 @@ def test_an_export_replaces_nothing_unless_it_is_told_to(rlhf: Run, tmp_path: Pa
     assert letter.read_text() == kept
     rlhf("feedback", "export", str(letter), "--agent", "tea", "--force")
     assert json.loads(letter.read_text())["kind"] == "thumbs"
+    state = tmp_path / "state"
+    for out in (state, state.parent, state / "agents" / "tea"):
+        refused = rlhf("feedback", "export", str(out), "--agent", "tea", "--force", code=1).stderr
+        assert f"outside the state folder {state}" in " ".join(refused.split())
     (tmp_path / "empty").mkdir()
     rlhf("feedback", "export", str(tmp_path / "empty"), "--agent", "tea")
     told = rlhf("feedback", "export", "-", "--agent", "tea")

@@ -159,6 +159,13 @@ class Conversation:
         saved = read_json(path)
         said = saved.get("messages") if isinstance(saved, dict) else saved
         read = messages_of(said, f"messages in {path}")
+        try:
+            "".join(message.content for message in read).encode()
+        except UnicodeEncodeError as error:  # half a sign, which nothing could write again
+            raise PipelineError(
+                f"whole characters are needed in {path}, found half of one, as of an emoji that "
+                "was cut in two; mend it"
+            ) from error
         if read[-1].role != "assistant":
             raise PipelineError(
                 f"a conversation that ends with the assistant's words is needed in {path}, found "
