@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.feedback.privacy import SIGN
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput
 from rlhf_pipeline.reward.rules import words_of
 from rlhf_pipeline.safety import UNSAFE, compiled, leaked
@@ -74,17 +75,20 @@ def empathy(phrases: Mapping[str, Sequence[str]] | None = None) -> RewardFunctio
     """Return a reward that is the share of the three kinds of PHRASES the completion has one of.
 
     Saying one twice adds nothing. `phrases` takes the list's place, for another language or tone.
+    Raises ModelError where they are not lists of phrases by kind.
     """
-    kinds = [
-        re.compile(rf"\b(?:{'|'.join(re.escape(p.lower()) for p in some)})\b")
-        for some in (PHRASES if phrases is None else phrases).values()
-        if some
-    ]
+    told = PHRASES if phrases is None else phrases
+    if not isinstance(told, Mapping) or not all(_are_texts(some) for some in told.values()):
+        raise ModelError(
+            "the reward empathy needs phrases by kind, {kind: [phrases]}, found "
+            f"{str(told)[:80]!r}; correct them"
+        )
+    kinds = [re.compile(_whole(map(_folded, some))) for some in told.values() if some]
     if not kinds:
         raise ModelError("the reward empathy needs phrases by kind, found none; name some")
 
     def reward(items: Sequence[RewardInput], /) -> list[float]:
-        texts = [item.completion.lower().replace("’", "'") for item in items]
+        texts = [_folded(item.completion) for item in items]
         return [sum(bool(kind.search(text)) for kind in kinds) / len(kinds) for text in texts]
 
     return reward
@@ -100,11 +104,11 @@ class Catalogue:
         """Return the items that the text names, in order, again where it names one again."""
         if not self.tags:
             return [_plain(found.group()) for found in TITLE.finditer(text)]
-        return [found.group() for found in self._pattern().finditer(text.lower())]
+        return [found.group() for found in self._pattern().finditer(_folded(text))]
 
     def _pattern(self) -> re.Pattern[str]:
         titles = sorted(self.tags, key=len, reverse=True)  # the longest of those that begin alike
-        return compiled((rf"(?<!\w)(?:{'|'.join(map(re.escape, titles))})(?!\w)",))[0]
+        return compiled((_whole(titles),))[0]
 
 
 def catalogue(items: str | Sequence[str] | Mapping[str, Sequence[str]] | None) -> Catalogue:
@@ -119,13 +123,14 @@ def catalogue(items: str | Sequence[str] | Mapping[str, Sequence[str]] | None) -
             items = json.loads(Path(items).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise _no_catalogue(items) from error
-    if isinstance(items, Mapping) and all(
-        isinstance(words, list | tuple) for words in items.values()
-    ):
-        return Catalogue({_plain(t): frozenset(_words(words)) for t, words in items.items()})
-    if isinstance(items, list | tuple) and items and all(isinstance(t, str) for t in items):
-        return Catalogue({_plain(title): frozenset() for title in items})
-    raise _no_catalogue(items)
+    if isinstance(items, Mapping):
+        about = items
+    else:
+        about = dict.fromkeys(items, ()) if _are_texts(items) else {}
+    lists = all(isinstance(words, list | tuple) for words in about.values())
+    if not about or not lists or not all(_plain(str(title)) for title in about):
+        raise _no_catalogue(items)
+    return Catalogue({_plain(str(t)): frozenset(_words(words)) for t, words in about.items()})
 
 
 def recommendation(
@@ -162,7 +167,7 @@ def item_ratio(
     titles = catalogue(items)
 
     def score(item: RewardInput) -> float:
-        said = len(words_of(item.completion))
+        said = len(words_of(_folded(item.completion)))
         named = sum(len(words_of(title)) for title in titles.mentions(item.completion))
         return min(named / said, 1.0) if said else 0.0
 
@@ -174,8 +179,14 @@ def safety(patterns: Sequence[str] = UNSAFE, *, personal_details: bool = True) -
 
     That is a match of `patterns`, the guardrails' own by default, or a personal detail that the
     prompt does not hold. A refusal that repeats the request matches too. Give it a floor of 0.5 to
-    have such a completion refused whatever else it earns.
+    have such a completion refused whatever else it earns. Raises ModelError where `patterns` is no
+    list of regular expressions.
     """
+    if not _are_texts(patterns):
+        raise ModelError(
+            "the reward safety needs a list of regular expressions, found "
+            f"{str(patterns)[:80]!r}; correct it"
+        )
     try:
         expressions = compiled(tuple(patterns))
     except re.error as error:
@@ -203,7 +214,31 @@ def _said(prompt: Prompt, roles: Sequence[str]) -> str:
 
 
 def _plain(title: str) -> str:
-    return YEAR.sub("", title).strip().lower()
+    return _folded(YEAR.sub("", title).strip())
+
+
+def _folded(text: str) -> str:
+    """Return the text as it is compared: in small letters, with one kind of apostrophe."""
+    return text.lower().replace("’", "'")
+
+
+def _are_texts(some: object) -> bool:
+    """Say whether these are texts; one text is none: its letters would be taken."""
+    return isinstance(some, list | tuple) and all(isinstance(text, str) for text in some)
+
+
+def _whole(phrases: Iterable[str]) -> str:
+    """Return what matches any of the phrases, and none within a word.
+
+    Words are parted by blanks where a phrase begins and ends with a letter of such a script.
+    """
+    return "|".join(
+        (rf"(?<!{SIGN})" if re.match(SIGN, phrase) else "")
+        + re.escape(phrase)
+        + (rf"(?!{SIGN})" if re.match(SIGN, phrase[-1]) else "")
+        for phrase in phrases
+        if phrase
+    )
 
 
 def _words(texts: Iterable[str]) -> list[str]:
@@ -212,6 +247,6 @@ def _words(texts: Iterable[str]) -> list[str]:
 
 def _no_catalogue(found: object) -> ModelError:
     return ModelError(
-        "items must be titles, {title: [words about it]}, or a JSON file with either, found "
-        f"{str(found)[:80]!r}; correct it"
+        "items must be titles, none of them blank, {title: [words about it]}, or a JSON file with "
+        f"either, found {str(found)[:80]!r}; correct it"
     )

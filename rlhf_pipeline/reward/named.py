@@ -183,7 +183,7 @@ def _loaded(target: str, name: str, options: Mapping[str, Any]) -> RewardFunctio
     module, _, attribute = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ModelError(
             f"the reward {name} needs {attribute!r} in the module {module!r}, found none "
             f"({error}); correct the name or install the package"
@@ -221,7 +221,7 @@ def _made(
         ) from error
     try:
         made = maker(**options)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:  # an option of another kind than it takes
         raise ModelError(
             f"the reward {name} cannot be made with {dict(options)}: {error}; correct its options"
         ) from error

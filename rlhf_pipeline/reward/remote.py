@@ -24,9 +24,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import RewardInput, checked_scores, hashed
+from rlhf_pipeline.reward.rules import is_count
 
 WORTH_ASKING_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 LONGEST_WAIT_SECONDS = 60.0
+LONGEST_TIMEOUT_SECONDS = 86_400.0
 BYTES_PER_SCORE = 64  # of an answer, beside a page of slack; more is no list of scores
 
 
@@ -52,9 +54,10 @@ class RemoteReward:
 
         key_variable names the environment variable with the service's key, read when it is asked.
         """
-        if batch_size < 1:
+        if not is_count(batch_size):
             raise ModelError(
-                f"a remote reward needs a batch_size of at least 1, found {batch_size}; correct it"
+                f"a remote reward needs a batch_size of 1, 2, 3 or more, found {batch_size}; "
+                "correct it"
             )
         self._service = partial(
             Service,
@@ -143,10 +146,11 @@ class Service:
         Raises ModelError for an address that is neither https nor loopback.
         """
         self.shown_url = _checked_url(url, allow_plain_http)
-        if not (timeout_seconds > 0 and attempts >= 1):
+        if not (0 < timeout_seconds <= LONGEST_TIMEOUT_SECONDS and is_count(attempts)):
             raise ModelError(
-                "a remote reward needs timeout_seconds above 0 and attempts of at least 1, found "
-                f"{timeout_seconds} and {attempts}; correct them"
+                f"a remote reward needs timeout_seconds above 0, {LONGEST_TIMEOUT_SECONDS:,.0f} at "
+                f"most, and attempts of 1, 2, 3 or more, found {timeout_seconds} and {attempts}; "
+                "correct them"
             )
         self._url = url
         self._timeout_seconds, self._attempts, self._sleep = timeout_seconds, attempts, sleep
@@ -232,12 +236,15 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         sound = parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
-    except ValueError:  # brackets that do not close, or a port that is no number below 65536
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # brackets that do not close, a port that is no number below 65536, or no
+        # name between two points
         sound = False
     if not sound:  # not shown: where a secret may stand in it is not known
         raise ModelError(
-            "a remote reward needs an address with a port's number, if any, and without spaces or "
-            "signs beyond ASCII, found another; correct it (%20 is a space, %C3%BC an ü)"
+            "a remote reward needs an address with a host's name, a port's number, if any, and "
+            "without spaces or signs beyond ASCII, found another; correct it (%20 is a space, "
+            "%C3%BC an ü)"
         )
     return parts
 

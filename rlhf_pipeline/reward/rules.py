@@ -21,6 +21,11 @@ SHORTEST, LONGEST = 5, 60  # words of a completion that is neither too short nor
 REPEATED = 3  # words that count as a repetition when they come again
 
 
+def is_count(value: object) -> bool:
+    """Say whether this is 1, 2, 3 or more: what an option that counts something may be."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def words_of(text: str) -> list[str]:
     """Return the text's words in order, in small letters."""
     return WORD.findall(text.lower())
@@ -134,6 +139,11 @@ def format_fit(
     if is_json:
         conditions.append(_is_json)
     if max_lines is not None:
+        if not is_count(max_lines):
+            raise ModelError(
+                f"the reward format needs max_lines of 1, 2, 3 or more, found {max_lines!r}; "
+                "correct it"
+            )
         conditions.append(lambda text: len(text.splitlines()) <= max_lines)
     if not conditions:
         raise ModelError(

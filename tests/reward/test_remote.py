@@ -183,9 +183,9 @@ def test_an_answer_that_is_not_one_finite_score_each_is_refused_at_once(
         ("file:///etc/passwd", "needs an http or https address"),
         ("https:///score", "needs an http or https address"),
         ("https://ann:hidden@reward.example/score", "must hold no user or password"),
-        ("https://[::1/hidden", "needs an address with a port's number"),
-        ("https://reward.example:hidden/score", "needs an address with a port's number"),
-        ("https://reward.example:70000/score", "needs an address with a port's number"),
+        ("https://[::1/hidden", "a port's number, if any"),
+        ("https://reward.example:hidden/score", "a port's number, if any"),
+        ("https://reward.example:70000/score", "a port's number, if any"),
         ("https://reward.example/score hidden", "without spaces"),
         ("https://reward.example/größe", "or signs beyond ASCII"),
     ],
@@ -204,5 +204,5 @@ def test_https_loopback_and_plain_http_where_it_is_allowed_are_taken() -> None:
     assert RemoteReward("http://reward.example/s", allow_plain_http=True).version
     with pytest.raises(ModelError, match="found 0 and 4"):
         RemoteReward("http://localhost:9/score", timeout_seconds=0)
-    with pytest.raises(ModelError, match="a batch_size of at least 1, found 0"):
+    with pytest.raises(ModelError, match="a batch_size of 1, 2, 3 or more, found 0"):
         RemoteReward("http://localhost:9/score", batch_size=0)

@@ -54,6 +54,9 @@ def test_empathy_counts_kinds_of_phrases_once_each() -> None:
         "So sorry. I understand. What happened?",
     ) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert scores("empathy", "tut mir leid", phrases={"reaction": ["tut mir leid"]}) == [1]
+    own = {"reaction": ["désolé d’apprendre", "oh no!", "抱歉"], "interpretation": ["i see"]}
+    said = ("Désolé d'apprendre ça", "Oh no! Bad.", "我很抱歉听到", "oh nothing", "I seek")
+    assert scores("empathy", *said, phrases=own) == [0.5, 0.5, 0.5, 0, 0]
     with pytest.raises(ModelError, match="needs phrases by kind"):
         named_reward("empathy", {"phrases": {}})
 
@@ -68,6 +71,13 @@ def test_a_recommendation_is_new_and_fits_what_was_asked(tmp_path: Path) -> None
     assert scores("recommendation", *said, prompt=asked, items=str(path)) == wanted
     # Who asks for nothing that any item is about is helped by every item.
     assert scores("recommendation", "Try Alien", prompt=user_prompt("hi"), items=FILMS) == [1]
+
+
+def test_titles_are_found_as_they_are_written_elsewhere() -> None:
+    titles = ["Schindler's List", "霸王别姬", "Up"]
+    said = ("Watch Schindler’s List tonight", "你可以看霸王别姬这部电影", "Upper")
+    assert scores("recommendation", *said, items=titles) == [1, 1, 0]
+    assert scores("item-ratio", "schindler’s list", items=titles) == [1]
 
 
 def test_without_a_catalogue_marked_items_and_titles_with_a_year_count() -> None:
@@ -106,6 +116,17 @@ def test_length_has_the_window_that_is_asked_for() -> None:
         ("length", {"short": 9}, "takes the options shortest, longest, found short"),
         ("length", {"shortest": "x"}, "cannot be made with"),
         ("format", {}, "needs a pattern"),
+        ("format", {"max_lines": "x"}, "needs max_lines of 1, 2, 3 or more"),
+        ("empathy", {"phrases": ["sorry"]}, "needs phrases by kind"),
+        ("empathy", {"phrases": {"reaction": "sorry"}}, "needs phrases by kind"),
+        ("safety", {"patterns": "bomb"}, "needs a list of regular expressions"),
+        ("recommendation", {"items": ["", "Up"]}, "items must be titles"),
+        ("judge", {"url": "https://example.org/v1", "model": "m", "rubric": 5}, "cannot be made"),
+        ("https://a..b/score", {}, "with a host's name"),
+        (".own:reward", {}, "needs 'reward' in the module '.own'"),
+        ("https://example.org/", {"attempts": 2.5}, "attempts of 1, 2, 3 or more"),
+        ("https://example.org/", {"batch_size": 2.5}, "batch_size of 1, 2, 3 or more"),
+        ("https://example.org/", {"timeout_seconds": float("inf")}, "at most, and attempts"),
         ("format", {"pattern": "("}, "needs a regular expression"),
         ("safety", {"patterns": ["("]}, "needs regular expressions"),
         ("recommendation", {"items": "no-such-file.json"}, "items must be titles"),
