@@ -60,8 +60,8 @@ def test_temperature_undoes_overconfidence() -> None:
     assert after < 0.02 < calibration_error(reliability(inflated, Confidence()))
     few = [fit_confidence(signed[i : i + 200]).lapse for i in range(0, 20_000, 200)]
     assert sum(lapse > 0 for lapse in few) <= 10  # of 100, where 5 are to be expected at most
-    separable = fit_confidence([1.0, 2.0])
-    assert separable.temperature == pytest.approx(0.05, rel=1e-3)
+    separable = fit_confidence([1.5] * 6)  # as seven of eight: six right, one more of either kind
+    assert separable.chance(1.5) == pytest.approx(7 / 8, abs=1e-4)
     assert separable.lapse == 0
 
 
