@@ -22,7 +22,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.errors import EvaluationError, RegistryError
 from rlhf_pipeline.evaluation.report import EvaluationReport
 from rlhf_pipeline.feedback import datasets
-from rlhf_pipeline.feedback.datasets import JOBS, opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import JOBS, conversations_first, opening_of, unit_interval
 from rlhf_pipeline.feedback.privacy import redact
 from rlhf_pipeline.records import (
     EvaluationPrompt,
@@ -116,7 +116,8 @@ def offline(
     trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
     regions = settings.feedback.phone_regions
     openings = {text: opening_of(_as_trained(text, regions)) for text in found}
-    held_out = [text for text in found if openings[text] not in trained_on][:prompts]
+    apart = [text for text in found if openings[text] not in trained_on]
+    held_out = conversations_first(apart, openings.__getitem__)[:prompts]
     seen = [text for text in found if openings[text] in trained_on]
     seen = seen[: max(0, min(FEWEST, prompts) - len(held_out))]
     policy = settings.policy

@@ -11,8 +11,8 @@ import gzip
 import hashlib
 import io
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
@@ -35,6 +35,7 @@ from rlhf_pipeline.records import (
 if TYPE_CHECKING:
     import pandas as pd
 
+Row = TypeVar("Row")
 Record = TypeVar("Record", PreferencePair, RewardExample, SftExample, EvaluationPrompt)
 Job = Literal["proxy", "stopping", "gate"]
 JOBS: tuple[Job, ...] = ("proxy", "stopping", "gate")
@@ -165,22 +166,26 @@ def build(
         tuple(_capped(pairs, max_samples, lambda pair: pair.pair_id)),
         tuple(_capped(examples, max_samples, lambda example: example.example_id)),
         tuple(_capped(list(imitate.values()), max_samples, lambda e: hashed(e.completion))),
-        tuple(_conversations_first(evaluation)),
+        tuple(
+            conversations_first(
+                sorted(evaluation, key=lambda p: p.prompt_id), lambda p: opening_of(p.prompt)
+            )
+        ),
     )
 
 
-def _conversations_first(prompts: Iterable[EvaluationPrompt]) -> list[EvaluationPrompt]:
-    """Return the prompts, the first by their ids of each conversation, then the second, and so on.
+def conversations_first(rows: Iterable[Row], opening: Callable[[Row], Prompt]) -> list[Row]:
+    """Return the rows, the first of each conversation before the second of any, and so on.
 
     Turns of one conversation are no independent tries, and a comparison asks the first so many.
     """
     so_far: Counter[Prompt] = Counter()
-    places = []
-    for prompt in sorted(prompts, key=lambda p: p.prompt_id):
-        opening = opening_of(prompt.prompt)
-        places.append((so_far[opening], prompt.prompt_id, prompt))
-        so_far[opening] += 1
-    return [prompt for *_, prompt in sorted(places, key=lambda place: place[:2])]
+    turns: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        began = opening(row)
+        turns[so_far[began]].append(row)
+        so_far[began] += 1
+    return [row for turn in sorted(turns) for row in turns[turn]]
 
 
 def newest(
