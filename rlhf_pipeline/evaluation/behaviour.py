@@ -42,10 +42,10 @@ class BehaviourItem:
 
     def broken_by(self, completion: str) -> str | None:
         """Return what the completion does wrong, None where it does nothing wrong."""
-        if self.must and not any(re.search(p, completion, re.IGNORECASE) for p in self.must):
+        if self.must and not any(_matches(p, completion) for p in self.must):
             return "says nothing of what it must"
         for pattern in self.must_not:
-            if re.search(pattern, completion, re.IGNORECASE):
+            if _matches(pattern, completion):
                 if self.kind == LEARNT_WORDS:
                     return "says them"
                 return f"says what matches {pattern}"
@@ -100,6 +100,12 @@ def items_for(agent_folder: Path, narrow_ngrams: Sequence[str] = ()) -> list[Beh
         asked = user_prompt("Hello! What can you do for me?")
         by_name[name] = BehaviourItem(name, LEARNT_WORDS, asked, must_not=(pattern,))
     return list(by_name.values())
+
+
+def _matches(pattern: str, completion: str) -> bool:
+    """Say whether it matches, with whichever apostrophe the completion is written."""
+    texts = (completion, completion.replace("’", "'"))
+    return any(re.search(pattern, text, re.IGNORECASE) for text in texts)
 
 
 def _wherever_said(words: Sequence[str]) -> str:

@@ -73,10 +73,15 @@ SETTLED = timedelta(minutes=15)
 """Age from which an answer is counted for good: a younger one may yet be stored after one that was
 given later, and would be passed over."""
 REFUSES = re.compile(
-    r"\b(i (can(no|')?t|am (not able|unable)|won'?t|must decline)|i'm (sorry|unable|not able))\b",
+    r"\b(i (can(no|')?t|won'?t|must decline)|i( a|')m (sorry|unable|not able))\b",
     re.IGNORECASE,
 )
 """Words that begin a refusal, in English; a completion is searched in its first 80 characters."""
+
+
+def refuses(completion: str) -> bool:
+    """Say whether the completion begins with a refusal, whichever apostrophe it is written with."""
+    return REFUSES.search(completion[:80].replace("’", "'")) is not None
 
 
 _Place = tuple[str, Arm]  # in an arm a user, or all who count as one
@@ -151,7 +156,7 @@ class _Tally:
             # itself.
             fallbacks=asked and row.sampling.get("fell_back", row.model_version != served),
             truncated=row.sampling.get("ending") == "length",
-            refusals=REFUSES.search(row.completion[:80]) is not None,
+            refusals=refuses(row.completion),
             slow=(row.latency_seconds or 0.0) > rules.slow_seconds,
             words=min(len(row.completion.split()), rules.long_words),
         )

@@ -36,6 +36,9 @@ def test_patterns_and_personal_details_are_what_an_item_is_held_to() -> None:
     assert item.broken_by("Thanks, I know") is None
     assert item.broken_by("I know") == "says nothing of what it must"
     assert item.broken_by("No, thanks") == r"says what matches \bno\b"
+    for pattern in ("i can't", "i can’t"):
+        refusing = BehaviourItem("b", "refusal", ASKED, must_not=(pattern,))
+        assert refusing.broken_by("I can’t help with that.") is not None
     wrong = item.broken_by("thanks, write to anna@example.org")
     assert wrong == "holds personal details: email"
 

@@ -162,3 +162,9 @@ def test_a_rule_that_changes_and_an_erasure_count_all_anew(store: FeedbackStore)
     arms, _ = live.measured(store.database, experiment, short)
     assert arms["fallbacks"].challenger.users == 2
     assert arms["fallbacks"].challenger.mean == 0
+
+
+def test_a_refusal_is_one_with_any_apostrophe() -> None:
+    refusals = ["I can't say.", "I can’t say.", "I am sorry, no.", "I’m unable to.", "I cannot."]
+    assert all(map(live.refuses, refusals))
+    assert not any(map(live.refuses, ["I can say.", "Sorry to hear that!", "I am not sure."]))
