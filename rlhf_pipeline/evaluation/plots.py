@@ -64,4 +64,4 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
 
 def _edges(low: float, high: float, bins: int) -> list[float]:
     width = (high - low or 1.0) / bins
-    return [low + i * width for i in range(bins + 1)]
+    return [low + i * width for i in range(bins)] + [max(high, low + bins * width)]
