@@ -1,8 +1,9 @@
 """The people: how they vote, given what they secretly prefer.
 
 Each person weighs the four pieces of the hidden preference a little differently, votes with noise,
-and some are careless (they vote at random) or lenient or harsh. Nothing here is visible to training
-but the votes.
+and some are lenient or harsh, or careless: their thumbs, ratings, scores and choices are random,
+though what they write and how they grade each criterion is what they think. Nothing here is
+visible to training but the votes.
 """
 
 from __future__ import annotations
