@@ -41,7 +41,8 @@ from rlhf_pipeline.continuous import Due, due
 from rlhf_pipeline.database import interactions
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.feedback.claims import Claim
+from rlhf_pipeline.experiment.watch import WATCH
+from rlhf_pipeline.feedback.claims import NO_TRAINING, Claim
 from rlhf_pipeline.files import read_json, read_yaml, write_json, write_text
 from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import now
@@ -84,6 +85,10 @@ CLOCK: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What the agent's recipe has otherwise than the one that was asked for."""
+BY_ITSELF = frozenset(
+    {"sft_policy", "promotion", "experiment", WATCH, "sensor", "schedule", "watchdog", *NO_TRAINING}
+)
+"""Who promotes, starts an experiment or asks for a turn without a person."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,12 +312,12 @@ class _Loop:
         return [alert.name for alert in alerts_of(found, settings, at=now())]
 
     def _manual_steps(self) -> int:
-        """Return how many promotions, turns and experiments a person asked for."""
+        """Return how many promotions, turns and experiments nothing of ours asked for."""
         ledger = self.pipeline.ledger.history(self.agent_id)
         actors = [entry.actor for entry in ledger]
         actors += [one.actor for one in self.book.history(self.agent_id)]
         actors += [claim.asked_by for claim in self._claims()]
-        return sum(actor.startswith("person") for actor in actors)
+        return sum(actor not in BY_ITSELF for actor in actors)
 
 
 def compress(recipe: str, path: Path, *, turn_at: int) -> None:

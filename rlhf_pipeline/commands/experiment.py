@@ -13,6 +13,7 @@ from rlhf_pipeline.commands.common import (
     Agent,
     AsJson,
     Workspace,
+    actor,
     console,
     progress,
     workspace,
@@ -62,7 +63,7 @@ def start(
         champion=champion.version,
         challenger=challenger.version,
         share=settings.ramp[0],
-        actor="a person",
+        actor=actor(),
     )
     typer.echo(
         f"{agent}: version {begun.challenger} meets {begun.share:.0%} of the people beside "
