@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -384,9 +385,13 @@ def summarise(
     values = {system: _per_prompt(prompts, answers) for system, answers in systems.items()}
     texts = {system: [c.text for c in answers.completions] for system, answers in systems.items()}
 
-    def mean(metric: str, of: Floats) -> Number:
-        of = of[~np.isnan(of)] if metric in OF_REFERENCES else of
-        return metrics.bootstrap_mean(of, samples=bootstrap_samples, seed=seed)
+    groups = metrics.conversations_of(p.prompt for p in prompts)
+
+    def mean(metric: str, of: Floats, groups: metrics.Groups = groups) -> Number:
+        if metric in OF_REFERENCES:
+            known = ~np.isnan(of)
+            of, groups = of[known], groups[known]
+        return metrics.bootstrap_mean(of, samples=bootstrap_samples, seed=seed, groups=groups)
 
     def summary(system: str) -> dict[str, Number]:
         answers, n = systems[system], len(prompts)
@@ -399,6 +404,7 @@ def summarise(
                 answers.reference_tokens,
                 samples=bootstrap_samples,
                 seed=seed,
+                groups=groups,
             )
         found[KL] = mean(KL, values[system][KL])
         found["seconds_per_completion"] = Number(answers.seconds, n=n)
@@ -424,27 +430,31 @@ def summarise(
                 systems["candidate"].reference_tokens,
                 samples=bootstrap_samples,
                 seed=seed,
+                groups=groups,
             )
-        plain[against] = metrics.win_rate(here[GATE_SCORE], other[GATE_SCORE])
+        plain[against] = metrics.win_rate(here[GATE_SCORE], other[GATE_SCORE], groups=groups)
         controlled[against] = metrics.length_controlled_win_rate(
             here[GATE_SCORE],
             other[GATE_SCORE],
             here["length_tokens"] - other["length_tokens"],
             bootstrap_samples=bootstrap_samples,
             seed=seed,
+            groups=groups,
         )
     if same:
         differences["champion"] = differences["baseline"]
         plain["champion"], controlled["champion"] = plain["baseline"], controlled["baseline"]
 
     def by_group(names: Sequence[str | None]) -> dict[str, GroupResult]:
-        return _by_group(names, here, values["champion"], mean)
+        return _by_group(names, groups, here, values["champion"], mean)
 
     shown = [s for s in systems if not (same and s == "champion")]
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
     told = {system: list(systems[system].told.values()) for system in shown}
+    within = groups[list(systems["candidate"].told)]  # the prompts that the composite can judge
     return EvaluationReport(
         prompts=len(prompts),
+        conversations=len(set(groups.tolist())),
         seed=seed,
         temperature=temperature,
         champion_is_baseline=same,
@@ -464,7 +474,7 @@ def summarise(
             for i in chosen.tolist()
         ],
         seconds=time.monotonic() - started,
-        reward=reward_pieces(told, weights, bootstrap_samples=bootstrap_samples, seed=seed)
+        reward=reward_pieces(told, weights, mean=partial(mean, GATE_SCORE, groups=within))
         if told["candidate"]
         else None,
         topics=by_group([p.topic for p in prompts]),
@@ -484,9 +494,10 @@ def _pieces(told: Breakdown) -> dict[str, float]:
 
 def _by_group(
     names: Sequence[str | None],
+    groups: metrics.Groups,
     here: Mapping[str, Floats],
     champion: Mapping[str, Floats],
-    mean: Callable[[str, Floats], Number],
+    mean: Callable[[str, Floats, metrics.Groups], Number],
 ) -> dict[str, GroupResult]:
     """Return candidate against champion on each group (a name per prompt) with enough prompts.
 
@@ -498,8 +509,10 @@ def _by_group(
         if members.sum() >= FEWEST_OF_GROUP:
             changes = {m: (here[m] - champion[m])[members] for m in here}
             known = {m: of for m, of in changes.items() if not np.isnan(of).all()}
-            told = {m: mean(m, of) for m, of in known.items()}
-            rate = metrics.win_rate(here[GATE_SCORE][members], champion[GATE_SCORE][members])
+            within = groups[members]
+            told = {m: mean(m, of, within) for m, of in known.items()}
+            scores = (of[GATE_SCORE][members] for of in (here, champion))
+            rate = metrics.win_rate(*scores, groups=within)
             found[group] = GroupResult(rate, told.pop(GATE_SCORE), told)
     return found
 

@@ -5,13 +5,13 @@ It explains training: what PPO was after, and what it got. It judges nothing; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_pipeline.evaluation.metrics import Floats, Number, bootstrap_mean
+from rlhf_pipeline.evaluation.metrics import Floats, Number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.reward.composite import Breakdown
@@ -77,17 +77,13 @@ def reward_pieces(
     told: Mapping[str, Sequence[Breakdown]],
     weights: Mapping[str, float],
     *,
-    bootstrap_samples: int,
-    seed: int,
+    mean: Callable[[Floats], Number],
 ) -> RewardPieces:
     """Return the means of what the composite told of each system, on the same prompts in order.
 
-    `told` has the candidate and what it is compared with.
+    `told` has the candidate and what it is compared with; `mean` is one of the prompts' values,
+    with its interval.
     """
-
-    def mean(of: Floats) -> Number:
-        return bootstrap_mean(of, samples=bootstrap_samples, seed=seed)
-
     added = {system: _added(breakdowns, weights) for system, breakdowns in told.items()}
     scores = {
         system: {name: np.array([b.pieces[name].score for b in breakdowns]) for name in weights}

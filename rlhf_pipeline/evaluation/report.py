@@ -107,6 +107,7 @@ class EvaluationReport:
     behaviour: list[ItemResult] = field(default_factory=list)
     judged: dict[str, Judged] = field(default_factory=dict)  # against; where a judge was asked
     phrases: dict[str, list[Phrase]] = field(default_factory=dict)  # against
+    conversations: int | None = None  # that the prompts are of; earlier releases did not count
 
     @property
     def others(self) -> list[Against]:
@@ -116,14 +117,16 @@ class EvaluationReport:
     def metrics(self) -> dict[str, float]:
         """Return every number by a flat name: what the gate reads and MLflow shows.
 
-        `prompts` (how many were compared), `candidate/gate_score`, `vs_champion/gate_score_low`,
-        `vs_champion/win_rate`, ... and, per other system, `length_ratio`, `distinct_2_change` and
-        `perplexity_change` (relative), `repetition_change` (below 0.02 counts as that),
-        `truncation_beyond` (the candidate's rate where it surely exceeds the other's, else 0),
-        `behaviour_worse` (behaviour items, and kinds of them, that it fails more often). What was
-        not measured is not there.
+        `prompts` (how many were compared), `conversations` (that they are of),
+        `candidate/gate_score`, `vs_champion/gate_score_low`, `vs_champion/win_rate`, ... and, per
+        other system, `length_ratio`, `distinct_2_change` and `perplexity_change` (relative),
+        `repetition_change` (below 0.02 counts as that), `truncation_beyond` (the candidate's rate
+        where it surely exceeds the other's, else 0), `behaviour_worse` (behaviour items, and kinds
+        of them, that it fails more often). What was not measured is not there.
         """
         flat = {"prompts": float(self.prompts)}
+        if self.conversations is not None:
+            flat["conversations"] = float(self.conversations)
         for system, numbers in self.numbers.items():
             for metric, number in numbers.items():
                 _spread(flat, f"{system}/{metric}", number)

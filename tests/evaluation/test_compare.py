@@ -19,7 +19,7 @@ from rlhf_pipeline.evaluation.behaviour import BehaviourItem
 from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, Sampling, _answer, compare
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, PairJudge
-from rlhf_pipeline.evaluation.plots import write_plots
+from rlhf_pipeline.evaluation.plots import _edges, write_plots
 from rlhf_pipeline.evaluation.report import GATE_SCORE, EvaluationReport, GroupResult, group_rows
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import load_policy, save_policy
@@ -27,6 +27,7 @@ from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import (
     EvaluationPrompt,
+    Message,
     RewardFunction,
     RewardInput,
     ignore_progress,
@@ -339,6 +340,27 @@ def test_plots_are_pictures_with_a_name_at_every_axis(
     assert [p.name for p in paths] == ["score_distributions.png", "win_rates.png"]
     for path in paths:
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_best_score_has_a_place_in_the_picture() -> None:
+    edges = _edges(-4.65, 3.921, 30)
+    assert len(edges) == 31
+    assert (edges[0], edges[-1]) == (-4.65, 3.921)
+    assert _edges(1.0, 1.0, 2) == [1.0, 1.5, 2.0]
+
+
+def test_turns_of_one_conversation_count_as_one_for_the_gate(folders: dict[str, Path]) -> None:
+    first = PROMPTS[0].prompt
+    turns = [
+        EvaluationPrompt(
+            str(i), (*first, *(Message("assistant", "yes"), Message("user", "and?")) * i)
+        )
+        for i in range(3)
+    ]
+    others = [EvaluationPrompt(p.prompt_id, p.prompt) for p in PROMPTS[1:]]
+    found = run(folders["candidate"], folders["baseline"], prompts=[*turns, *others]).metrics()
+    assert found["prompts"] == len(others) + 3
+    assert found["conversations"] == len(others) + 1
 
 
 def test_what_cannot_be_compared_is_refused(folders: dict[str, Path]) -> None:

@@ -39,6 +39,7 @@ def report(**changes: float) -> EvaluationReport:
     better = {"gate_score": Number(0.4, 0.2, 0.6, 100)}
     return EvaluationReport(
         prompts=100,
+        conversations=100,
         seed=0,
         temperature=0.7,
         champion_is_baseline=False,
@@ -303,12 +304,12 @@ def test_rules_of_ones_own_are_judged_alike() -> None:
     assert decide(report(), rules=[replace(rule, limit=50.0)]).passed
 
 
-def test_on_few_prompts_a_person_decides() -> None:
+def test_on_few_conversations_a_person_decides() -> None:
     """Two prompts on which it did better by chance give an interval above 0."""
-    few = decide(replace(report(), prompts=19))
+    few = decide(replace(report(), conversations=19))
     assert few.passed
     [paused] = [result for result in few.results if result.verdict == "pause"]
     assert (paused.rule, paused.number) == ("held_out_prompts", 19.0)
     assert all(
-        result.verdict != "pause" for result in decide(replace(report(), prompts=20)).results
+        result.verdict != "pause" for result in decide(replace(report(), conversations=20)).results
     )

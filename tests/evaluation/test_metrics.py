@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation import metrics
+from rlhf_pipeline.records import Message
 
 
 def floats(*values: float) -> metrics.Floats:
@@ -216,3 +217,47 @@ def test_the_bootstrap_interval_covers_as_often_as_it_says() -> None:
         number = metrics.bootstrap_mean(generator.exponential(1.0, 50), samples=300, seed=trial)
         covered += (number.low or 0.0) <= 1.0 <= (number.high or 0.0)
     assert 0.88 <= covered / 300 <= 0.98
+
+
+def test_turns_of_one_conversation_are_no_independent_tries() -> None:
+    generator = np.random.default_rng(5)
+    groups = np.repeat(np.arange(20), 5)
+    covered = {"mean": 0, "rate": 0, "plain": 0}
+    for trial in range(200):
+        # Half of the variance is the conversation's.
+        ahead = generator.normal(0, 1, 20)[groups] + generator.normal(0, 1, 100)
+        zero = np.zeros(100)
+        found = {
+            "mean": metrics.bootstrap_mean(ahead, samples=300, seed=trial, groups=groups),
+            "plain": metrics.bootstrap_mean(ahead, samples=300, seed=trial),
+        }
+        rate = metrics.win_rate(ahead, zero, groups=groups)
+        for name, number in found.items():
+            covered[name] += (number.low or 0.0) <= 0.0 <= (number.high or 0.0)
+        covered["rate"] += (rate.low or 0.0) <= 0.5 <= (rate.high or 0.0)
+    assert covered["mean"] / 200 > 0.9
+    assert covered["rate"] / 200 > 0.9
+    assert covered["plain"] / 200 < 0.85
+
+
+def test_groups_of_one_are_no_groups() -> None:
+    values = np.random.default_rng(6).normal(0, 1, 30)
+    each = np.arange(30)
+    plain = metrics.bootstrap_mean(values, samples=200, seed=0)
+    assert metrics.bootstrap_mean(values, samples=200, seed=0, groups=each) == plain
+    rate = metrics.win_rate(values, -values)
+    assert metrics.win_rate(values, -values, groups=each) == rate
+    one = metrics.bootstrap_mean(values, samples=200, seed=0, groups=np.zeros(30, dtype=np.int64))
+    assert (one.value, one.low) == (plain.value, None)
+    prompts = [(Message("user", "a"),), (Message("user", "b"),)]
+    later = (*prompts[0], Message("assistant", "x"), Message("user", "c"))
+    assert metrics.conversations_of([*prompts, later]).tolist() == [0, 1, 0]
+
+
+def test_of_ten_tries_the_interval_misses_as_seldom_as_it_says() -> None:
+    generator = np.random.default_rng(7)
+    missed = 0
+    for trial in range(1000):
+        number = metrics.bootstrap_mean(generator.normal(0, 1, 10), samples=500, seed=trial)
+        missed += not (number.low or 0.0) <= 0.0 <= (number.high or 0.0)
+    assert 0.03 <= missed / 1000 <= 0.07

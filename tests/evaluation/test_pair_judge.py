@@ -96,6 +96,13 @@ def test_wins_ties_and_turned_verdicts_count_one_and_half(judges: Judges) -> Non
     assert all("response_format" not in body for body in judges.heard)
 
 
+def test_what_is_won_in_one_order_and_tied_in_the_other_is_a_tie(judges: Judges) -> None:
+    judges.says = lambda body: said("first" if answers_in(body)[0] == "aaa" else "tie")
+    found = asked(judge(judges), *[("aaa", "b")] * 5)
+    assert found is not None
+    assert (found.win_rate.value, found.consistent) == (0.5, 0.0)
+
+
 def test_what_has_no_verdict_is_counted_and_left_out(judges: Judges) -> None:
     judges.says = lambda body: "well …" if "bad" in answers_in(body) else longer(body)
     found = asked(judge(judges), ("aaa", "b"), ("bad", "b"))
