@@ -1,12 +1,16 @@
 """What people say in MLflow about traced interactions, taken in as feedback, each once."""
 
 import json
+from typing import TYPE_CHECKING
 
 import dagster as dg
 import structlog
 
 from resources.pipeline import Pipeline
 from rlhf_pipeline.records import QuarantinedRow
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.registry.traces import Read
 
 log = structlog.get_logger()
 
@@ -30,26 +34,38 @@ def assessments_in_mlflow(
     from rlhf_pipeline.registry.traces import read_assessments
 
     cursor: dict[str, int] = json.loads(context.cursor or "{}")
-    said = []
+    said, failed = [], []
     for agent_id in pipeline.store.agents():
-        found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0))
-        aside: list[QuarantinedRow] = list(found.aside)
-        stored = pipeline.store.append(
-            found.events,
-            on_refused=lambda event, error, aside=aside: aside.append(  # type: ignore[misc]
-                QuarantinedRow(
-                    event.agent_id,
-                    getattr(error, "rule", "idempotency_conflict"),
-                    str(error),
-                    "mlflow",
-                    raw=event.idempotency_key,
-                )
-            ),
-        )
-        fresh, unfit = sum(not one.known for one in stored), pipeline.store.quarantine(aside)
+        try:
+            found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0))
+            fresh, unfit = _taken_in(pipeline, found)
+        except Exception as error:  # the others are heard all the same
+            log.exception("assessments not looked at", agent=agent_id)
+            failed.append(f"{agent_id}: {type(error).__name__}: {error}")
+            continue
         if fresh or unfit:  # what was read comes again, and is known by then
             said.append(f"{agent_id}: {fresh} new votes, {unfit} set aside")
             log.info("assessments taken in", agent=agent_id, votes=fresh, aside=unfit)
         cursor[agent_id] = found.turn_ms
+    if failed:
+        raise RuntimeError("; ".join(["assessments that could not be looked at", *failed, *said]))
     words = "; ".join(said) or "nothing was assessed since the last look"
     return dg.SensorResult(skip_reason=words, cursor=json.dumps(cursor))
+
+
+def _taken_in(pipeline: Pipeline, found: "Read") -> tuple[int, int]:
+    """Store what a look found; return how many votes are new, and how many were set aside."""
+    aside: list[QuarantinedRow] = list(found.aside)
+    stored = pipeline.store.append(
+        found.events,
+        on_refused=lambda event, error: aside.append(
+            QuarantinedRow(
+                event.agent_id,
+                getattr(error, "rule", "idempotency_conflict"),
+                str(error),
+                "mlflow",
+                raw=event.idempotency_key,
+            )
+        ),
+    )
+    return sum(not one.known for one in stored), pipeline.store.quarantine(aside)

@@ -134,10 +134,14 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
             event = event_of(assessment, agent_id, interaction_id, registry, changed, top)
             check_event(event)
         except FeedbackRefused as refusal:
-            raw = f"{trace_id} {assessment.assessment_id} {assessment.name} {changed}"
-            aside.append(QuarantinedRow(agent_id, refusal.rule, str(refusal), "mlflow", raw=raw))
+            rule, detail = refusal.rule, str(refusal)
+        except (ValueError, OverflowError, TypeError) as error:  # no value that anybody expects
+            rule, detail = Rule.wrong_type, f"needed a value that can be kept, found {error}"
         else:
             events.append(event)
+            continue
+        raw = f"{trace_id} {assessment.assessment_id} {assessment.name} {changed}"
+        aside.append(QuarantinedRow(agent_id, rule, detail, "mlflow", raw=raw))
     return Read(tuple(events), tuple(aside), next_turn)
 
 
@@ -185,11 +189,18 @@ def event_of(
         rater_id=hash_rater(agent_id, person) if person else None,
         source=source,
         origin="mlflow",
-        occurred_at=datetime.fromtimestamp(changed / 1000, UTC),
+        occurred_at=_moment(changed),
         comment=assessment.rationale,
         **about,
         **said,
     )
+
+
+def _moment(changed: int) -> datetime:
+    try:
+        return datetime.fromtimestamp(changed / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        refuse(Rule.bad_time, "a moment in milliseconds since 1970", changed)
 
 
 def _tops(assessments: Iterable[Any]) -> dict[str, int]:
@@ -243,11 +254,15 @@ def _interaction(registry: ModelRegistry, interaction_id: str) -> Interaction:
 
 
 def _assessments(traces: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield interaction id, trace id and assessment, of the traces that name an interaction."""
+    """Yield interaction id, trace id and assessment, of the traces that name an interaction.
+
+    Not the issues that MLflow links to a trace among its assessments: these say nothing of it.
+    """
     for trace in traces:
         interaction_id = trace.info.tags.get(INTERACTION)
         for assessment in trace.info.assessments if interaction_id else ():
-            yield interaction_id, trace.info.trace_id, assessment
+            if assessment.feedback is not None or assessment.expectation is not None:
+                yield interaction_id, trace.info.trace_id, assessment
 
 
 def _looked_at(registry: ModelRegistry, agent_id: str, turn_ms: int) -> tuple[Collection[Any], int]:

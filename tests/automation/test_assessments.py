@@ -189,5 +189,46 @@ def test_what_is_said_about_an_old_trace_is_heard_in_its_turn(
     assert len(traced.votes()) == 5
 
 
+@pytest.mark.parametrize(
+    ("said", "rule"),
+    [
+        ({"value": 10**400}, "wrong_type"),
+        ({"value": True, "last_update_time_ms": 10**18}, "bad_time"),
+    ],
+)
+def test_what_cannot_be_a_vote_is_set_aside_and_the_others_are_heard(
+    traced: Traced, said: dict[str, Any], rule: str
+) -> None:
+    from mlflow.entities import AssessmentSource, Feedback, IssueReference
+
+    source, trace = AssessmentSource("HUMAN", "ann"), traced.say("9 coins")
+    issue = IssueReference(issue_id="iss-1", issue_name="rude", source=source)
+    traced.client.log_assessment(trace, issue)
+    traced.client.log_assessment(trace, Feedback(name="odd", source=source, **said))
+    traced.label(trace, "thumbs", True)
+    assert traced.tick() == "shop: 1 new votes, 1 set aside"
+    assert traced.pipeline.store.quarantined(AGENT) == {rule: 1}
+
+
+def test_an_agent_that_cannot_be_looked_at_keeps_no_other_from_it(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interaction = Interaction(uuid7(), "bank", user_prompt("how much?"), "9 coins", 0, now())
+    traced.pipeline.store.ensure_agent("bank")  # after the shop, so looked at after it
+    traced.pipeline.store.add_interactions([interaction])
+    traced.label(log_interaction(traced.pipeline.registry, interaction), "thumbs", True)
+    read = traces.read_assessments
+
+    def fails_for_the_shop(registry: Any, agent_id: str, turn_ms: int = 0) -> traces.Read:
+        if agent_id == AGENT:
+            raise ValueError("boom")
+        return read(registry, agent_id, turn_ms)
+
+    monkeypatch.setattr(traces, "read_assessments", fails_for_the_shop)
+    with pytest.raises(RuntimeError, match=r"shop: ValueError: boom; bank: 1 new votes"):
+        traced.tick()
+    assert len(traced.votes()) == 1
+
+
 def test_without_traces_there_is_nothing_to_look_at(tmp_path: Path) -> None:
     assert "log_traces is off" in Traced(tmp_path, log_traces=False).tick()
