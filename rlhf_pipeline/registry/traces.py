@@ -176,7 +176,7 @@ def event_of(
     about: dict[str, Any] = {"interaction_id": interaction_id}
     kind, said = _said(value, assessment.name, top, expected=assessment.expectation is not None)
     if kind is FeedbackKind.preference:
-        interaction = _interaction(registry, interaction_id)
+        interaction = _interaction(registry, agent_id, interaction_id)
         about = {"prompt": interaction.prompt, "completion": value["chosen"]}
     source = SOURCES.get(str(assessment.source.source_type))
     if source is None:
@@ -244,12 +244,13 @@ def _said(
     refuse(Rule.wrong_type, "true, a number, text or {chosen, rejected}", type(value).__name__)
 
 
-def _interaction(registry: ModelRegistry, interaction_id: str) -> Interaction:
+def _interaction(registry: ModelRegistry, agent_id: str, interaction_id: str) -> Interaction:
+    """Return the interaction; another agent's, which anybody may name in a tag, is none of this."""
     from rlhf_pipeline.feedback.store import FeedbackStore
 
     found = FeedbackStore(registry.ledger.database).interaction(interaction_id)
-    if found is None:
-        refuse(Rule.unknown_interaction, "an interaction of this store", interaction_id)
+    if found is None or found.agent_id != agent_id:
+        refuse(Rule.unknown_interaction, f"an interaction of agent {agent_id!r}", interaction_id)
     return found
 
 

@@ -210,6 +210,17 @@ def test_what_cannot_be_a_vote_is_set_aside_and_the_others_are_heard(
     assert traced.pipeline.store.quarantined(AGENT) == {rule: 1}
 
 
+def test_a_preference_takes_no_prompt_of_another_agent(traced: Traced) -> None:
+    theirs = Interaction(uuid7(), "bank", user_prompt("my balance?"), "4711", 0, now())
+    traced.pipeline.store.ensure_agent("bank")
+    traced.pipeline.store.add_interactions([theirs])
+    trace = traced.say("9 coins")
+    traced.client.set_trace_tag(trace, traces.INTERACTION, theirs.interaction_id)
+    traced.label(trace, "rank", {"chosen": "A", "rejected": "B"})
+    assert traced.tick() == "shop: 0 new votes, 1 set aside"
+    assert traced.pipeline.store.quarantined(AGENT) == {"unknown_interaction": 1}
+
+
 def test_an_agent_that_cannot_be_looked_at_keeps_no_other_from_it(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
