@@ -38,19 +38,31 @@ def assessments_in_mlflow(
     for agent_id in pipeline.store.agents():
         try:
             found = read_assessments(pipeline.registry, agent_id, cursor.get(agent_id, 0))
+            # First: of a person's votes on one thing the row that is stored last decides.
+            gone = _taken_back(pipeline, agent_id, found)
             fresh, unfit = _taken_in(pipeline, found)
         except Exception as error:  # the others are heard all the same
             log.exception("assessments not looked at", agent=agent_id)
             failed.append(f"{agent_id}: {type(error).__name__}: {error}")
             continue
-        if fresh or unfit:  # what was read comes again, and is known by then
-            said.append(f"{agent_id}: {fresh} new votes, {unfit} set aside")
-            log.info("assessments taken in", agent=agent_id, votes=fresh, aside=unfit)
+        if fresh or unfit or gone:  # what was read comes again, and is known by then
+            back = f", {gone} taken back" if gone else ""
+            said.append(f"{agent_id}: {fresh} new votes, {unfit} set aside{back}")
+            log.info("assessments taken in", agent=agent_id, votes=fresh, aside=unfit, gone=gone)
         cursor[agent_id] = found.turn_ms
     if failed:
         raise RuntimeError("; ".join(["assessments that could not be looked at", *failed, *said]))
     words = "; ".join(said) or "nothing was assessed since the last look"
     return dg.SensorResult(skip_reason=words, cursor=json.dumps(cursor))
+
+
+def _taken_back(pipeline: Pipeline, agent_id: str, found: "Read") -> int:
+    """Take back what an assessment said before it was changed or overridden; return how much."""
+    if not found.revised:
+        return 0
+    return pipeline.store.withdraw(
+        agent_id, found.outdated(pipeline.store.keys_from_mlflow(agent_id))
+    )
 
 
 def _taken_in(pipeline: Pipeline, found: "Read") -> tuple[int, int]:

@@ -138,7 +138,8 @@ feedback = sa.Table(
     sa.Column("topic", sa.String(200)),
     sa.Column("occurred_at", UtcDateTime, nullable=False),
     sa.Column("received_at", UtcDateTime, nullable=False),
-    sa.Column("erased_at", UtcDateTime),  # set: it was about what a person asked to have erased
+    # Set: it was about what a person asked to have erased, or it only takes an earlier vote back.
+    sa.Column("erased_at", UtcDateTime),
     sa.UniqueConstraint("agent_id", "idempotency_key"),
     sa.Index("ix_feedback_agent_seq", "agent_id", "seq"),
     sa.Index("ix_feedback_vote", "agent_id", "voter", "target", "kind", "seq"),

@@ -205,6 +205,30 @@ class FeedbackStore:
             ticket.outcomes = [next(outcomes) for _ in ticket.events]
             ticket.done = True
 
+    def withdraw(self, agent_id: str, keys: Collection[str]) -> int:
+        """Take back the votes under these keys that count; return how many those were.
+
+        A blank row after each replaces it and counts for nothing, so what was made of the votes up
+        to a number stays what it was. What its voter had said of the same before stays replaced.
+        """
+        e = db.effective_feedback.c
+        replaced = (e.agent_id, e.kind, e.target, e.voter, e.rater_id, e.source, e.origin)
+        with self.database.write(alone=True) as connection:  # nobody votes while this looks
+            at = now()
+            blank = {"body_sha256": "", "shown_first": "this", "tags": "[]"}
+            moments = dict.fromkeys(("occurred_at", "received_at", "erased_at"), at)
+            rows = []
+            for some in _chunks(sorted(keys), LOOKUP):
+                query = sa.select(*replaced).where(
+                    e.agent_id == agent_id, e.idempotency_key.in_(some)
+                )
+                for row in connection.execute(query):
+                    new = {"feedback_id": uuid7(), "idempotency_key": f"withdrawn:{uuid7()}"}
+                    rows.append({**row._mapping, **blank, **moments, **new})
+            if rows:
+                connection.execute(db.feedback.insert(), rows)
+        return len(rows)
+
     def add_interactions(self, interactions: Sequence[Interaction]) -> None:
         """Store what was said; an id that is already there is left as it is."""
         with self.database.write() as connection:
@@ -369,6 +393,13 @@ class FeedbackStore:
         with self.database.read() as connection:
             found = connection.execute(query.group_by(e.kind).order_by(e.kind))
             return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
+
+    def keys_from_mlflow(self, agent_id: str) -> list[str]:
+        """Return the idempotency keys of the effective votes that came from MLflow."""
+        e = db.effective_feedback.c
+        query = sa.select(e.idempotency_key).where(e.agent_id == agent_id, db.FROM_MLFLOW)
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())
 
     def votes_by_voter(
         self, agent_id: str, kinds: Collection[str], *, most: int

@@ -2,19 +2,21 @@
 
 Somebody who labels in MLflow's review queues needs nothing else: thumbs, numbers, categories, an
 expected answer, or {"chosen", "rejected"} on a trace come back as votes on its interaction. Each
-assessment is one event however often it is read, and one that is changed supersedes itself.
+assessment is one event however often it is read. What one said before it was changed, or overridden
+by another as MLflow's page does it, is taken back.
 
 MLflow can be asked for what was said lately, not for what was assessed lately. So a look reads the
 NEWEST traces, and of all of them the next IN_TURN, oldest first and round again: it costs the same
 however many there are, and what is said about an old one is heard after traces / IN_TURN looks at
-most. What this does not see: assessments whose trace names no interaction.
+most. What this does not see: assessments whose trace names no interaction, and that one was deleted
+after it was heard.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -53,6 +55,13 @@ class Read:
     events: tuple[Feedback, ...]
     aside: tuple[QuarantinedRow, ...]
     turn_ms: int  # since 1970: when the trace was said at which the next look's turn begins
+    revised: Mapping[str, str | None]
+    """Of assessments that were changed or overridden: what their keys begin with, and the one that
+    still counts, if any."""
+
+    def outdated(self, keys: Iterable[str]) -> list[str]:
+        """Return which of the keys are of what nobody says any more."""
+        return [key for key in keys if self.revised.get(key.rpartition(":")[0], key) != key]
 
 
 def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
@@ -121,14 +130,18 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
     """
     events: list[Feedback] = []
     aside: list[QuarantinedRow] = []
+    revised: dict[str, str | None] = {}
     traces, next_turn = _looked_at(registry, agent_id, turn_ms)
     # In the order they were said: of a person's answers the one that is stored last counts.
     said = sorted(_assessments(traces), key=lambda one: _changed(one[2]))
     tops = _tops(assessment for _, _, assessment in said)
     for interaction_id, trace_id, assessment in said:
         changed = _changed(assessment)
-        if assessment.valid is False:
+        if assessment.valid is False:  # overridden by another
+            revised[_name(assessment)] = None
             continue
+        if changed != assessment.create_time_ms:
+            revised[_name(assessment)] = _key(assessment, changed)
         try:
             top = tops.get(assessment.name)
             event = event_of(assessment, agent_id, interaction_id, registry, changed, top)
@@ -142,7 +155,15 @@ def read_assessments(registry: ModelRegistry, agent_id: str, turn_ms: int = 0) -
             continue
         raw = f"{trace_id} {assessment.assessment_id} {assessment.name} {changed}"
         aside.append(QuarantinedRow(agent_id, rule, detail, "mlflow", raw=raw))
-    return Read(tuple(events), tuple(aside), next_turn)
+    return Read(tuple(events), tuple(aside), next_turn, revised)
+
+
+def _name(assessment: Any) -> str:
+    return f"mlflow:{assessment.assessment_id}"
+
+
+def _key(assessment: Any, changed: int) -> str:
+    return f"{_name(assessment)}:{changed}"
 
 
 def _changed(assessment: Any) -> int:
@@ -185,7 +206,7 @@ def event_of(
     return Feedback(
         agent_id=agent_id,
         kind=kind,
-        idempotency_key=f"mlflow:{assessment.assessment_id}:{changed}",
+        idempotency_key=_key(assessment, changed),
         rater_id=hash_rater(agent_id, person) if person else None,
         source=source,
         origin="mlflow",

@@ -122,6 +122,33 @@ def test_what_is_said_late_or_changed_is_heard(traced: Traced) -> None:
     assert [vote[1] for vote in traced.votes()] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["one look", "a look between"])
+@pytest.mark.parametrize("first", ["ann", ""], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("how", ["overridden", "overridden by another kind", "changed"])
+def test_what_is_said_no_more_counts_no_more(
+    traced: Traced, first: str, how: str, between: bool
+) -> None:
+    from mlflow.entities import AssessmentSource, Feedback
+
+    source, trace = AssessmentSource("HUMAN", first), traced.say("9 coins")
+    said = Feedback(name="thumbs", value=True, source=source)
+    before = traced.client.log_assessment(trace, said)
+    if between:
+        traced.tick()
+    time.sleep(0.01)
+    value = 2.0 if how == "overridden by another kind" else False
+    if how == "changed":
+        after = Feedback(name="thumbs", value=value, source=source)
+        traced.client.update_assessment(trace, before.assessment_id, after)
+    else:  # as MLflow's page does it, which knows nobody's name
+        nobody = AssessmentSource("HUMAN", "")
+        after = Feedback("thumbs", value, source=nobody, overrides=before.assessment_id)
+        traced.client.log_assessment(trace, after)
+    traced.tick()
+    assert [vote[1] for vote in traced.votes()] == [value]
+    assert traced.tick() == "nothing was assessed since the last look"
+
+
 def test_of_two_answers_read_in_one_look_the_last_word_counts(traced: Traced) -> None:
     from mlflow.entities import Feedback
 

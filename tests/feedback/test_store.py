@@ -403,6 +403,22 @@ def test_who_does_not_sign_is_somebody_else_each_time(store: FeedbackStore) -> N
 # -- interactions and agents --------------------------------------------------------------------
 
 
+def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_path: Path) -> None:
+    store.append([vote("one"), vote("two", rater_id=None), vote("three", rater_id="bob")])
+    then = snapshot.newest_seq(store.database, "tea")
+    before = snapshot.fingerprint(store.database, "tea", then)
+    assert store.withdraw("tea", ["one", "two", "unheard of"]) == 2
+    assert store.withdraw("tea", ["one", "two"]) == 0  # nothing is left of them
+    assert store.counts("tea") == {"thumbs": 1}
+    assert store.new_since("tea", then).votes == 0
+    newest = snapshot.newest_seq(store.database, "tea")
+    taken = snapshot.take(store.database, "tea", newest, tmp_path / "votes.parquet")
+    assert taken.rows == 1
+    assert snapshot.fingerprint(store.database, "tea", then) == before
+    store.append([vote("four")])  # they may say something else
+    assert store.counts("tea") == {"thumbs": 2}
+
+
 def test_an_interaction_comes_back_as_it_was_said(store: FeedbackStore) -> None:
     said = interaction(session_id="s", user_id="u", experiment="e", arm="a")
     store.add_interactions([said])
