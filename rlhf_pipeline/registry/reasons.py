@@ -186,7 +186,7 @@ def turn_of(
 ) -> tuple[stages.Turn, ModelVersion]:
     """Return the turn a version is from, on today's device, and the baseline it is held against."""
     ledger, name = registry.ledger, f"version {version.version} of {version.agent_id}"
-    if "reward_models" not in version.lineage or version.lineage.get("started_from") is None:
+    if not version.lineage.get("reward_models") or version.lineage.get("started_from") is None:
         raise RegistryError(
             f"{name} was trained by no reward, so it prefers nothing to itself; name a later "
             "version with --version, such as champion"

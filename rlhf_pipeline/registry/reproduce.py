@@ -54,10 +54,10 @@ def reproduce(
     say enough or a file it names is gone, HashMismatch where one is not the one it names.
     """
     turn = recorded_turn(ledger, settings, version, work)
-    names = ("reward", "ppo") if "reward_models" in version.lineage and turn.champion else ()
-    for name in names or ("baseline",):
+    names = ("reward", "ppo") if turn.champion else ("baseline",)
+    for name in names:
         stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
-    folder = work / "ppo" / "policy" if names else work / "sft"
+    folder = work / "ppo" / "policy" if turn.champion else work / "sft"
     found = folder_sha256(folder)
     same = tuple(name for name, sha256 in version.files.items() if found.get(name) == sha256)
     different = tuple(name for name in version.files if name not in same)
@@ -110,9 +110,12 @@ def recorded_turn(
             "is known; somebody wrote to it: restore it from a backup"
         )
     old_state = str(lineage["recipe"]["state_dir"])
-    champion = _moved(lineage.get("started_from"), old_state, settings)
+    # What version 0 started from is a base model: no reward was asked, and it was no champion.
+    is_trained = bool(lineage.get("reward_models"))
+    started_from = lineage.get("started_from") if is_trained else None
+    champion = _moved(started_from, old_state, settings)
     previous = _moved(lineage.get("previous"), old_state, settings)
-    if exact:
+    if exact and is_trained:
         _check_previous(version, recipe, previous)
     baseline = ledger.baseline(version.agent_id)
     recorded = _moved(lineage.get("baseline"), old_state, settings)

@@ -14,6 +14,7 @@ from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.feedback.datasets import opening_of
 from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.registry.reasons import turn_of
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
 
@@ -29,6 +30,24 @@ def test_a_version_of_a_real_turn_comes_out_again_bit_for_bit(
     outcome = reproduce(loop.pipeline.ledger, settings, version, tmp_path / "work")
     assert outcome.is_exact, outcome.different
     assert "model.safetensors" in outcome.same
+
+
+def test_version_0_from_a_base_model_is_trained_as_it_was(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lineage names what it started from, as that of a later version names its champion."""
+    version, ledger = loop.version(first_turn.agent_id, 0), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    base = replace(version, lineage={**version.lineage, "started_from": str(tmp_path / "base")})
+    assert base.lineage["reward_models"] == {}
+    ran: list[str] = []
+    for name in stages.STAGES:
+        monkeypatch.setitem(stages.STAGES, name, lambda *_, name=name: ran.append(name))
+    (tmp_path / "work" / "sft").mkdir(parents=True)
+    outcome = reproduce(ledger, settings, base, tmp_path / "work")
+    assert (ran, outcome.folder) == (["baseline"], tmp_path / "work" / "sft")
+    with pytest.raises(RegistryError, match="trained by no reward"):
+        turn_of(loop.pipeline.registry, settings, base)
 
 
 @pytest.mark.slow
