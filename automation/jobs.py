@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from
 DROPPED = "rlhf/dropped"  # run tag: which file, in which state, a run was asked to take in
+CAME_TO_NOTHING = [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]  # key is used up
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
 # What Dagster puts before the words of an error that was raised to be read.
 TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")

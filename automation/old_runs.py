@@ -2,7 +2,7 @@
 
 Never goes: a run under way or one that is gone on from, one whose turn's claim is held, one that
 trained a version that is in use (retention.py says which), one that has the newest of an asset's
-partition, and one that failed before it claimed a turn while the agent began none since, as the
+partition, and one that ended before it claimed a turn while the agent began none since, as the
 sensor counts those. Events go before the run's row, so a prune that was killed leaves a run to be
 found again. What this does not reach: what sensors and schedules noted, for which dagster.yaml has
 days of its own, and files of a storage that is not Dagster's embedded one.
@@ -20,7 +20,7 @@ import dagster as dg
 import structlog
 
 from automation.dead import AT_WORK, PARTITION
-from automation.jobs import retrain
+from automation.jobs import CAME_TO_NOTHING, WATERMARK, retrain
 from resources.pipeline import AGENT
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.feedback.claims import ClaimBook
@@ -120,7 +120,7 @@ def _items(
         elif run.run_id in known.newest:
             stays = f"has the newest of {known.newest[run.run_id]}"
         elif _is_counted(run, claim is None, newest_claim, ended):
-            stays = "failed before it claimed its turn, and none began since"
+            stays = "ended before it claimed its turn, and none began since"
         else:
             stays = None
         size = sum(path.stat().st_size for path in _files(instance, run.run_id))
@@ -132,8 +132,9 @@ def _is_counted(
     run: dg.DagsterRun, unclaimed: bool, newest_claim: datetime | None, ended: datetime
 ) -> bool:
     """Say whether sensors.py may count the run among the tries that came to nothing."""
-    failed = unclaimed and run.status == dg.DagsterRunStatus.FAILURE
-    return failed and run.job_name == retrain.name and (newest_claim or ended) <= ended
+    asked_for = run.job_name == retrain.name and WATERMARK in run.tags
+    in_vain = unclaimed and run.status in CAME_TO_NOTHING
+    return asked_for and in_vain and (newest_claim or ended) <= ended
 
 
 def _known(instance: dg.DagsterInstance) -> _Known:

@@ -16,6 +16,7 @@ from automation import outbox
 from automation.dead import end_dead_turns, runs_of
 from automation.due_turns import asked_for, due_turns
 from automation.jobs import (
+    CAME_TO_NOTHING,
     DROPPED,
     WATERMARK,
     bootstrap,
@@ -83,25 +84,25 @@ def enough_new_feedback(
 def _ended_unclaimed(
     instance: dg.DagsterInstance, pipeline: Pipeline, turn: Due, most: int
 ) -> tuple[int, str | None]:
-    """Return how many runs that were asked for failed before they claimed, and why none starts now.
+    """Return how many runs that were asked for ended before they claimed, and why none starts now.
 
     Counted since the agent's last claim; what a person began is not. A run key is used up even by a
-    run whose process never came to its first step; without this count the turn would never be asked
-    for again.
+    run whose process never came to its first step, or that a person cancelled in the queue; without
+    this count the turn would never be asked for again.
     """
     claims = pipeline.claims.history(turn.agent_id)
     records = instance.get_run_records(
         dg.RunsFilter(
             job_name=retrain.name,
             tags={AGENT: turn.agent_id},
-            statuses=[dg.DagsterRunStatus.FAILURE],
+            statuses=CAME_TO_NOTHING,
             created_after=claims[-1].created_at if claims else None,
         )
     )
     asked = [r for r in records if WATERMARK in r.dagster_run.tags]
     ended = [r for r in asked if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
     same = [r for r in ended if r.dagster_run.tags[WATERMARK] == str(turn.watermark)]
-    words = f"{len(ended)} runs failed before they began"
+    words = f"{len(ended)} runs ended before they began"
     return len(ended), _why_wait(ended, words, is_over=len(same) >= most)
 
 
@@ -154,9 +155,9 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
             if abs(now().timestamp() - stat.st_mtime) < SETTLED.total_seconds():
                 continue  # whoever writes it may only pause; where clocks differ it is near too
             key = f"{path}:{stamp_of(stat)}"
-            ended = _failed_to_take_in(context.instance, key)
+            ended = _came_to_nothing(context.instance, key)
             most = settings.continuous_learning.max_attempts
-            words = f"{len(ended)} runs for {path.name} failed"
+            words = f"{len(ended)} runs for {path.name} came to nothing"
             if (reason := _why_wait(ended, words, is_over=len(ended) >= most)) is not None:
                 reasons.append(reason)
                 continue
@@ -176,11 +177,9 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
     return dg.SensorResult(run_requests=requests, skip_reason=skip, cursor=json.dumps(sizes))
 
 
-def _failed_to_take_in(instance: dg.DagsterInstance, key: str) -> Sequence[dg.RunRecord]:
-    """Return the runs that failed to take the file in as it is; their run keys are used up."""
-    return instance.get_run_records(
-        dg.RunsFilter(tags={DROPPED: key}, statuses=[dg.DagsterRunStatus.FAILURE])
-    )
+def _came_to_nothing(instance: dg.DagsterInstance, key: str) -> Sequence[dg.RunRecord]:
+    """Return the runs that did not take the file in as it is; their run keys are used up."""
+    return instance.get_run_records(dg.RunsFilter(tags={DROPPED: key}, statuses=CAME_TO_NOTHING))
 
 
 @dg.sensor(

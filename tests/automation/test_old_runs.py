@@ -14,6 +14,7 @@ import dagster as dg
 import pytest
 from typer.testing import CliRunner
 
+from automation.jobs import WATERMARK
 from automation.old_runs import NO_AGENT, prune_runs
 from automation.processes import ROOT
 from resources.pipeline import AGENT
@@ -70,13 +71,16 @@ class World:
         return run.run_id
 
     def failed(self, agent: str) -> str:
-        """Return a run that failed before its first step."""
-        run = self.began(agent)
+        """Return a run that a sensor asked for and that failed before its first step."""
+        run = self.began(agent, asked=True)
         self.instance.report_run_failed(run)
         return run.run_id
 
-    def began(self, agent: str, job: dg.JobDefinition = retrain, **more: Any) -> dg.DagsterRun:
+    def began(
+        self, agent: str, job: dg.JobDefinition = retrain, *, asked: bool = False, **more: Any
+    ) -> dg.DagsterRun:
         tags = {AGENT: agent} if agent else {}
+        tags |= {WATERMARK: "1"} if asked else {}  # by a sensor
         started = dg.DagsterRunStatus.STARTED
         return self.instance.create_run_for_job(job, status=started, tags=tags, **more)
 
@@ -137,7 +141,7 @@ def test_what_is_old_goes_and_nothing_that_anything_leans_on(world: World) -> No
         "tea", label="v0", path=folder, files=files, lineage={}, actor="test", fingerprint=mark
     )
     world.claimed("tea", champion, mark, "done")
-    counted = world.failed("tea")
+    counted, cancelled = world.failed("tea"), world.ran("tea", asked=True)
     others = world.ran("milk")
     told = world.prune("tea", dry_run=True)
     assert told == {
@@ -148,7 +152,9 @@ def test_what_is_old_goes_and_nothing_that_anything_leans_on(world: World) -> No
         held: "its turn's claim is held",
         champion: "version 0 is a champion",
         resumed: "a run that is under way goes on from it",
-        counted: "failed before it claimed its turn, and none began since",
+        **dict.fromkeys(
+            (counted, cancelled), "ended before it claimed its turn, and none began since"
+        ),
     }
     runs = {run.run_id for run in world.instance.get_runs()}
     assert {first, old, at_work, others} < runs

@@ -249,19 +249,21 @@ def test_an_agent_whose_recipe_has_gone_keeps_no_other_one_waiting(ticks: Ticks)
     assert [r.partition_key for r in ticks.tick("dead_runs").run_requests] == ["here"]
 
 
-def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks) -> None:
-    agent = "stillborn"
+@pytest.mark.parametrize(("agent", "end"), [("stillborn", "failed"), ("unqueued", "canceled")])
+def test_a_run_that_ended_before_it_began_is_asked_for_again_later(
+    ticks: Ticks, agent: str, end: str
+) -> None:
     ticks.instance.add_dynamic_partitions("agents", [agent])
     ticks.vote(agent, 40)
     [first] = ticks.tick("enough_new_feedback").run_requests
 
     def die(asked: dg.RunRequest) -> None:
         run = ticks.start_run(agent, job="retrain", **{WATERMARK: asked.tags[WATERMARK]})
-        ticks.instance.report_run_failed(run)
+        getattr(ticks.instance, f"report_run_{end}")(run)
 
     die(first)
     skipped = ticks.tick("enough_new_feedback").skip_message
-    assert "stillborn: 1 runs failed before they began; next in 0:0" in skipped
+    assert f"{agent}: 1 runs ended before they began; next in 0:0" in skipped
 
     def later(after: timedelta) -> Any:
         moment = now() + after
@@ -271,14 +273,14 @@ def test_a_run_that_failed_before_it_began_is_asked_for_again_later(ticks: Ticks
     [again] = later(BACK_OFF).run_requests
     assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
     die(again)
-    assert "2 runs failed" in later(BACK_OFF).skip_message
+    assert "2 runs ended" in later(BACK_OFF).skip_message
     [third] = later(2 * BACK_OFF).run_requests
     assert third.run_key == f"{first.run_key}.2"
     die(third)
     assert "a person must look" in later(99 * BACK_OFF).skip_message
     # Other votes are asked for again, and not at once for the fourth time.
     ticks.vote(agent, 1, start=40)
-    assert "3 runs failed before they began; next in" in later(2 * BACK_OFF).skip_message
+    assert "3 runs ended before they began; next in" in later(2 * BACK_OFF).skip_message
     [other] = later(4 * BACK_OFF).run_requests
     assert other.tags[WATERMARK] != third.tags[WATERMARK]
 
@@ -458,8 +460,11 @@ def test_what_comes_while_a_file_is_taken_in_is_taken_in_next(
     assert ticks.pipeline.store.counts(agent) == {"preference": 2}
 
 
-def test_a_file_whose_run_died_is_taken_in_by_another_after_a_while(ticks: Ticks) -> None:
-    inbox = ticks.state / "inbox" / "resumed"
+@pytest.mark.parametrize("end", ["failed", "canceled"])
+def test_a_file_whose_run_ended_is_taken_in_by_another_after_a_while(
+    ticks: Ticks, end: str
+) -> None:
+    inbox = ticks.state / "inbox" / f"resumed-{end}"
     inbox.mkdir(parents=True)
     path, other = inbox / "votes.jsonl", inbox / "other.jsonl"
     for each in (path, other):
@@ -484,18 +489,18 @@ def test_a_file_whose_run_died_is_taken_in_by_another_after_a_while(ticks: Ticks
             status=dg.DagsterRunStatus.STARTED,
             tags=dict(request.tags),
         )
-        ticks.instance.report_run_failed(run)
+        getattr(ticks.instance, f"report_run_{end}")(run)
 
     first = asked()[0][path.name]
     die(first)
     assert set(asked()[0]) == {other.name}  # one bad file keeps no other one out
     other.unlink()
-    assert "1 runs for votes.jsonl failed; next in 0:0" in asked()[1]
+    assert "1 runs for votes.jsonl came to nothing; next in 0:0" in asked()[1]
     again = asked(BACK_OFF)[0][path.name]
     assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
     die(again)
     die(asked(2 * BACK_OFF)[0][path.name])
-    assert "3 runs for votes.jsonl failed; a person must look" in asked(99 * BACK_OFF)[1]
+    assert "3 runs for votes.jsonl came to nothing; a person must look" in asked(99 * BACK_OFF)[1]
     path.write_text(line(2) + "\n")  # as they may, by putting a better one there
     settle(path)
     assert asked()[0][path.name].run_key == asked()[0][path.name].tags[DROPPED]
