@@ -298,7 +298,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if why := self.ledger.standing(turn.agent_id).withdrawn.get(version.version):
             # The same votes, trained on again, may come to the files of an earlier version.
             return f"version {version.version} passed, but {why}; version {champion.version} stays"
-        began, _ = self._began_with(turn.agent_id, turn.work)
+        began, _ = self._began_with(turn.agent_id, turn.work, turn.token)
         if began is not None and began.version != champion.version:
             return (
                 f"version {version.version} passed against version {began.version}, but version "
@@ -367,22 +367,29 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             self.claims.finish(turn.token, "done", "version 0 trained from seeds")
 
     def _began_with(
-        self, agent_id: str, work: Path
+        self, agent_id: str, work: Path, token: int
     ) -> tuple[ModelVersion | None, ModelVersion | None]:
         """Return the champion and the baseline that the turn began with, whoever they are by now.
 
         What the turn trains starts at the one and is held against both: a step that looked again
         would train over the files of the turn's own version, where an attempt died after that was
-        promoted, or away from another reference than the step before. None before version 0.
+        promoted, or away from another reference than the step before. Only another attempt begins
+        anew, where the champion has changed and the turn has no version yet: one that was rolled
+        back is nothing to start from. None before version 0.
         """
         file, ledger = work / BEGAN, self.ledger
-        if not file.exists():
+        began: dict[str, int] = read_json(file) if file.exists() else {}
+        if token > began.get("token", 0):
             champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
             if champion is None or baseline is None:  # version 0 is trained first
                 return None, None
-            write_json(file, {"champion": champion.version, "baseline": baseline.version})
-            return champion, baseline
-        began = read_json(file)
+            policy = (work / "ppo" / "policy").resolve()
+            if not began or (
+                began["champion"] != champion.version
+                and all(v.path.resolve() != policy for v in ledger.versions(agent_id))
+            ):
+                began = {"champion": champion.version, "baseline": baseline.version}
+            write_json(file, {**began, "token": token})
         baseline = (
             ledger.version(agent_id, int(began["baseline"]))
             if "baseline" in began  # turns of older code did not write it down
@@ -394,7 +401,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         settings = asked_for(self.settings(claim.agent_id), tags or {})
         folder = settings.agent_folder(claim.agent_id)
         work = self._folder_of(claim, settings)
-        champion, baseline = self._began_with(claim.agent_id, work)
+        champion, baseline = self._began_with(claim.agent_id, work, claim.token)
         before = self.claims.last_done(claim.agent_id)
         if before is not None and before.fingerprint == claim.fingerprint:
             before = None  # trained on again: the same votes

@@ -53,7 +53,7 @@ SFT_EXAMPLES = "sft_examples.jsonl.gz"
 PROMPTS = "evaluation_prompts.jsonl.gz"
 GOLD = "gold_answers.jsonl"
 DATA_SETS = (PAIRS, EXAMPLES, SFT_EXAMPLES, PROMPTS, GOLD)
-BEGAN = "began.json"  # in a turn's folder: the champion and the baseline that it began with
+BEGAN = "began.json"  # in a turn's folder: whom it began with, and its newest attempt's token
 REWARD = "reward.json"  # there: what the reward models came to, once they are trained
 
 MADE_BY = "settings.json"  # beside the three reward models

@@ -28,7 +28,7 @@ from rlhf_pipeline.errors import ClaimLost, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.stages import Turn
+from rlhf_pipeline.stages import BEGAN, Turn
 from tests.assets.world import write_recipe
 
 PASSED = {"passed": True, "results": []}
@@ -51,13 +51,14 @@ def judged(pipeline: Pipeline, tmp_path: Path, gate: dict[str, Any]) -> Turn:
     claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
     ledger: PromotionLedger = pipeline.ledger
     common: dict[str, Any] = {"lineage": {}, "token": claim.token}
+    folder = pipeline._folder_of(claim, pipeline.settings("a"))
     ledger.add_baseline(
         "a", label="v0", path=tmp_path / "0", files={"w": "0"}, actor="test", **common
     )
     ledger.add_version(
         "a",
         label="v1",
-        path=tmp_path / "1",
+        path=folder / "ppo" / "policy",
         files={"w": "1"},
         gate=gate,
         fingerprint=claim.fingerprint,
@@ -261,9 +262,33 @@ def test_a_turn_ends_with_the_baseline_that_it_began_with(
     assert claim is not None
     assert pipeline._turn(claim).baseline == first.baseline == tmp_path / "0"
     (began,) = first.work.glob("*.json")
-    assert json.loads(began.read_text()) == {"champion": 0, "baseline": 0}
+    told = {"champion": 0, "baseline": 0, "token": claim.token}
+    assert json.loads(began.read_text()) == told
     began.write_text('{"champion": 0}')  # as older code wrote it
-    assert pipeline._turn(claim).baseline == tmp_path / "1"
+    again = pipeline._turn(claim)
+    assert (again.champion, again.baseline) == (
+        tmp_path / "0",
+        pipeline.ledger.version("a", 1).path,
+    )
+
+
+def test_another_attempt_does_not_begin_with_who_was_rolled_back(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    first = judged(pipeline, tmp_path, PASSED)
+    ledger, claims = pipeline.ledger, pipeline.claims
+    ledger.promote("a", 1, actor="ann", reason="reads well", expected_champion=0)
+    claims.finish(first.token, "done")
+    claim = claims.claim("a", "e" * 64, 2, holder="run 2", asked_by="sensor")
+    begun = pipeline._turn(claim)
+    assert begun.champion == ledger.version("a", 1).path
+    ledger.rollback("a", actor="watch", reason="it fails")
+    assert pipeline._turn(claim).champion == begun.champion  # of one attempt all steps agree
+    claims.finish(claim.token, "failed")
+    retried = claims.claim("a", "e" * 64, 2, holder="run 3", asked_by="sensor")
+    assert pipeline._turn(retried).champion == tmp_path / "0"
+    assert pipeline._turn(claim).champion == tmp_path / "0"  # who stalled takes nothing back
+    assert json.loads((begun.work / BEGAN).read_text())["token"] == retried.token
 
 
 @pytest.mark.parametrize(
