@@ -18,12 +18,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config import Settings
+from rlhf_pipeline.config import ExperimentSettings, Settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.datasets import place_of
@@ -44,6 +44,16 @@ IMPORTED_AHEAD: tuple[str, ...] = (
 LAUNCHED = (  # what a launcher tells
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ACCELERATE_USE_FSDP".split()
 )
+
+TRAIN_NOTHING = (
+    "alerts continuous_learning notifications pages retention serving".split()
+)  # sections of the settings that no stage reads: changed, they leave what was finished as it is
+TRAIN_NOTHING_IN: Mapping[str, Collection[str]] = {  # the same of others: the stages read the rest
+    # Nor does a stage read the number that stays, but the words few people carried are found by it.
+    "experiments": frozenset(ExperimentSettings.model_fields) - {"people_per_network"},
+    "promotion": ("automatic", "watch_days"),
+    "training": ("stage_timeout_minutes", "dagster_url", "report_to"),
+}
 
 
 def specification(turn: Turn) -> dict[str, Any]:
@@ -95,9 +105,17 @@ def same_work(stage: str, spec: Mapping[str, Any]) -> str:
     With the data sets: the same votes may make others, as where gold questions came since.
     """
     parts = {key: value for key, value in spec.items() if key != "token"}
+    parts["settings"] = _that_train(spec["settings"])
     every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
     sets = {path.name: file_sha256(path) for path in every if path.exists()}
     return hashed(stage, json.dumps([parts, sets], sort_keys=True))
+
+
+def _that_train(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in settings.items() if name not in TRAIN_NOTHING}
+    for section, names in TRAIN_NOTHING_IN.items():
+        kept[section] = {n: value for n, value in settings[section].items() if n not in names}
+    return kept
 
 
 def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,36 @@ def test_of_several_processes_that_train_ppo_one_reports(
     assert read_json(turn.work / "ppo.json")["result"] == {"rank": "0"}
 
 
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("training", {"stage_timeout_minutes": 1440, "report_to": ["tensorboard"]}),
+        ("continuous_learning", {"deadline_minutes": 2000}),
+        ("promotion", {"automatic": False}),
+        ("experiments", {"enabled": True}),
+        ("retention", {"cron": "1 1 * * *"}),
+    ],
+)
+def test_a_setting_that_trains_nothing_leaves_finished_stages_as_they_are(
+    turn: Turn, calls: list[int], section: str, change: dict[str, Any]
+) -> None:
+    spec = specification(turn)
+    assert worker.run("counting", spec) == {"call": 1}
+    other = {**spec["settings"], section: {**spec["settings"][section], **change}}
+    assert other != spec["settings"]
+    assert worker.run("counting", {**spec, "settings": other}) == {"call": 1}
+
+
+def test_what_trains_nothing_is_named_as_the_settings_are(turn: Turn) -> None:
+    every = turn.settings.model_dump(mode="json")
+    assert every.keys() >= {*worker.TRAIN_NOTHING, *worker.TRAIN_NOTHING_IN}
+    for section, names in worker.TRAIN_NOTHING_IN.items():
+        assert every[section].keys() > set(names), section
+    left = worker._that_train(every)
+    assert list(left["experiments"]) == ["people_per_network"]
+    assert "gate" in left["promotion"]
+
+
 @pytest.mark.parametrize("changed", ["champion", "settings"])
 def test_a_stage_runs_again_when_what_it_depends_on_changed(
     turn: Turn, calls: list[int], changed: str
