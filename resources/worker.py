@@ -30,7 +30,7 @@ from rlhf_pipeline.feedback.datasets import place_of
 from rlhf_pipeline.files import file_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
-from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn
+from rlhf_pipeline.stages import DATA_SETS, STAGES, Turn, base_source
 
 AHEAD = "--ahead"
 IMPORTED_AHEAD: tuple[str, ...] = (
@@ -102,13 +102,30 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
 def same_work(stage: str, spec: Mapping[str, Any]) -> str:
     """Return a hash of everything the stage's result depends on (so not the token).
 
-    With the data sets: the same votes may make others, as where gold questions came since.
+    With the data sets: the same votes may make others, as where gold questions came since. Of what
+    the settings only name, and a person may write anew, the contents count.
     """
     parts = {key: value for key, value in spec.items() if key != "token"}
     parts["settings"] = _that_train(spec["settings"])
     every = [place_of(Path(spec["data"]) / name) for name in DATA_SETS]
     sets = {path.name: file_sha256(path) for path in every if path.exists()}
-    return hashed(stage, json.dumps([parts, sets], sort_keys=True))
+    return hashed(stage, json.dumps([parts, sets, _read_besides(stage, spec)], sort_keys=True))
+
+
+def _read_besides(stage: str, spec: Mapping[str, Any]) -> list[str]:
+    """Return digests of what a stage reads that lies in no folder of the turn."""
+    settings, files, digests = settings_from(spec["settings"]), [], []
+    if stage == "baseline":
+        files = [Path(settings.sft.seed_conversations or "")]
+        if (source := base_source(settings)) is not None:
+            from rlhf_pipeline.policy.adapters import base_digest
+
+            digests = [base_digest(source)]
+    elif stage == "evaluation":
+        from rlhf_pipeline.evaluation.behaviour import OWN_ITEMS
+
+        files = [settings.agent_folder(spec["agent_id"]) / OWN_ITEMS]
+    return digests + [file_sha256(path) for path in files if path.is_file()]
 
 
 def _that_train(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,6 +165,28 @@ def test_what_trains_nothing_is_named_as_the_settings_are(turn: Turn) -> None:
     assert "gate" in left["promotion"]
 
 
+@pytest.mark.parametrize("read", ["seeds", "base", "behaviour"])
+def test_a_stage_runs_again_when_a_file_it_reads_changed(
+    turn: Turn, tmp_path: Path, read: str
+) -> None:
+    changed = {
+        "seeds": tmp_path / "seeds.jsonl",
+        "base": tmp_path / "base" / "model.safetensors",
+        "behaviour": turn.settings.agent_folder("shop") / "behaviour.yaml",
+    }
+    for path in changed.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("as it was")
+    spec = specification(turn)
+    spec["settings"]["sft"]["seed_conversations"] = str(changed["seeds"])
+    spec["settings"]["policy"]["base"] = str(tmp_path / "base")
+    before = {stage: same_work(stage, spec) for stage in STAGES}
+    assert before == {stage: same_work(stage, spec) for stage in STAGES}
+    changed[read].write_text("as it is")
+    others = [stage for stage in STAGES if same_work(stage, spec) != before[stage]]
+    assert others == ["evaluation" if read == "behaviour" else "baseline"]
+
+
 @pytest.mark.parametrize("changed", ["champion", "settings"])
 def test_a_stage_runs_again_when_what_it_depends_on_changed(
     turn: Turn, calls: list[int], changed: str
