@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import (
     file_sha256,
     folder_sha256,
+    new_folder,
     read_json,
     remove_half_written,
     write_json,
@@ -120,13 +122,17 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         """Raise dg.Failure where what a turn would start from, and be held against, was changed.
 
         A damaged champion is easily beaten. Looked at before the turn writes down whom it begins
-        with: a person may roll back and ask again.
+        with: a person may roll back and ask again. A folder that is gone is put back from MLflow's
+        copy, which serves meanwhile: the stages look for it where it was.
         """
         standing = self.ledger.standing(agent_id)
         found = [version for version in (standing.champion, standing.baseline) if version]
         for version in {each.version: each for each in found}.values():  # often one is both
             try:
-                self.registry.folder_of(version)
+                found_in = self.registry.folder_of(version)
+                if found_in != version.path:
+                    with new_folder(version.path) as aside:
+                        shutil.copytree(found_in, aside, dirs_exist_ok=True)
             except RegistryError as error:
                 raise dg.Failure(str(error), allow_retries=False) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -378,6 +379,23 @@ def test_no_turn_begins_with_files_that_are_not_the_registered_ones(
     weights.write_text("as they were")
     assert pipeline.begin_turn(context, "f" * 64, 1).champion == folder
     pipeline.teardown_after_execution(dg.build_init_resource_context())
+
+
+def test_a_turn_begins_where_only_mlflow_has_the_champions_files(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("as it was")
+    pipeline.store.ensure_agent("a")
+    version = pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
+    shutil.rmtree(folder)
+    run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
+    context: Any = SimpleNamespace(partition_key="a", run=run)
+    turn = pipeline.begin_turn(context, "f" * 64, 1)
+    pipeline.teardown_after_execution(dg.build_init_resource_context())
+    assert turn.champion == folder
+    assert folder_sha256(folder) == dict(version.files)
 
 
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
