@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import Progress, ignore_progress
@@ -134,7 +135,12 @@ def recorded_turn(
 
 
 def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | None) -> None:
-    """Raise RegistryError where reward models came of the turn before, and nobody has them now."""
+    """Raise RegistryError where reward models came of the turn before, and nobody has them now.
+
+    Retention may have left their reports.
+    """
+    from rlhf_pipeline.reward.reuse import is_whole
+
     which = f"version {version.version} of {version.agent_id}"
     if recipe.reward.looks_back and "previous" not in version.lineage:
         raise RegistryError(
@@ -142,10 +148,11 @@ def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | No
             "(reward.retrain_drop, reward.warm_start), found no word of that turn in its lineage; "
             "versions that are trained from now on have it"
         )
-    if previous is not None and not (previous / "reward").is_dir():
+    gone = [] if previous is None else [j for j in JOBS if not is_whole(previous / "reward" / j)]
+    if previous is not None and gone:
         raise RegistryError(
-            f"{which} began from the reward models at {previous / 'reward'}, found none there; "
-            "restore them from a backup"
+            f"{which} began from the reward models at {previous / 'reward'}, found no whole "
+            f"{', '.join(gone)} there; restore them from a backup"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from structlog.testing import capture_logs
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.experiment import offline
-from rlhf_pipeline.feedback.datasets import opening_of
+from rlhf_pipeline.feedback.datasets import JOBS, opening_of
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.registry.reasons import turn_of
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
@@ -119,8 +120,13 @@ def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
     with pytest.raises(RegistryError, match="restore them from a backup"):
         turn(previous=str(before))
     assert turn(previous=None).previous is None
-    (before / "reward").mkdir(parents=True)
+    for job in JOBS:
+        shutil.copytree(first_turn.work / "reward" / job, before / "reward" / job)
     assert turn(previous=str(before)).previous == before
+    for weights in before.glob("reward/gate/trunk"):  # as retention takes them
+        shutil.rmtree(weights)
+    with pytest.raises(RegistryError, match="found no whole gate there"):
+        turn(previous=str(before))
 
 
 def test_a_version_without_a_turn_says_so(
