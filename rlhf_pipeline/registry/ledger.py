@@ -297,12 +297,22 @@ class PromotionLedger:
     def link_mlflow(
         self, agent_id: str, version: int, *, mlflow_version: str, mlflow_run_id: str | None
     ) -> ModelVersion:
-        """Return the version with its MLflow numbers written down (they are found, not chosen)."""
+        """Return the version with its MLflow numbers written down (they are found, not chosen).
+
+        Where a person deleted the registered model MLflow counts from 1 again: another version that
+        had the number, and could not be registered again, has none any more.
+        """
+        m = model_versions.c
         with self.database.write() as connection:
             self._version(connection, agent_id, version)
             connection.execute(
                 model_versions.update()
-                .where(model_versions.c.agent_id == agent_id, model_versions.c.version == version)
+                .where(m.agent_id == agent_id, m.mlflow_version == mlflow_version)
+                .values(mlflow_version=None)
+            )
+            connection.execute(
+                model_versions.update()
+                .where(m.agent_id == agent_id, m.version == version)
                 .values(mlflow_version=mlflow_version, mlflow_run_id=mlflow_run_id)
             )
             return self._version(connection, agent_id, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -286,6 +287,22 @@ def test_lost_files_of_a_version_that_nobody_needs_stop_no_other(
     (tmp_path / "baseline").rename(tmp_path / "lost too")
     with pytest.raises(HashMismatch, match="version 0 of agent"):
         registry.reconcile(agent)
+
+
+def test_no_two_versions_have_one_number_after_the_registered_model_was_deleted(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    lost, champion = add(registry, agent, tmp_path), add(registry, agent, tmp_path)
+    promote(registry, agent, champion.version, 0)
+    shutil.rmtree(lost.path)
+    registry.client.delete_registered_model(model_name(agent))
+    registry.reconcile(agent)  # MLflow counts from 1 again, and gives the lost one's number
+    numbers = {v.version: v.mlflow_version for v in registry.ledger.versions(agent)}
+    assert numbers == {0: "1", lost.version: None, champion.version: lost.mlflow_version}
+    assert registry.find(f"models:/{model_name(agent)}/{lost.mlflow_version}").version == (
+        champion.version
+    )
+    assert aliases(registry, agent)["champion"] == champion.version
 
 
 def test_an_agent_without_a_baseline_has_nothing_to_reconcile(registry: ModelRegistry) -> None:
