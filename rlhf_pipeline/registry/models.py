@@ -449,6 +449,7 @@ class ModelRegistry:
         experiment_id = self.experiment(version.agent_id)
         tags = version_tags(version) | {FILES_DIGEST: digest}
         folder = self._check(version, version.path)
+        run_id = self._run_of(version)
         found = client.search_logged_models(
             experiment_ids=[experiment_id],
             filter_string=f"tags.`{FILES_DIGEST}` = '{digest}'",
@@ -460,7 +461,7 @@ class ModelRegistry:
             model = client.create_logged_model(
                 experiment_id,
                 name=f"{model_name(version.agent_id)}-{version.version}",
-                source_run_id=version.mlflow_run_id,
+                source_run_id=run_id,
                 tags=tags,
                 model_type="policy",
             )
@@ -468,11 +469,11 @@ class ModelRegistry:
             client.log_model_artifacts(model.model_id, str(folder))
             model = client.finalize_logged_model(model.model_id, "READY")
         told = described(version)
-        if version.mlflow_run_id:
-            client.set_tag(version.mlflow_run_id, RUN_NOTE, told)
-            client.log_dict(version.mlflow_run_id, dict(version.lineage), "lineage.json")
+        if run_id:
+            client.set_tag(run_id, RUN_NOTE, told)
+            client.log_dict(run_id, dict(version.lineage), "lineage.json")
             if version.gate is not None:
-                client.log_dict(version.mlflow_run_id, dict(version.gate), "gate.json")
+                client.log_dict(run_id, dict(version.gate), "gate.json")
         # Embedded: the artifacts' location and no model_id. Given models:/<id> or a model_id,
         # MLflow's SQL store asks the process's global tracking URI instead of this client
         # (3.17, store/model_registry/sqlalchemy_store.py create_model_version).
@@ -480,13 +481,32 @@ class ModelRegistry:
         registered = client.create_model_version(
             model_name(version.agent_id),
             model.artifact_location if embedded else model.model_uri,
-            version.mlflow_run_id,
+            run_id,
             tags=tags | {"rlhf.model_id": model.model_id},
             description=told,
             model_id=None if embedded else model.model_id,
             await_creation_for=0,  # it is ready at once; waiting only writes a line
         )
         return str(registered.version)
+
+    def _run_of(self, version: ModelVersion) -> str | None:
+        """Return the run a version came from, restored where a person deleted it; None where gone.
+
+        A deleted run takes neither tags nor files, and no alias shall wait for it.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if version.mlflow_run_id is None:
+            return None
+        try:
+            run = self.client.get_run(version.mlflow_run_id)
+        except MlflowException as error:
+            if not is_missing(error):
+                raise
+            return None
+        if run.info.lifecycle_stage != "active":
+            self.client.restore_run(version.mlflow_run_id)
+        return version.mlflow_run_id
 
     def _tag_model(self, agent_id: str, key: str, value: str) -> None:
         self.client.set_registered_model_tag(model_name(agent_id), key, value)

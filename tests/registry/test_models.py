@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryError
 from rlhf_pipeline.files import folder_sha256
@@ -303,6 +305,36 @@ def test_no_two_versions_have_one_number_after_the_registered_model_was_deleted(
         champion.version
     )
     assert aliases(registry, agent)["champion"] == champion.version
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["deleted", "gone for good"])
+def test_a_version_whose_run_was_deleted_is_registered_again(
+    registry: ModelRegistry,
+    agent: str,
+    tmp_path: Path,
+    is_gone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with registry.run(agent, fingerprint="print1", stage="ppo", parameters={}) as run:
+        pass
+    path = folder(tmp_path / "c", "one")
+    more: dict[str, Any] = {"label": "v1", "lineage": {}, "gate": PASSED, "fingerprint": "print1"}
+    version = registry.register(agent, path, **more, run_id=run.run_id)
+    client = registry.client
+    client.delete_registered_model(model_name(agent))
+    client.delete_run(run.run_id)
+    if is_gone:  # `mlflow gc` takes the row
+
+        def finds_none(run_id: str) -> Any:
+            raise MlflowException(f"no run {run_id}", RESOURCE_DOES_NOT_EXIST)
+
+        monkeypatch.setattr(client, "get_run", finds_none)
+    promote(registry, agent, version.version, 0)
+    registry.reconcile(agent)
+    assert aliases(registry, agent) == {"champion": version.version, "previous": 0}
+    number = registry.ledger.version(agent, version.version).mlflow_version
+    entity = client.get_model_version(model_name(agent), number)
+    assert (entity.run_id or None) == (None if is_gone else run.run_id)
 
 
 def test_an_agent_without_a_baseline_has_nothing_to_reconcile(registry: ModelRegistry) -> None:
