@@ -32,7 +32,14 @@ from rlhf_pipeline.feedback.raters import Held, Person
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import AS_IT_IS
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json, write_text
+from rlhf_pipeline.files import (
+    alone_in,
+    file_sha256,
+    read_json,
+    remove_half_written,
+    write_json,
+    write_text,
+)
 from rlhf_pipeline.records import hashed, now, prompt_from_json
 from rlhf_pipeline.reward import RATERS, WORST
 from rlhf_pipeline.topics import names_any, without_topics
@@ -292,7 +299,9 @@ def _clean_files(
     claims = ClaimBook(registry.ledger.database)
     agent = settings.agent_folder(person.agent_id)
     inbox = settings.inbox_folder(person.agent_id)
-    changed = clean_inbox(inbox, person, held.interactions, renaming)
+    # The claim means that nobody else writes there, and nothing below looks into what is left over.
+    changed = remove_half_written(*(agent / name for name in ("snapshots", "turns", "tuning")))
+    changed += clean_inbox(inbox, person, held.interactions, renaming)
     learned = {
         folder: said
         for folder in sorted((agent / "snapshots").glob("*/"))

@@ -146,11 +146,13 @@ def folder_sha256(directory: str | Path) -> dict[str, str]:
     return {p.relative_to(root).as_posix(): file_sha256(p) for p in files}
 
 
-def remove_half_written(*directories: str | Path) -> None:
+def remove_half_written(*directories: str | Path) -> int:
     """Remove what killed processes left half-written or half-replaced anywhere in these folders.
 
-    Call it while nothing else writes there: to another writer they are not leftovers.
+    Returns how much that was. Call it while nothing else writes there: to another writer they are
+    not leftovers.
     """
+    removed = 0
     for directory in map(Path, directories):
         for pattern in (".*.new-*", ".*.old-*", "*.partial"):
             for path in list(directory.rglob(pattern)):
@@ -158,6 +160,8 @@ def remove_half_written(*directories: str | Path) -> None:
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
+                removed += 1
+    return removed
 
 
 def _move_into_place(aside: Path, target: Path) -> None:

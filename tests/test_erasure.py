@@ -248,6 +248,8 @@ def _turn(world: World) -> None:
     (work / "ppo" / "samples.jsonl").write_text(lines)
     (agent / "tuning" / "one").mkdir(parents=True)
     (agent / "tuning" / "one" / "samples.jsonl").write_text(lines)
+    for place in (work / "ppo", agent / "tuning" / "one"):
+        (place / ".samples.jsonl.new-0").write_text(lines)
     (work / "evaluation").mkdir()
     (work / "evaluation" / "report.html").write_text(SECRET)
     (work / "ppo" / "checkpoints").mkdir()
@@ -333,6 +335,9 @@ def copy_of(made: Path, state: Path) -> World:
 
 
 def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world: World) -> None:
+    other = world.agent / "snapshots" / "other"  # of a turn that was killed before it had one
+    other.mkdir()
+    (other / "feedback.0.partial").write_text(SECRET)
     before = world.everything()
     assert sum(SECRET in text for text in before.values()) > 12  # it stood in all of these
     [done] = world.erase()["erasures"]
@@ -344,7 +349,8 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
             assert "pear" in after[name], name
     away = (
         "checkpoints/state.json",
-        "preference_pairs.partial",
+        ".partial",
+        ".samples.jsonl.new-0",
         "evaluation/report.html",
         DRIFT_PAGE,
     )

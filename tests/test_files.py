@@ -117,7 +117,7 @@ def test_what_a_kill_left_half_written_is_removed_and_nothing_else(tmp_path: Pat
     for name in ("a/.sft.new-1/model", "a/b/.proxy.old-2/model", "a/.x.json.new-3", "c/v.partial"):
         write_text(tmp_path / name, "half")
     write_text(tmp_path / "a" / "b" / "model", "whole")
-    remove_half_written(tmp_path / "a", tmp_path / "c", tmp_path / "nowhere")
+    assert remove_half_written(tmp_path / "a", tmp_path / "c", tmp_path / "nowhere") == 4
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [tmp_path / "a" / "b" / "model"]
 
 

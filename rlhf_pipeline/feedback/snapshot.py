@@ -88,22 +88,24 @@ def take(
     aside = path.with_suffix(f".{uuid7()}.partial")
     rows = 0
     redacted: Counts = {}
-    with pq.ParquetWriter(aside, _schema(pa), **PACKED) as writer:
-        for some in _read(database, _ROWS, agent_id, watermark):
-            frame = pd.DataFrame(some, columns=_schema(pa).names)
+    try:
+        with pq.ParquetWriter(aside, _schema(pa), **PACKED) as writer:
+            for some in _read(database, _ROWS, agent_id, watermark):
+                frame = pd.DataFrame(some, columns=_schema(pa).names)
+                if redacts:
+                    _redact(frame, redacted, regions)
+                writer.write_table(pa.Table.from_pandas(frame, _schema(pa), preserve_index=False))
+                rows += len(some)
             if redacts:
-                _redact(frame, redacted, regions)
-            writer.write_table(pa.Table.from_pandas(frame, _schema(pa), preserve_index=False))
-            rows += len(some)
-        if redacts:
-            told = json.dumps(dict(sorted(redacted.items())))
-            writer.add_key_value_metadata({REDACTED: told})
-    if rows == 0:
-        aside.unlink()
-        raise NotEnoughData(
-            f"needed feedback of agent {agent_id!r}, found none; send some with `rlhf ingest`"
-        )
-    aside.replace(path)
+                told = json.dumps(dict(sorted(redacted.items())))
+                writer.add_key_value_metadata({REDACTED: told})
+        if rows == 0:
+            raise NotEnoughData(
+                f"needed feedback of agent {agent_id!r}, found none; send some with `rlhf ingest`"
+            )
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     with database.write() as connection:

@@ -131,9 +131,6 @@ def clean_folder(
     stays bounded: only the rows on prompts of the votes that go are held, and files are streamed.
     """
     changed = 0
-    for leftover in folder.glob("*.partial"):  # of an attempt that was killed
-        leftover.unlink()
-        changed += 1
     validated = folder / VALIDATED
     if validated.exists():
         prompts, kept = _others_beside(validated, gone)

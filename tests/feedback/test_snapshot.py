@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import random
@@ -193,6 +194,19 @@ def test_without_feedback_there_is_nothing_to_freeze(store: FeedbackStore, tmp_p
     with pytest.raises(NotEnoughData, match="rlhf ingest"):
         snapshot.take(store.database, "tea", 0, tmp_path / "feedback.parquet")
     assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_a_snapshot_that_fails_leaves_no_words_behind(
+    store: FeedbackStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*inputs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.append([vote("one")])
+    monkeypatch.setattr(snapshot, "_redact", full)
+    with pytest.raises(OSError, match="No space left"):
+        snapshot.take(store.database, "tea", 1, tmp_path / "taken" / snapshot.FILE)
+    assert list((tmp_path / "taken").iterdir()) == []
 
 
 def test_rows_carry_the_interactions_they_are_about(store: FeedbackStore, tmp_path: Path) -> None:
