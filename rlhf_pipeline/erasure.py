@@ -99,12 +99,13 @@ def erase(
 ) -> dict[str, Any]:
     """Take a person out of everything under the state folder; return what went and what learned.
 
-    With `unsigned` also the interactions nobody signed that they said something about. Asked again
-    it takes out what has come in since, and returns every erasure of theirs, and under "tables" the
-    dropped files that are for a person to look through. Raises UnknownRater where there never was
-    anything, ClaimRefused while one of their agents is being trained or tuned, ConfigError where
-    files wait in an agent's inbox and its own recipe does not load, RegistryError or
-    OrchestratorAway while MLflow or Dagster's database is away; then ask again.
+    With `unsigned` also the interactions nobody signed that they said something about. What they
+    say while it is at work stays, but for what is about what goes: asked again it takes out what
+    has come in since. It returns every erasure of theirs, and under "tables" the dropped files that
+    are for a person to look through. Raises UnknownRater where there never was anything,
+    ClaimRefused while one of their agents is being trained or tuned, ConfigError where files wait
+    in an agent's inbox and its own recipe does not load, RegistryError or OrchestratorAway while
+    MLflow or Dagster's database is away; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
@@ -127,8 +128,7 @@ def erase(
         for agent in sorted({person.agent_id for person in people}):
             _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
-            while _once(settings, registry, person, token, names[person]):
-                pass  # more came in meanwhile
+            _take_out(settings, registry, person, token, names[person])
     database.fold_back()
     if people:  # else nothing has come in since they were
         log.info("a person was erased", agents=[person.agent_id for person in people])
@@ -224,14 +224,14 @@ def _meant(database: db.Database, rater: str, agent_id: str | None) -> list[Pers
     return [person for agent in agents for person in raters.persons(rater, agent)]
 
 
-def _once(
+def _take_out(
     settings: Settings,
     registry: ModelRegistry,
     person: Person,
     token: int,
     renaming: Renaming,
-) -> bool:
-    """Take out what is there now; say whether there may be more."""
+) -> None:
+    """Take out what is there now."""
     from rlhf_pipeline.registry.forgetting import forget_traces
 
     database, agent_id = registry.ledger.database, person.agent_id
@@ -248,8 +248,8 @@ def _once(
             ).scalars()
             if each in held.interactions
         )
-    if not held:
-        return False
+    if not held:  # another erasure was before this one
+        return
     counts = {
         "feedback": len(held.votes),
         "votes_about_them": len(held.about),
@@ -270,7 +270,6 @@ def _once(
         snapshots=_snapshots(rows),
         versions=versions_with(registry.ledger, agent_id, rows),
     )
-    return True
 
 
 def _snapshots(rows: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -559,24 +559,45 @@ def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: Worl
     assert "version 1 (v1) learned from 0 rows, and began from version 0" in "\n".join(told(again))
 
 
-def test_what_came_in_while_it_worked_goes_too(
-    copied: World, monkeypatch: pytest.MonkeyPatch
+def test_what_comes_in_while_it_works_stays_but_for_what_is_about_what_goes(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlhf_pipeline.feedback import raters
 
-    remove, late = raters.remove, [said("a-9", "ann", f"{SECRET} late?")]
+    remove, thumbs = raters.remove, FeedbackKind.thumbs
+    about = json.dumps({"kind": "thumbs", "rater": "bob", "interaction_id": "a-1", "x": SECRET})
 
-    def slow(*inputs: Any, **more: Any) -> bool:
-        copied.store.add_interactions([late.pop()] if late else [])
-        return remove(*inputs, **more)
+    def slow(*inputs: Any, **more: Any) -> None:
+        world.store.add_interactions([said("a-9", "ann", "mango?")])
+        world.store.append(
+            [
+                vote("late", thumbs, "ann", interaction_id="a-9", number=1.0),
+                vote("on what goes", thumbs, "ann", interaction_id="a-2", number=1.0),
+                vote("late", FeedbackKind.comment, "bob", interaction_id="a-2", text=SECRET),
+                vote("kind", FeedbackKind.comment, "bob", interaction_id="a-9", text="A kind one."),
+            ]
+        )
+        world.store.quarantine([QuarantinedRow("tea", "other_rule", "", "late.jsonl", 1, about)])
+        remove(*inputs, **more)
 
-    monkeypatch.setattr(raters, "remove", slow)
-    [done] = copied.erase()["erasures"]
-    assert done["counts"]["interactions"] == 4
-    assert not late
-    assert SECRET not in "".join(copied.everything().values())
-    for path in copied.settings.state_dir.glob("feedback.db*"):
+    with monkeypatch.context() as patch:
+        patch.setattr(raters, "remove", slow)
+        [done] = world.erase()["erasures"]
+    assert done["counts"]["interactions"] == 3
+    assert SECRET not in "".join(world.everything().values())
+    with world.database.read() as connection:
+        left = held(connection, Person("tea", ANN))
+        votes = contents(connection, Person("tea", ANN))["feedback"]
+        ours = connection.execute(sa.select(db.feedback.c.text)).scalars().all()
+    assert left.interactions == {"a-9"}
+    assert len(left.about) == 1
+    assert [one["idempotency_key"] for one in votes] == ["ann:late"]
+    assert "A kind one." in ours
+    for path in world.settings.state_dir.glob("feedback.db*"):
         assert SECRET.encode() not in path.read_bytes()  # nor in pages that are free, or the log
+    assert len(world.erase()["erasures"]) == 2
+    with world.database.read() as connection:
+        assert not held(connection, Person("tea", ANN))
 
 
 # -- cost ---------------------------------------------------------------------------------------

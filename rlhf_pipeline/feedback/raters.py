@@ -113,7 +113,7 @@ def need(people: Sequence[Person], given_agent: str | None) -> None:
 
 def held(connection: sa.Connection, person: Person) -> Held:
     """Return the ids of everything the store holds about the person."""
-    f, q = db.feedback.c, db.quarantine.c
+    f = db.feedback.c
     interactions = frozenset(connection.execute(_theirs(person)).scalars())
     columns = (f.feedback_id, f.voter, f.target, f.kind, f.seq, f.erased_at.is_not(None))
     mine = sa.select(*columns).where(f.agent_id == person.agent_id, f.voter == person.rater_id)
@@ -122,6 +122,15 @@ def held(connection: sa.Connection, person: Person) -> Held:
     if interactions:
         about = _in_order(connection, sa.select(*columns).where(_about(person)))
     gone = {vote.feedback_id for vote in (*votes, *about)}
+    quarantined, mentioned = _lines(connection, person, gone, interactions)
+    return Held(tuple(votes), tuple(about), interactions, quarantined, mentioned)
+
+
+def _lines(
+    connection: sa.Connection, person: Person, gone: Collection[str], interactions: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the lines in quarantine with their name, and others' about these interactions."""
+    q = db.quarantine.c
     quarantined, mentioned = set(), set()
     lines = sa.select(q.quarantine_id, q.feedback_id, q.raw).where(
         q.agent_id == person.agent_id, sa.or_(q.feedback_id.is_not(None), q.raw.like('%"%'))
@@ -131,9 +140,7 @@ def held(connection: sa.Connection, person: Person) -> Held:
             quarantined.add(key)
         elif raw is not None and interactions and mentions(raw, interactions):
             mentioned.add(key)
-    return Held(
-        tuple(votes), tuple(about), interactions, frozenset(quarantined), frozenset(mentioned)
-    )
+    return frozenset(quarantined), frozenset(mentioned)
 
 
 def is_signed_by(text: str, person: Person) -> bool:
@@ -209,43 +216,44 @@ def rows_in_snapshots(
 def remove(
     database: db.Database,
     person: Person,
-    expected: Held,
+    found: Held,
     token: int,
     *,
     counts: Mapping[str, int],
     snapshots: Sequence[Mapping[str, Any]],
     versions: Sequence[Mapping[str, Any]],
-) -> bool:
-    """Take the person out of the store in one transaction, and write down that it was done.
+) -> None:
+    """Take `found` out of the store in one transaction, and write down that it was done.
 
-    Returns False, having changed nothing, where more came in than `expected` (look again). Raises
-    ClaimLost where `token` does not hold any more.
+    What has come in since it was found stays, but for what is about the interactions that go: to
+    wait until nothing does would be to wait until they stop voting. Raises ClaimLost where `token`
+    does not hold any more.
     """
     with database.write(alone=True) as connection:  # nobody adds a vote while this looks
         check_token(connection, token)
-        if held(connection, person) != expected:
-            return False
         f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
         blank: dict[str, Any] = dict.fromkeys(WORDS)
-        for some in _chunks({vote.feedback_id for vote in expected.about}):
+        mentioned = _lines(connection, person, found.gone, found.interactions)[1]
+        for some in _chunks(vote.feedback_id for vote in found.votes):
+            connection.execute(f.delete().where(f.c.feedback_id.in_(some)))
+        for some in _chunks(found.interactions):
+            these = sa.select(i.c.interaction_id).where(i.c.interaction_id.in_(some))
+            about = _are_about(person.agent_id, these)
+            connection.execute(f.delete().where(f.c.voter == person.rater_id, about))
             connection.execute(
                 f.update()
-                .where(f.c.feedback_id.in_(some))
+                .where(f.c.erased_at.is_(None), about)
                 .values(**blank, tags="[]", body_sha256="", erased_at=now())
             )
-        for some in _chunks(expected.interactions):
             connection.execute(
                 e.update()
                 .where(e.c.interaction_id.in_(some))
                 .values(interaction_id=None, detail="")
             )
             connection.execute(i.delete().where(i.c.interaction_id.in_(some)))
-        connection.execute(
-            f.delete().where(f.c.agent_id == person.agent_id, f.c.voter == person.rater_id)
-        )
-        for some in _chunks(expected.quarantined):
+        for some in _chunks(found.quarantined):
             connection.execute(q.delete().where(q.c.quarantine_id.in_(some)))
-        for some in _chunks(expected.mentioned):
+        for some in _chunks(mentioned):
             connection.execute(
                 q.update().where(q.c.quarantine_id.in_(some)).values(raw=None, detail="")
             )
@@ -260,7 +268,6 @@ def remove(
                 erased_at=now(),
             )
         )
-    return True
 
 
 def erasures_of(database: db.Database, people: Iterable[Person]) -> list[dict[str, Any]]:
@@ -368,18 +375,26 @@ def _judged(person: Person) -> sa.Select[tuple[Any]]:
 
 def _about(person: Person) -> sa.ColumnElement[bool]:
     """Other people's votes that show one of their interactions and still have their words."""
-    f, i, theirs = db.feedback.c, db.interactions.c, _theirs(person)
-    prompts = sa.select(i.prompt).where(i.interaction_id.in_(theirs))
-    which = (
-        f.interaction_id.in_(theirs),
-        f.other_interaction_id.in_(theirs),
-        # A preference out of MLflow holds the trace's prompt itself, and no interaction's id.
-        sa.and_(f.agent_id == person.agent_id, db.FROM_MLFLOW, f.prompt.in_(prompts)),
-    )
+    f = db.feedback.c
     return sa.and_(
-        f.agent_id == person.agent_id,
         f.voter != person.rater_id,
         f.erased_at.is_(None),
+        _are_about(person.agent_id, _theirs(person)),
+    )
+
+
+def _are_about(agent_id: str, these: sa.SelectBase) -> sa.ColumnElement[bool]:
+    """Votes of the agent's that show one of the interactions whose ids a query returns."""
+    f, i = db.feedback.c, db.interactions.c
+    prompts = sa.select(i.prompt).where(i.interaction_id.in_(these))
+    which = (
+        f.interaction_id.in_(these),
+        f.other_interaction_id.in_(these),
+        # A preference out of MLflow holds the trace's prompt itself, and no interaction's id.
+        sa.and_(f.agent_id == agent_id, db.FROM_MLFLOW, f.prompt.in_(prompts)),
+    )
+    return sa.and_(
+        f.agent_id == agent_id,
         f.seq.in_(sa.union(*(sa.select(f.seq).where(one) for one in which))),
     )
 
@@ -404,7 +419,7 @@ def _plain(connection: sa.Connection, query: sa.Select[Any]) -> list[dict[str, A
     ]
 
 
-def _chunks(ids: Collection[str]) -> Iterable[Sequence[str]]:
+def _chunks(ids: Iterable[str]) -> Iterable[Sequence[str]]:
     ordered = sorted(ids)
     for start in range(0, len(ordered), SOME):
         yield ordered[start : start + SOME]

@@ -158,7 +158,7 @@ def test_a_rule_that_changes_and_an_erasure_count_all_anew(store: FeedbackStore)
     token = claims.claim(AGENT, "erasure", 0, holder="erasure", asked_by="erasure").token
     with store.database.read() as connection:
         held = raters.held(connection, person)
-    assert raters.remove(store.database, person, held, token, counts={}, snapshots=(), versions=())
+    raters.remove(store.database, person, held, token, counts={}, snapshots=(), versions=())
     arms, _ = live.measured(store.database, experiment, short)
     assert arms["fallbacks"].challenger.users == 2
     assert arms["fallbacks"].challenger.mean == 0
