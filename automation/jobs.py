@@ -1,5 +1,6 @@
 """The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
 
+import fcntl
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.rules import AGENT_ID
 
 if TYPE_CHECKING:
+    from rlhf_pipeline.feedback.ingest import IngestSummary
     from rlhf_pipeline.retention import Item
 
 WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from
@@ -113,25 +115,19 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
     A file that was written to, or that another took the name of, meanwhile stays where it is: the
     sensor asks for it again.
     """
-    from rlhf_pipeline.feedback.ingest import ingest
-
-    path = Path(config.path)
-    before = _stamp(path)
-    if before is None:
-        context.log.info(f"{path} was taken in by an earlier run")
-        return
-    settings = pipeline.settings()
+    path, settings = Path(config.path), pipeline.settings()
     inbox = settings.inbox_folder(config.agent_id)
     # Whoever reaches Dagster's page may ask for any path, and has no business with other files.
-    outside = not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox
-    if problem := "not in the agent's inbox" if outside else unfit_to_take(path):
-        raise dg.Failure(f"{path} is {problem}", allow_retries=False)
-    own_names = pipeline.settings(config.agent_id).feedback.names.renaming()
-    summary = ingest(pipeline.store, [path], config.agent_id, renaming=own_names)
-    if _stamp(path) != before:
-        context.log.info(f"{path} has changed since; what is new in it is taken in next")
-    else:
-        _set_aside(path)
+    if not AGENT_ID.fullmatch(config.agent_id) or path.parent != inbox:
+        raise dg.Failure(f"{path} is not in the agent's inbox", allow_retries=False)
+    lock = settings.inbox_lock(config.agent_id)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as handle:
+        # An erasure writes files there anew: what it took out is not read from the former ones.
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        summary = _take_in(context, path, config.agent_id, pipeline)
+    if summary is None:
+        return
     context.add_output_metadata(
         {
             "read": summary.read,
@@ -140,6 +136,26 @@ def take_in(context: dg.OpExecutionContext, config: DroppedFile, pipeline: Pipel
             "quarantined": dg.MetadataValue.json(dict(summary.quarantined)),
         }
     )
+
+
+def _take_in(
+    context: dg.OpExecutionContext, path: Path, agent_id: str, pipeline: Pipeline
+) -> "IngestSummary | None":
+    from rlhf_pipeline.feedback.ingest import ingest
+
+    before = _stamp(path)
+    if before is None:
+        context.log.info(f"{path} was taken in by an earlier run")
+        return None
+    if problem := unfit_to_take(path):
+        raise dg.Failure(f"{path} is {problem}", allow_retries=False)
+    own_names = pipeline.settings(agent_id).feedback.names.renaming()
+    summary = ingest(pipeline.store, [path], agent_id, renaming=own_names)
+    if _stamp(path) != before:
+        context.log.info(f"{path} has changed since; what is new in it is taken in next")
+    else:
+        _set_aside(path)
+    return summary
 
 
 def stamp_of(found: os.stat_result) -> str:

@@ -1025,6 +1025,13 @@ class Settings(Section):
         """Return where files for an agent are dropped."""
         return self.state_dir / self.feedback.drop_folder / agent_id
 
+    def inbox_lock(self, agent_id: str) -> Path:
+        """Return the file that is locked while an agent's dropped files are read or written anew.
+
+        Not among them: others may write there.
+        """
+        return self.agent_folder(agent_id) / "inbox.lock"
+
     def turn_folder(self, agent_id: str, fingerprint: str, verdicts: int = 0) -> Path:
         """Return where a turn trains. One asked for again, after so many verdicts, gets its own:
         the model in the earlier folder is registered, and may be the champion.

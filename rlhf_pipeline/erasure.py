@@ -35,6 +35,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import (
     alone_in,
     file_sha256,
+    locked,
     read_json,
     remove_half_written,
     write_json,
@@ -103,9 +104,9 @@ def erase(
     say while it is at work stays, but for what is about what goes: asked again it takes out what
     has come in since. It returns every erasure of theirs, and under "tables" the dropped files that
     are for a person to look through. Raises UnknownRater where there never was anything,
-    ClaimRefused while one of their agents is being trained or tuned, ConfigError where files wait
-    in an agent's inbox and its own recipe does not load, RegistryError or OrchestratorAway while
-    MLflow or Dagster's database is away; then ask again.
+    ClaimRefused while one of their agents is being trained or tuned or takes a dropped file in,
+    ConfigError where files wait in an agent's inbox and its own recipe does not load, RegistryError
+    or OrchestratorAway while MLflow or Dagster's database is away; then ask again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
@@ -126,6 +127,7 @@ def erase(
             held.enter_context(claims.kept_alive(claim.token))
             tokens[person] = claim.token
         for agent in sorted({person.agent_id for person in people}):
+            _keep_ingestion_out(held, settings.inbox_lock(agent), agent)
             _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
             _take_out(settings, registry, person, token, names[person])
@@ -180,6 +182,16 @@ def _keep_searches_out(held: ExitStack, folder: Path) -> None:
             held.enter_context(alone_in(folder))
         except TrainingError as error:
             raise ClaimRefused(str(error)) from error
+
+
+def _keep_ingestion_out(held: ExitStack, lock: Path, agent_id: str) -> None:
+    """Keep dropped files from being taken in: one that is being read goes on as it was."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    if not locked(held.enter_context(lock.open("w"))):
+        raise ClaimRefused(
+            f"needed an inbox of agent {agent_id!r} that nothing is read from, found a file being "
+            "taken in; ask again once it is"
+        )
 
 
 def versions_with(

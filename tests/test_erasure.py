@@ -55,7 +55,7 @@ from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
 from rlhf_pipeline.feedback.withdrawn import VALIDATED, clean_inbox
-from rlhf_pipeline.files import alone_in, file_sha256, read_json, write_json
+from rlhf_pipeline.files import alone_in, file_sha256, locked, read_json, write_json
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -279,6 +279,7 @@ def _turn(world: World) -> None:
     (done / "votes.jsonl.gz").write_bytes(
         gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
     )
+    (done.parent / ".votes.jsonl.new-0").write_text(json.dumps(rows[0]))
     ledger = world.registry.ledger
     lineage = {
         "fingerprint": mark,
@@ -351,6 +352,7 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
         "checkpoints/state.json",
         ".partial",
         ".samples.jsonl.new-0",
+        ".votes.jsonl.new-0",
         "evaluation/report.html",
         DRIFT_PAGE,
     )
@@ -678,6 +680,19 @@ def test_nobody_is_erased_while_settings_are_searched_for_their_agent(copied: Wo
     copied.erase()
     with alone_in(tuning):
         pass
+
+
+def test_nobody_is_erased_while_a_dropped_file_is_taken_in(copied: World) -> None:
+    lock = copied.settings.inbox_lock("tea")
+    with lock.open("w") as handle:
+        assert locked(handle)  # as the job that takes it in does
+        before = copied.everything()
+        with pytest.raises(ClaimRefused, match="found a file being taken in"):
+            copied.erase()
+        assert copied.everything() == before
+    copied.erase()
+    with lock.open("w") as handle:
+        assert locked(handle)
 
 
 # -- shown --------------------------------------------------------------------------------------

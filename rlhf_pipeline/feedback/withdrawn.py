@@ -151,6 +151,10 @@ def clean_inbox(
     where something of theirs is in it.
     """
     changed = 0
+    for path in _files_in(inbox):
+        if path.name.startswith(".") and ".new-" in path.name:  # of an erasure that was killed
+            path.unlink()
+            changed += 1
     for taken in (False, True):
         theirs = _Theirs(person, interactions, renaming, by_any_value=taken)
         changed += sum(_without_lines(path, theirs) for path in lines_in(inbox, taken=taken))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import threading
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +37,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
+from rlhf_pipeline.files import locked, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
@@ -422,6 +425,47 @@ def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks)
         assert take_in(ticks, request).success
     kept = sorted((inbox / "done").iterdir())
     assert {p.read_text().strip() for p in kept} == {line(1), line(2)}
+
+
+def test_a_file_is_taken_in_once_an_erasure_is_through_with_it(ticks: Ticks) -> None:
+    agent = "rewritten"
+    path = ticks.state / "inbox" / agent / "votes.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(line(1) + "\n" + line(2) + "\n")
+    settle(path)
+    seen = ticks.tick("dropped_files")
+    [request] = ticks.tick("dropped_files", seen.cursor).run_requests
+    lock = ticks.pipeline.settings().inbox_lock(agent)
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as handle:
+        assert locked(handle)
+
+        def rewrite() -> None:
+            write_text(path, line(2) + "\n")
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+        threading.Timer(0.5, rewrite).start()
+        assert take_in(ticks, request).success
+    assert ticks.pipeline.store.counts(agent) == {"preference": 1}
+
+
+def test_nobody_else_writes_to_the_inbox_while_a_file_is_taken_in(
+    ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, held = "read", []
+    path = ticks.state / "inbox" / agent / "votes.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(line(1) + "\n")
+
+    def looked(*given: Any, **named: Any) -> IngestSummary:
+        with ticks.pipeline.settings().inbox_lock(agent).open("w") as handle:
+            held.append(not locked(handle))
+        return ingest(*given, **named)
+
+    monkeypatch.setattr("rlhf_pipeline.feedback.ingest.ingest", looked)
+    asked = {"ops": {"take_in": {"config": {"agent_id": agent, "path": str(path)}}}}
+    assert take_in(ticks, dg.RunRequest(run_config=asked)).success
+    assert held == [True]
 
 
 @pytest.mark.parametrize("sender", ["renames", "appends"])
