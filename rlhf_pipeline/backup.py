@@ -28,7 +28,14 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, snapshots
 from rlhf_pipeline.errors import BackupError
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.files import file_sha256, folder_sha256, new_folder, read_json, write_json
+from rlhf_pipeline.files import (
+    file_sha256,
+    folder_sha256,
+    new_folder,
+    read_json,
+    sqlite_url,
+    write_json,
+)
 from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
@@ -239,7 +246,7 @@ def _check_models(state: Path) -> list[str]:
     Raises BackupError if one of them is in use.
     """
     state, damaged = state.resolve(), []
-    database = Database(f"sqlite:///{state / 'feedback.db'}")
+    database = Database(sqlite_url(state / "feedback.db"))
     try:
         ledger = PromotionLedger(database, state)
         with database.read() as connection:
@@ -302,7 +309,7 @@ def moved(settings: Settings, database: Database) -> tuple[Path, ...]:
 
 def _turn_paths(folder: Path, state: Path) -> None:
     """Let absolute paths in a folder's databases point to what will be the state folder."""
-    engine = sa.create_engine(f"sqlite:///{folder / 'feedback.db'}")
+    engine = sa.create_engine(sqlite_url(folder / "feedback.db"))
     with engine.begin() as connection:
         _turn_snapshots(connection, state)
     engine.dispose()

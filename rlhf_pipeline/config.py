@@ -36,7 +36,7 @@ from pydantic_core import ErrorDetails
 from rlhf_pipeline.cron import checked_cron
 from rlhf_pipeline.errors import ConfigError, ModelError, SourceError
 from rlhf_pipeline.feedback.rules import AGENT_ID
-from rlhf_pipeline.files import read_yaml
+from rlhf_pipeline.files import SQLITE, read_yaml, sqlite_path, sqlite_url
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
@@ -1007,15 +1007,18 @@ class Settings(Section):
 
     @property
     def resolved_database_url(self) -> str:
-        """Return the database's URL, the embedded one where none is set."""
+        """Return the database's URL, the embedded one where none is set.
+
+        Raises ConfigError where the embedded one lies in another place, as `_embedded` says.
+        """
         if self.database_url is not None:
             return self.database_url.get_secret_value()
-        return f"sqlite:///{self.state_dir / 'feedback.db'}"
+        return _embedded(self.state_dir / "feedback.db")
 
     @property
     def resolved_mlflow_uri(self) -> str:
-        """Return MLflow's tracking URI, the embedded one where none is set."""
-        return self.mlflow_uri or f"sqlite:///{self.state_dir / 'mlflow' / 'mlflow.db'}"
+        """Return MLflow's tracking URI, the embedded one where none is set, as for the database."""
+        return self.mlflow_uri or _embedded(self.state_dir / "mlflow" / "mlflow.db")
 
     def agent_folder(self, agent_id: str) -> Path:
         """Return where an agent's snapshots, turns and baseline are kept."""
@@ -1038,6 +1041,22 @@ class Settings(Section):
         """
         name = fingerprint[:16] if verdicts == 0 else f"{fingerprint[:16]}-{verdicts + 1}"
         return self.agent_folder(agent_id) / "turns" / name
+
+
+def _embedded(path: Path) -> str:
+    """Return the URL of an embedded database.
+
+    Raises ConfigError where there is none but in the folder that releases before this one wrote to,
+    which read %41 in a folder's name as A: an empty one would be begun beside it.
+    """
+    former = sqlite_path(f"{SQLITE}{path}")
+    if former is not None and former != path and former.is_file() and not path.exists():
+        raise ConfigError(
+            f"needed the database {path}, found {former}, where an earlier release kept it; end "
+            "what uses it and move it there with its -wal and -shm, or name that folder with "
+            "--state or RLHF_STATE_DIR"
+        )
+    return sqlite_url(path)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

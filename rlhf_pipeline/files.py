@@ -11,16 +11,20 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote, unquote
 
 import yaml
 
 from rlhf_pipeline.errors import PipelineError, TrainingError
+
+SQLITE = "sqlite:///"  # before a path, in a URL
 
 
 @contextmanager
@@ -68,6 +72,18 @@ def locked(handle: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the URL of a database's file, in which no part of a folder's name has a meaning."""
+    return SQLITE + re.sub("[%?#]", lambda sign: quote(sign[0]), str(path))
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file that SQLAlchemy opens for a URL; None where it is none of SQLite's."""
+    if not url.startswith(SQLITE):
+        return None
+    return Path(unquote(url.removeprefix(SQLITE).partition("?")[0]))
 
 
 def make_private(directory: Path) -> None:

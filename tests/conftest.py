@@ -22,6 +22,7 @@ import structlog
 
 from rlhf_pipeline import database
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.registry import tracking
 from tests.assets.world import FirstTurn, Loop, keep_dagsters_engines, play_first_turn
 
@@ -87,7 +88,7 @@ def _fresh_databases_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Ite
         return migrate(engine)
 
     def opened(tracking_uri: str) -> Any:
-        file = tracking.sqlite_file(tracking_uri)
+        file = sqlite_path(tracking_uri)
         if file is not None:
             with one_makes_it:
                 if not mlflow.exists():

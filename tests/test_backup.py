@@ -415,14 +415,14 @@ def test_what_mlflow_keeps_is_the_restored_folders_own_whatever_its_name(
     state: Path, tmp_path: Path
 ) -> None:
     """Erasing in a restored state must reach its words, and leave those of the state before."""
-    live = state.rename(tmp_path / "früher, with blanks")
+    live = state.rename(tmp_path / "früher, 50%41 with blanks #1")
     registry = Workspace(None, str(live)).registry
     asked = Interaction("asked", "tea", user_prompt("secret?"), "Yes.", 0, now())
     log_interaction(registry, asked)
     with registry.run("tea", fingerprint="one", stage="turn", parameters={}) as run:
         run.log_text("note.txt", "secret")
     back_up(settings_in(live), tmp_path / "copy")
-    new = tmp_path / "später, with blanks"
+    new = tmp_path / "später, 50 % with blanks?"
     restore(settings_in(new), tmp_path / "copy")
 
     def kept(folder: Path) -> list[str]:

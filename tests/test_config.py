@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import yaml
 
 from rlhf_pipeline.config import (
@@ -23,6 +24,7 @@ from rlhf_pipeline.config import (
     unlike_defaults,
 )
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from rlhf_pipeline.reward.settings import FunctionSettings, Linear, Stepped
 
@@ -316,6 +318,27 @@ def test_embedded_state_lives_in_one_absolute_folder(
     assert found.resolved_mlflow_uri == f"sqlite:///{tmp_path}/rlhf/mlflow/mlflow.db"
     assert found.agent_folder("tea") == tmp_path / "rlhf" / "agents" / "tea"
     assert load_settings(recipe("")).state_dir == Path.cwd() / "state"
+
+
+@pytest.mark.parametrize("name", ["50%41", "why?x=1", "no #1", "plain, ünd more"])
+def test_embedded_state_lies_in_its_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
+    found = Settings(state_dir=tmp_path / name)
+    file, tracking = tmp_path / name / "feedback.db", tmp_path / name / "mlflow" / "mlflow.db"
+    assert sa.engine.make_url(found.resolved_database_url).database == str(file)
+    assert sa.engine.make_url(found.resolved_mlflow_uri).database == str(tracking)
+    assert sqlite_path(found.resolved_mlflow_uri) == tracking
+
+
+def test_no_empty_store_is_begun_beside_one_that_lies_elsewhere(tmp_path: Path) -> None:
+    found, former = Settings(state_dir=tmp_path / "50%41"), tmp_path / "50A" / "feedback.db"
+    former.parent.mkdir()
+    former.touch()
+    told = f"needed the database {found.state_dir}/feedback.db, found {former}, where"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        _ = found.resolved_database_url
+    found.state_dir.mkdir()
+    former.rename(found.state_dir / "feedback.db")
+    assert sqlite_path(found.resolved_database_url) == found.state_dir / "feedback.db"
 
 
 def test_secrets_are_masked_wherever_settings_are_shown(recipe: Any) -> None:

@@ -14,10 +14,11 @@ from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE
 from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.records import hash_rater, prompt_from_json
 from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files
-from rlhf_pipeline.registry.tracking import mlflow_refusals, sqlite_file
+from rlhf_pipeline.registry.tracking import mlflow_refusals
 from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
 
 if TYPE_CHECKING:
@@ -273,5 +274,5 @@ def _infos(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
 
 def _is_there(registry: ModelRegistry) -> bool:
     """Say whether there is anything to look through: an embedded MLflow begins with its file."""
-    file = sqlite_file(registry.tracking_uri)
+    file = sqlite_path(registry.tracking_uri)
     return file is None or file.exists()

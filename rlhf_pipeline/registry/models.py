@@ -29,7 +29,7 @@ from typing import Any
 import structlog
 
 from rlhf_pipeline.errors import HashMismatch, RegistryError, StalePromotion
-from rlhf_pipeline.files import folder_sha256, new_folder
+from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
 from rlhf_pipeline.registry.tracking import (
@@ -38,7 +38,6 @@ from rlhf_pipeline.registry.tracking import (
     is_missing,
     mlflow_refusals,
     open_client,
-    sqlite_file,
     tracked_run,
 )
 
@@ -109,7 +108,7 @@ class ModelRegistry:
 
         A later attempt at the same work takes its run up again.
         """
-        file = sqlite_file(self.tracking_uri)
+        file = sqlite_path(self.tracking_uri)
         if file is not None and not file.exists():
             return 0
         with mlflow_refusals(f"ending the runs of agent {agent_id}"):
@@ -331,7 +330,7 @@ class ModelRegistry:
             self._stored(version) as stored,
         ):
             self._check(version, stored)
-            if sqlite_file(self.tracking_uri) is not None:
+            if sqlite_path(self.tracking_uri) is not None:
                 return stored
             with new_folder(cached) as aside:
                 for child in stored.iterdir():
@@ -363,7 +362,7 @@ class ModelRegistry:
         from mlflow.artifacts import download_artifacts
 
         location = self.client.get_model_version_download_uri(name, number)
-        if sqlite_file(self.tracking_uri) is not None:
+        if sqlite_path(self.tracking_uri) is not None:
             yield Path(download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri))
             return
         (self.folder / "cache").mkdir(parents=True, exist_ok=True)
@@ -477,7 +476,7 @@ class ModelRegistry:
         # Embedded: the artifacts' location and no model_id. Given models:/<id> or a model_id,
         # MLflow's SQL store asks the process's global tracking URI instead of this client
         # (3.17, store/model_registry/sqlalchemy_store.py create_model_version).
-        embedded = sqlite_file(self.tracking_uri) is not None
+        embedded = sqlite_path(self.tracking_uri) is not None
         registered = client.create_model_version(
             model_name(version.agent_id),
             model.artifact_location if embedded else model.model_uri,
@@ -522,7 +521,7 @@ class ModelRegistry:
         with mlflow_refusals(f"opening the experiment {name}"):
             experiment = self.client.get_experiment_by_name(name)
             if experiment is None:
-                local = sqlite_file(self.tracking_uri) is not None
+                local = sqlite_path(self.tracking_uri) is not None
                 place = (self.folder / "artifacts").resolve().as_uri() if local else None
                 try:
                     return str(self.client.create_experiment(name, artifact_location=place))
@@ -542,7 +541,7 @@ class ModelRegistry:
         they are those of the old one, whose files are not ours to change, or to add to.
         """
         folder = self.folder.resolve()
-        embedded = sqlite_file(self.tracking_uri) is not None
+        embedded = sqlite_path(self.tracking_uri) is not None
         if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
             raise RegistryError(
                 f"MLflow's files need to be in {folder}, found {uri} in its database: the state "

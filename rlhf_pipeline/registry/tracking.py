@@ -23,6 +23,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ClaimLost, RegistryError
+from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.records import hashed
 
 log = structlog.get_logger(__name__)
@@ -56,7 +57,7 @@ def open_client(tracking_uri: str) -> Any:
         warnings.filterwarnings("ignore", message=".*noload.*loader strategy is deprecated")
         from mlflow import MlflowClient
 
-        file = sqlite_file(tracking_uri)
+        file = sqlite_path(tracking_uri)
         if file is None:
             return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,11 +79,6 @@ def _open_embedded(tracking_uri: str) -> Any:
     client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     client.search_registered_models(max_results=1)  # the registry opens its store lazily
     return client
-
-
-def sqlite_file(tracking_uri: str) -> Path | None:
-    """Return the database file of an embedded tracking URI, None for a server's or another's."""
-    return Path(tracking_uri[10:]) if tracking_uri.startswith("sqlite:///") else None
 
 
 @contextmanager

@@ -40,7 +40,8 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    state = tmp_path_factory.mktemp("state")
+    state = tmp_path_factory.mktemp("server") / "50%20 or #1"
+    state.mkdir()
     address = f"http://127.0.0.1:{(port := free_port())}"
     with (
         (state / "server.log").open("w") as log,
