@@ -430,9 +430,11 @@ class FeedbackStore:
         """Return what the effective thumbs, ratings and scores say, on the scale from 0 to 1."""
         e = db.effective_feedback.c
         on_scale = _on_scale(e)
-        query = sa.select(
-            sa.func.count(), sa.func.avg(on_scale), sa.func.avg(on_scale * on_scale)
-        ).where(e.agent_id == agent_id, e.kind.in_(ON_A_SCALE))
+        # PostgreSQL refuses a product that is too small for a float; SQLite says 0 as well.
+        square = sa.case((sa.func.abs(on_scale) < 1e-150, 0.0), else_=on_scale * on_scale)
+        query = sa.select(sa.func.count(), sa.func.avg(on_scale), sa.func.avg(square)).where(
+            e.agent_id == agent_id, e.kind.in_(ON_A_SCALE)
+        )
         with self.database.read() as connection:
             votes, mean, squares = connection.execute(query).one()
         if not votes:

@@ -29,7 +29,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.formats import Row, events
-from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Stored, target_of
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -246,6 +246,16 @@ def test_votes_on_a_scale_are_for_or_against_or_neither(store: FeedbackStore) ->
     store.append([vote("elsewhere", agent_id="coffee")])
     assert store.sides("tea") == {"rating": (3, 2), "score": (1, 1), "thumbs": (0, 2)}
     assert store.sides("milk") == {}
+
+
+@pytest.mark.parametrize("least", [1e-200, -1e-200, 5e-324])
+def test_a_score_too_small_to_be_squared_is_part_of_an_opinion(
+    store: FeedbackStore, least: float
+) -> None:
+    score = FeedbackKind.score
+    for rater, number in (("ann", 0.5), ("bob", least)):
+        store.append([vote(rater, rater_id=rater, kind=score, number=number)])
+    assert store.opinion("tea") == Opinion(2, 0.25, 0.25)
 
 
 def test_votes_are_counted_by_who_gave_them_where_few_did(store: FeedbackStore) -> None:
