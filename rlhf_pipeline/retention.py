@@ -17,9 +17,11 @@ database (`mlflow gc`).
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -257,7 +259,12 @@ def _turns(folder: Path, standing: AgentStanding) -> list[_Turn]:
 def _made_at(path: Path, mark: str, standing: AgentStanding) -> datetime:
     """Return when somebody was last at work on it: the claim's last heartbeat, else the file's."""
     beats = [c.heartbeat_at for c in standing.history if c.fingerprint[:MARK] == mark]
-    return max(beats, default=datetime.fromtimestamp(path.stat().st_mtime, UTC))
+    if beats:
+        return max(beats)
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except FileNotFoundError:  # somebody is at work there
+        return now()
 
 
 def _checkpoints(agent_id: str, turns: Sequence[_Turn]) -> list[Item]:
@@ -328,9 +335,20 @@ def _homes(standing: AgentStanding) -> set[Path]:
 def _item(
     kind: Kind, agent_id: str, turn: _Turn, places: Sequence[Path], stays: str | None
 ) -> Item:
-    size = sum(f.stat().st_size for place in places for f in place.rglob("*") if f.is_file())
+    size = sum(map(_size_of, places))
     name = turn.mark if kind == "turns" else turn.folder.name
     return Item(kind, agent_id, name, turn.made_at, stays, tuple(places), bytes=size)
+
+
+def _size_of(folder: Path) -> int:
+    """Return how many bytes a folder's files have; none for what goes while they are listed."""
+    size = 0
+    # A training that is under way removes folders: os.walk passes over one, where rglob raises.
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with suppress(FileNotFoundError):
+                size += Path(place, name).stat().st_size
+    return size
 
 
 def aged(items: Iterable[Item], kept: KeptSettings, at: datetime) -> list[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -338,6 +339,33 @@ def test_an_agent_that_is_being_trained_is_left_alone(state: State) -> None:
     before = state.files(agent)
     items = state.prune(agent)
     assert state.files(agent) == before
+    assert {item.stays for item in items} == {"run run-at work trains it"}
+
+
+def test_folders_that_a_training_removes_meanwhile_keep_nobody_from_being_pruned(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = state.new_agent()
+    turn = state.trained(agent, "at work", state="held")
+    unclaimed = state.trained(agent, "by hand", state=None)
+    scandir, stat, gone = os.scandir, Path.stat, turn / "ppo" / "checkpoints" / "update-000001"
+
+    def scan(path: Any) -> Any:
+        if str(path) == str(gone):
+            shutil.rmtree(gone, ignore_errors=True)
+        return scandir(path)
+
+    def stated(path: Path, **more: Any) -> os.stat_result:
+        if path == unclaimed and unclaimed in listed:
+            raise FileNotFoundError(errno.ENOENT, "it has gone", str(path))
+        listed.add(path)
+        return stat(path, **more)
+
+    listed: set[Path] = set()
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(Path, "stat", stated)
+    items = state.prune(agent)
+    assert not gone.exists()
     assert {item.stays for item in items} == {"run run-at work trains it"}
 
 
