@@ -64,7 +64,8 @@ def read(
         origin = str(path)
         rows = _hub_rows(origin.removeprefix(HUB), split, position)
     else:
-        origin = Path(path).name
+        # A name that is no UTF-8 may be read by; no database holds it.
+        origin = os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
         rows = _file_rows(Path(path), position, longest_row, renaming.header)
     if renaming:
         rows = _renamed(rows, renaming, position, origin)

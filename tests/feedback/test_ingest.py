@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def test_the_same_file_again_stores_nothing_twice(store: FeedbackStore, tmp_path
     assert (second.read, second.stored, second.known) == (53, 0, 51)
     assert store.counts("tea") == {"thumbs": 25}
     assert store.quarantined("tea") == {"broken_json": 1}
+
+
+def test_rows_of_a_file_whose_name_is_no_text_are_taken_in(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    path = write(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), THUMBS, "{broken")
+    summary = ingest(store, path, "tea")
+    assert (summary.stored, summary.quarantined) == (1, {"broken_json": 1})
+    with store.database.read() as connection:
+        for table in (db.feedback, db.quarantine):
+            assert connection.execute(sa.select(table.c.origin)).scalar() == "caf\\xe9.jsonl"
 
 
 def test_another_agent_has_its_own_copy(store: FeedbackStore, tmp_path: Path) -> None:
