@@ -59,6 +59,22 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+def storable(text: str) -> str:
+    """Return text a database can hold: lone surrogates and NUL shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+
+
+class Reason(sa.TypeDecorator[str]):
+    """Why something was done: whatever a person or an error said, so that it can be stored."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        """Return what a database can hold of it."""
+        return None if value is None else storable(value)
+
+
 BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts only INTEGER keys up
 
 RECIPE_CHARACTERS = 200
@@ -82,7 +98,7 @@ agents = sa.Table(
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Column("recipe", sa.String(RECIPE_CHARACTERS)),  # None: the settings' own
     sa.Column("automatic_promotion", sa.Boolean),  # None: as the settings say
-    sa.Column("paused_reason", sa.Text),  # None: not paused
+    sa.Column("paused_reason", Reason),  # None: not paused
 )
 
 interactions = sa.Table(
@@ -203,7 +219,7 @@ claims = sa.Table(
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Column("heartbeat_at", UtcDateTime, nullable=False),
     sa.Column("expires_at", UtcDateTime, nullable=False),
-    sa.Column("reason", sa.Text),
+    sa.Column("reason", Reason),
     sa.Index("ix_claims_agent_token", "agent_id", "token"),
     sa.Index(
         "uq_claims_one_held_per_agent",
@@ -241,7 +257,7 @@ promotions = sa.Table(
     sa.Column("previous_version", sa.Integer),
     sa.Column("token", BigId),  # the claim's, where a run did it
     sa.Column("actor", sa.String(100), nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("reason", Reason, nullable=False),
     sa.Column("created_at", UtcDateTime, nullable=False),
 )
 
@@ -266,7 +282,7 @@ experiments = sa.Table(
     sa.Column("champion", sa.Integer, nullable=False),
     sa.Column("challenger", sa.Integer, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),  # running, or how it ended
-    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("reason", Reason, nullable=False),
     sa.Column("share", sa.Float, nullable=False),  # of the users, that meet the challenger
     sa.Column("share_since", UtcDateTime, nullable=False),
     sa.Column("actor", sa.String(100), nullable=False),

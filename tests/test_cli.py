@@ -34,6 +34,7 @@ from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.feedback.claims import ClaimBook
+from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -418,6 +419,24 @@ def test_a_path_that_the_system_refuses_is_told_in_one_line(rlhf: Run, tmp_path:
     taken = write(tmp_path / "taken", "")
     told = rlhf("feedback", "export", str(taken / "votes.csv"), "--agent", "tea", code=1).stderr
     assert told == line.format(f"[Errno 17] File exists: '{taken}'")
+
+
+def test_a_server_that_takes_no_writes_is_told_in_one_line(
+    rlhf: Run, tmp_path: Path, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_DATABASE_URL", postgres_url)
+    store = open_database(postgres_url)
+    FeedbackStore(store).ensure_agent("tea")
+    with store.write() as connection:
+        name = connection.exec_driver_sql("SELECT current_database()").scalar_one()
+        connection.exec_driver_sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    store.close()
+    votes = str(write(tmp_path / "votes.jsonl", THUMBS))
+    for words in (["pause", "--agent", "tea"], ["ingest", votes, "--agent", "tea"]):
+        told = rlhf(*words, code=1).stderr
+        assert told.startswith("error: needed a database that may be written to, found: cannot ")
+        assert len(told.splitlines()) == 1
+    store.close()
 
 
 def test_a_full_disk_is_told_in_one_line(

@@ -322,7 +322,8 @@ def _is_foreseen(error: Exception) -> bool:
         return False  # click's own
     if isinstance(error, PipelineError | OSError) or _damage(error) is not None:
         return True
-    return type(error).__name__ == "OperationalError"  # SQLAlchemy's, or SQLite's as it is
+    # SQLAlchemy's, or SQLite's as it is
+    return type(error).__name__ == "OperationalError" or _is_for_reading(_drivers(error))
 
 
 def _told(error: Exception) -> str:
@@ -335,6 +336,11 @@ def _told(error: Exception) -> str:
         )
     if _is_full(_drivers(error)):
         return f"needed room on the disk, found: {said}; make room, and do it again"
+    if _is_for_reading(_drivers(error)):
+        return (
+            f"needed a database that may be written to, found: {said}; see its "
+            "default_transaction_read_only, and whether database_url names a standby"
+        )
     if _is_closed(_drivers(error)):
         return f"needed files that can be read and written, found: {said}; mend it or name others"
     return said
@@ -360,6 +366,11 @@ def _is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+def _is_for_reading(error: Exception) -> bool:
+    """Say whether PostgreSQL takes no writes, which is no OperationalError to its driver."""
+    return getattr(error, "pgcode", None) == "25006"
 
 
 def _is_closed(error: Exception) -> bool:

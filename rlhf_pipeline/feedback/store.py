@@ -128,6 +128,10 @@ class FeedbackStore:
                 f"needed a recipe's path of at most {db.RECIPE_CHARACTERS} characters, found "
                 f"{values['recipe']}; move it nearer to the root"
             )
+        if db.storable(recipe := str(values.get("recipe") or "")) != recipe:
+            raise ConfigError(
+                f"needed a recipe's path in UTF-8, found {recipe!a}; rename the file or its folder"
+            )
         with self.database.write() as connection:
             changed = connection.execute(
                 db.agents.update().where(db.agents.c.agent_id == agent_id).values(**values)
@@ -265,13 +269,13 @@ class FeedbackStore:
                         "quarantine_id": key,
                         "agent_id": row.agent_id,
                         "rule": row.rule,
-                        "detail": _clean(row.detail),
-                        "origin": _clean(row.origin)[-400:],
+                        "detail": db.storable(row.detail),
+                        "origin": db.storable(row.origin)[-400:],
                         "line": row.line,
                         "feedback_id": row.feedback_id,
                         "raw": None
                         if row.raw is None
-                        else _shortened(_clean(row.raw), row.agent_id),
+                        else _shortened(db.storable(row.raw), row.agent_id),
                         "created_at": now(),
                     }
                     for key, row in by_id.items()
@@ -659,7 +663,7 @@ def _feedback_row(
         "shown_first": event.shown_first,
         "rater_id": event.rater_id,
         "source": event.source,
-        "origin": _clean(event.origin)[-400:],
+        "origin": db.storable(event.origin)[-400:],
         "tags": json.dumps(list(event.tags)),
         "comment": event.comment,
         "topic": event.topic,
@@ -721,11 +725,6 @@ def _quarantine_id(row: QuarantinedRow) -> str:
     if row.rule in (Rule.damaged_file, Rule.line_too_long):  # all that is kept of it may be alike
         return hashed(row.agent_id, row.rule, said, row.origin, str(row.line))
     return hashed(row.agent_id, row.rule, said)
-
-
-def _clean(text: str) -> str:
-    """Return text a database can hold: lone surrogates and NUL shown as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
 
 
 def _shortened(text: str, agent_id: str) -> str:

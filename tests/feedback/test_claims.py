@@ -360,3 +360,13 @@ def test_a_heartbeat_ends_when_the_claim_is_lost(tmp_path: Path) -> None:
     with pytest.raises(ClaimLost), book.kept_alive(made.token):
         pytest.fail("a lost claim lets no work begin")
     database.close()
+
+
+def test_a_claim_is_closed_whatever_the_error_said(book: ClaimBook, clock: Clock) -> None:
+    said = "caf\udce9 \x00"
+    book.finish(claim(book).token, "failed", said)
+    given_up = claim(book, holder="run-2")
+    clock.passes(LEASE)
+    book.give_up(given_up.token, said)
+    assert book.held("tea") is None
+    assert [one.reason for one in book.history("tea")] == ["caf\\udce9 \\x00"] * 2

@@ -26,7 +26,7 @@ from structlog.testing import capture_logs
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
@@ -511,6 +511,12 @@ def test_agents_keep_their_settings(store: FeedbackStore) -> None:
     assert store.agent("coffee") is None
     with pytest.raises(FeedbackRefused, match="'coffee' is not known; known: tea"):
         store.set_agent("coffee", paused_reason="rest")
+    store.set_agent("tea", paused_reason="caf\udce9 \x00")  # as a terminal that speaks Latin-1 says
+    row = store.agent("tea")
+    assert row is not None
+    assert row.paused_reason == "caf\\udce9 \\x00"
+    with pytest.raises(ConfigError, match=r"found 'caf\\udce9.yaml'; rename"):
+        store.set_agent("tea", recipe="caf\udce9.yaml")
 
 
 # -- quarantine ---------------------------------------------------------------------------------

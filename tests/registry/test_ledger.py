@@ -253,6 +253,21 @@ def test_the_ledger_needs_who_and_why(ledger: PromotionLedger) -> None:
     assert len(ledger.history(AGENT)) == 2
 
 
+def test_a_reason_is_kept_as_far_as_a_database_holds_it(
+    any_database: Database, tmp_path: Path
+) -> None:
+    ledger, said = PromotionLedger(any_database, root=tmp_path), "caf\udce9 \x00"
+    files, lineage = {"model.safetensors": "00"}, {"base": "tiny"}
+    ledger.add_baseline(
+        AGENT, label="v0", path=tmp_path, files=files, lineage=lineage, actor="test"
+    )
+    add(ledger)
+    ledger.promote(AGENT, 1, actor="ann", reason=said, expected_champion=0)
+    ledger.rollback(AGENT, actor="ann", reason=said)
+    newest = sorted(ledger.history(AGENT), key=lambda one: one.entry)[1:]
+    assert [one.reason for one in newest] == ["caf\\udce9 \\x00"] * 2
+
+
 def test_rolling_back_twice_goes_two_back(ledger: PromotionLedger) -> None:
     for number in (1, 2, 3):
         add(ledger)
