@@ -67,6 +67,7 @@ BELIEVED = 0.25
 default, as a night or a weekend alone does not tell how many come on the other days."""
 SILENT = 0.5
 """Part of its days after which it is believed that nobody comes."""
+CLOCKS_APART = timedelta(hours=1)  # of two machines, at the most
 ROWS_AT_ONCE = 1000
 ANSWERS_AT_ONCE = 100_000  # counted in one tick of a sensor, which Dagster ends after a minute
 SETTLED = timedelta(minutes=15)
@@ -451,10 +452,27 @@ def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
         .select_from(
             db.effective_feedback.join(db.interactions, f.interaction_id == i.interaction_id)
         )
-        .where(i.experiment == experiment.experiment_id, f.source == "human")
+        .where(
+            i.experiment == experiment.experiment_id,
+            f.source == "human",
+            f.agent_id == experiment.agent_id,
+            f.seq > _newest_before(database, experiment),
+        )
         .order_by(f.seq)
     )
     return _rows(database, query)
+
+
+def _newest_before(database: db.Database, experiment: Experiment) -> int:
+    """Return the agent's newest vote's number from before the experiment began; 0 without one.
+
+    No vote up to it is about one of the experiment's answers, and PostgreSQL would read them all.
+    """
+    f = db.feedback.c
+    before = experiment.started_at - CLOCKS_APART
+    query = sa.select(f.seq).where(f.agent_id == experiment.agent_id, f.received_at < before)
+    with database.read() as connection:
+        return int(connection.execute(query.order_by(f.seq.desc()).limit(1)).scalar() or 0)
 
 
 def _rows(database: db.Database, query: sa.Select[Any]) -> Generator[Any]:

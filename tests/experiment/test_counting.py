@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment import live
 from rlhf_pipeline.experiment.book import Experiment
@@ -17,7 +18,15 @@ from rlhf_pipeline.feedback import raters
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.raters import Person
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt, uuid7
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    hash_rater,
+    now,
+    user_prompt,
+    uuid7,
+)
 from tests.experiment.world import AGENT, SETTINGS, begin, meet
 
 LATER = live.SETTLED + timedelta(minutes=1)
@@ -110,6 +119,28 @@ def test_a_young_answer_is_not_passed_over_though_a_younger_one_was_stored_first
     store.add_interactions([late])
     arms, _ = live.measured(store.database, experiment, SETTINGS)
     assert arms["length"].challenger.users == 2
+
+
+def test_votes_from_before_an_experiment_are_not_looked_at(store: FeedbackStore) -> None:
+    _, experiment = begin(store, 0.5)
+    said = answer(experiment, "ann")
+    store.add_interactions([said])
+    likes = Feedback(
+        AGENT, FeedbackKind.thumbs, "0", interaction_id=said.interaction_id, number=1.0
+    )
+    store.append([replace(likes, idempotency_key=f"{n}", rater_id=f"rater-{n}") for n in range(3)])
+    # None can be about its answers, but by clocks that are apart.
+    for seq, ago in ((1, 2 * live.CLOCKS_APART), (2, live.CLOCKS_APART / 2)):
+        with store.database.write() as connection:
+            connection.execute(
+                db.feedback.update()
+                .where(db.feedback.c.seq == seq)
+                .values(received_at=experiment.started_at - ago)
+            )
+    assert [vote.rater_id for vote in live._votes(store.database, experiment)] == [
+        "rater-1",
+        "rater-2",
+    ]
 
 
 @pytest.mark.usefixtures("later")
