@@ -422,7 +422,7 @@ def test_what_mlflow_keeps_is_the_restored_folders_own_whatever_its_name(
     with registry.run("tea", fingerprint="one", stage="turn", parameters={}) as run:
         run.log_text("note.txt", "secret")
     back_up(settings_in(live), tmp_path / "copy")
-    new = tmp_path / "später, 50 % with blanks?"
+    new = tmp_path / "später, 50%41 with blanks?"
     restore(settings_in(new), tmp_path / "copy")
 
     def kept(folder: Path) -> list[str]:

@@ -99,14 +99,12 @@ def test_a_folder_copied_by_hand_deletes_nothing_of_the_one_it_came_from(
 def test_a_trace_whose_file_will_not_go_is_kept_to_be_asked_again(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
-
     trace_id = log_interaction(
         registry, Interaction("stuck", "stuck", user_prompt("hi"), "yes", 0, now())
     )
     tomorrow = now() + timedelta(days=1)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalArtifactRepository, "delete_artifacts", lambda *_: None)
+        patch.setattr(shutil, "rmtree", lambda *_: None)
         with pytest.raises(RegistryError, match=r"found traces\.json still there"):
             forget_old_traces(registry, "stuck", 0, tomorrow)
     assert [info.trace_id for info in old_traces(registry, "stuck", 0, tomorrow)] == [trace_id]
