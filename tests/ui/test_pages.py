@@ -475,6 +475,26 @@ def test_a_key_that_is_held_down_votes_once(
     assert [vote[:2] for vote in votes()] == [("thumbs", 1.0), ("thumbs", 0.0)]
 
 
+def test_a_key_that_is_pressed_before_the_next_answer_is_shown_judges_nothing(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    review(page, service, "Cid")
+    page.locator("body").click(position={"x": 5, "y": 5})
+    first = page.input_value("#completion textarea")
+    slow = page.context.new_cdp_session(page)
+    slow.send("Network.enable")
+    network = {"offline": False, "latency": 2000, "downloadThroughput": -1, "uploadThroughput": -1}
+    slow.send("Network.emulateNetworkConditions", network)
+    page.keyboard.press("g")
+    eventually(votes)  # it is stored, and what was judged is still to be read
+    assert page.input_value("#completion textarea") == first
+    page.keyboard.press("b")
+    slow.send("Network.emulateNetworkConditions", {**network, "latency": 0})
+    eventually(lambda: "Not stored" in page.input_value("#notice textarea, #notice input"))
+    assert [vote[:2] for vote in votes()] == [("thumbs", 1.0)]
+    assert page.input_value("#completion textarea") != first
+
+
 def test_the_dashboard_shows_where_an_agent_stands(
     page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:

@@ -34,6 +34,7 @@ UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
 SHOWN_EVERY_SECONDS = 0.1  # what was written: each time costs more, the longer that is
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
+NO_ANSWER = "Not stored: no answer is known here; ask first, or again if one is shown."
 WHICH = "Which answer is better?"
 ALIKE = "This time no second answer says anything else."
 CUT_OFF = {
@@ -390,8 +391,8 @@ def _vote(desk: Desk) -> Callable[..., str]:
         **value: Any,
     ) -> str:
         """Store the vote and return what to tell the person."""
-        if answer is None:
-            return "There is nothing to vote on yet."
+        if answer is None:  # none was given, or the session that knew it has ended
+            return NO_ANSWER
         try:
             chosen = [want for want in wants or () if want in WANTS]
             desk.vote(answer.interaction, kind, wants=chosen, **value)

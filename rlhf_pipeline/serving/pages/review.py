@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import sqlalchemy as sa
@@ -23,12 +23,21 @@ AT_ONCE = 10
 
 
 def queue(
-    database: db.Database, agent_id: str, rater_id: str, *, size: int = AT_ONCE
+    database: db.Database,
+    agent_id: str,
+    rater_id: str,
+    *,
+    size: int = AT_ONCE,
+    without: Collection[str] = (),
 ) -> list[Interaction]:
-    """Return answers this rater has not judged: the most uncertain, every other one random."""
-    newest = _unjudged(database, agent_id, rater_id, _newest(database, agent_id))
+    """Return answers this rater has not judged: the most uncertain, every other one random.
+
+    `without` are ids of those that are left out.
+    """
+    newest = _unjudged(database, agent_id, rater_id, _newest(database, agent_id), without)
     uncertain = most_uncertain(newest)
-    anywhere = _unjudged(database, agent_id, rater_id, _random(database, agent_id, size))
+    some = _random(database, agent_id, size)
+    anywhere = _unjudged(database, agent_id, rater_id, some, without)
     chosen: dict[str, Interaction] = {}
     for a, b in zip(_padded(uncertain, size), _padded(anywhere, size), strict=True):
         for one in (a, b):
@@ -85,7 +94,11 @@ def _random(database: db.Database, agent_id: str, size: int) -> list[Interaction
 
 
 def _unjudged(
-    database: db.Database, agent_id: str, rater_id: str, some: Sequence[Interaction]
+    database: db.Database,
+    agent_id: str,
+    rater_id: str,
+    some: Sequence[Interaction],
+    without: Collection[str],
 ) -> list[Interaction]:
     f = db.feedback.c
     query = sa.select(f.interaction_id).where(
@@ -94,8 +107,8 @@ def _unjudged(
         f.voter == rater_id,
     )
     with database.read() as connection:
-        judged = set(connection.execute(query).scalars())
-    return [one for one in some if one.interaction_id not in judged and one.completion.strip()]
+        left_out = {*connection.execute(query).scalars(), *without}
+    return [one for one in some if one.interaction_id not in left_out and one.completion.strip()]
 
 
 def _interactions(database: db.Database, query: sa.Select[tuple[object, ...]]) -> list[Interaction]:

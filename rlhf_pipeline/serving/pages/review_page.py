@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -46,6 +46,10 @@ def review_page(desk: Desk) -> Any:
     with gr.Blocks(title="Review", analytics_enabled=False) as page:
         name = gr.BrowserState("", storage_key="rlhf-annotator")
         waiting = gr.State([])  # Interactions, the shown one first
+        skipped = gr.State([])  # ids of what was skipped since the answers were fetched
+        # The id of what is on the screen. A judgement brings it along: the session's own queue may
+        # be at the next answer already, or gone with the service that held it.
+        seen = gr.Textbox(visible="hidden", label="What is judged", elem_id="seen")
         with gr.Row():
             agent = gr.Dropdown(
                 agents, value=next(iter(agents), None), label="Assistant", elem_id="agent"
@@ -82,8 +86,8 @@ def review_page(desk: Desk) -> Any:
             f"· [Versions that wait for approval]({CANDIDATES})"
         )
 
-        shown = [waiting, prompt, completion, notice, agreement, better]
-        here = [waiting, agent, who]
+        shown = [waiting, skipped, seen, prompt, completion, notice, agreement, better]
+        here = [waiting, skipped, seen, agent, who]
         judge = _judge(desk)
         start.click(_fetch(desk), [agent, who], shown, api_visibility="private").then(
             lambda given: given, who, name, api_visibility="private"
@@ -96,13 +100,13 @@ def review_page(desk: Desk) -> Any:
         ]
         for button, kind, number in judgements:
             button.click(
-                lambda w, a, n, kind=kind, number=number: judge(w, a, n, kind, number=number),
+                lambda *now, kind=kind, number=number: judge(*now, kind, number=number),
                 here,
                 shown,
                 api_visibility="private",
             )
         send.click(
-            lambda w, a, n, text: judge(w, a, n, FeedbackKind.correction, text=text),
+            lambda *now: judge(*now[:-1], FeedbackKind.correction, text=now[-1]),
             [*here, better],
             shown,
             api_visibility="private",
@@ -117,17 +121,20 @@ def review_page(desk: Desk) -> Any:
 
 
 def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
-    def fetch(agent: str | None, who: str | None) -> tuple[Any, ...]:
-        """Return a queue and its first answer."""
+    def fetch(agent: str | None, who: str | None, skipped: Sequence[str] = ()) -> tuple[Any, ...]:
+        """Return a queue without what was skipped, and its first answer."""
         if problem := _unfit(who):
-            return _shown([], problem, "")
+            return _shown([], skipped, problem, "")
         if not agent:
-            return _shown([], "No assistant has a model yet; its first turn trains one.", "")
+            words = "No assistant has a model yet; its first turn trains one."
+            return _shown([], skipped, words, "")
         rater = hash_rater(agent, _person(who))
-        waiting = review.queue(desk.store.database, agent, rater)
+        waiting = review.queue(desk.store.database, agent, rater, without=skipped)
         words = review.agreement(desk.store.database, agent).words()
         notice = f"{len(waiting)} answers to judge" if waiting else "Nothing left to judge for now."
-        return _shown(waiting, notice, words)
+        if skipped and not waiting:
+            notice = "Nothing left but what was skipped; fetch answers to see it again."
+        return _shown(waiting, skipped, notice, words)
 
     return fetch
 
@@ -135,30 +142,44 @@ def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
 def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
     def judge(
         waiting: list[Interaction],
+        skipped: list[str],
+        seen: str | None,
         agent: str | None,
         who: str | None,
         kind: FeedbackKind | None,
         **value: Any,
     ) -> tuple[Any, ...]:
-        """Store the judgement of the shown answer and show the next one."""
-        if not waiting or agent is None:
-            return _fetch(desk)(agent, who)
+        """Store the judgement of the answer that was seen and show the next one."""
+        if not seen or agent is None:
+            return _fetch(desk)(agent, who, skipped)
         typed = str(value.get("text", ""))  # what was not stored stays in its box
-        if problem := _unfit(who):
+
+        def not_done(why: str) -> tuple[Any, ...]:
             words = review.agreement(desk.store.database, agent).words()
-            return _shown(waiting, f"Not stored: {problem}", words, typed)
+            return _shown(waiting, skipped, why, words, typed)
+
         try:
+            if not waiting:  # they went with the session; what is on the screen is in the store
+                found = desk.store.interaction(seen)
+                waiting = [] if found is None else [found]
+            if not waiting:
+                return not_done("Not stored: this answer is no longer there; fetch answers.")
+            if waiting[0].interaction_id != seen:
+                return not_done("Not stored: that was for the answer before this one.")
+            if problem := _unfit(who):
+                return not_done(f"Not stored: {problem}")
             if kind is not None:
                 desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
         except (PipelineError, sa.exc.DatabaseError) as error:
-            words = review.agreement(desk.store.database, agent).words()
-            return _shown(waiting, not_stored(error), words, typed)
+            return not_done(not_stored(error))
         rest = waiting[1:]
+        if kind is None:
+            skipped = [*skipped, seen]
         if not rest:
-            return _fetch(desk)(agent, who)
+            return _fetch(desk)(agent, who, skipped)
         words = review.agreement(desk.store.database, agent).words()
         done = "Skipped" if kind is None else "Stored"
-        return _shown(rest, f"{done}; {len(rest)} left", words)
+        return _shown(rest, skipped, f"{done}; {len(rest)} left", words)
 
     return judge
 
@@ -180,9 +201,15 @@ def _person(who: str | None) -> str:
 
 
 def _shown(
-    waiting: list[Interaction], notice: str, agreement: str, typed: str = ""
+    waiting: list[Interaction],
+    skipped: Sequence[str],
+    notice: str,
+    agreement: str,
+    typed: str = "",
 ) -> tuple[Any, ...]:
     if not waiting:
-        return [], "", "", notice, agreement, ""
-    turns = "\n".join(f"{m.role}: {m.content}" for m in waiting[0].prompt)
-    return waiting, turns, waiting[0].completion, notice, agreement, typed
+        return [], list(skipped), "", "", "", notice, agreement, typed
+    first = waiting[0]
+    turns = "\n".join(f"{m.role}: {m.content}" for m in first.prompt)
+    ids = list(skipped), first.interaction_id
+    return waiting, *ids, turns, first.completion, notice, agreement, typed

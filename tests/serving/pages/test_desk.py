@@ -79,6 +79,11 @@ def ask(desk: Desk, *, pair: bool = False) -> tuple[list[str], Answer]:
     return [str(piece) for piece in pieces], last
 
 
+def on_screen(waiting: list[Interaction]) -> tuple[list[Interaction], list[str], str]:
+    """Return what the review page sends along: its queue, what was skipped, and what it shows."""
+    return waiting, [], waiting[0].interaction_id
+
+
 def test_an_answer_is_stored_with_who_gave_it(desk: Desk) -> None:
     assert desk.agents() == ["shop"]
     pieces, answer = ask(desk)
@@ -273,7 +278,7 @@ def test_a_vote_that_the_store_cannot_take_is_told(
     told = chat_page._vote(desk)(answer, [], FeedbackKind.thumbs, number=1.0)
     assert told == "Not stored: the store cannot be written now; please vote again."
     waiting, *_, notice, _, _ = review_page._judge(desk)(
-        [answer.interaction], "shop", "bea", FeedbackKind.thumbs, number=1.0
+        *on_screen([answer.interaction]), "shop", "bea", FeedbackKind.thumbs, number=1.0
     )
     assert (waiting, notice) == ([answer.interaction], told)
 
@@ -297,7 +302,8 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
 
 def test_a_comment_is_a_vote_that_stays_in_its_box_until_it_is_stored(desk: Desk) -> None:
     comment = chat_page._comment(chat_page._vote(desk))
-    assert comment(None, [], "so so") == ("There is nothing to vote on yet.", "so so")
+    assert comment(None, [], "so so") == (chat_page.NO_ANSWER, "so so")
+    assert "Not stored" in chat_page.NO_ANSWER
     _, answer = ask(desk)
     assert comment(answer, [], " ") == (EMPTY, " ")
     assert comment(answer, [], "so so") == (chat_page.THANKS, "")
@@ -312,7 +318,7 @@ def test_who_sends_a_better_answer_without_words_is_told_so_in_plain_ones(
     empty = {"kind": FeedbackKind.correction, "text": text}
     assert chat_page._vote(desk)(answer, [], **empty) == EMPTY
     waiting, *_, notice, _, _ = review_page._judge(desk)(
-        [answer.interaction], "shop", "bea", **empty
+        *on_screen([answer.interaction]), "shop", "bea", **empty
     )
     assert (waiting, notice) == ([answer.interaction], EMPTY)
     assert desk.store.counts("shop") == {}
@@ -334,7 +340,9 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
     assert desk.store.counts("shop") == {"thumbs": 2}
     judge, waiting = review_page._judge(desk), [answer.interaction] * 5
     for _ in range(4):
-        waiting, _, _, notice, *_ = judge(waiting, "shop", "Eve", FeedbackKind.thumbs, number=1.0)
+        waiting, *_, notice, _, _ = judge(
+            *on_screen(waiting), "shop", "Eve", FeedbackKind.thumbs, number=1.0
+        )
     assert notice == "Thank you, but that was too fast to count. Please vote again in 20 s."
     assert len(waiting) == 2  # the one that did not count is still to judge
     now[0] = 20.0
@@ -346,7 +354,7 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     _, answer = ask(desk)
     fetch, judge = review_page._fetch(desk), review_page._judge(desk)
     assert fetch("shop", name)[0] == []
-    assert fetch(None, "Eve")[3].startswith("No assistant has a model yet")
+    assert fetch(None, "Eve")[-3].startswith("No assistant has a model yet")
     [first, *_] = waiting = fetch("shop", "Eve")[0]
     assert first == answer.interaction
     for kind, value in (
@@ -354,13 +362,73 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
         (FeedbackKind.correction, {"text": "It is 9 euros."}),
         (None, {}),
     ):
-        still, *_, notice, _, typed = judge(waiting, "shop", name, kind, **value)
+        still, *_, notice, _, typed = judge(*on_screen(waiting), "shop", name, kind, **value)
         assert still == waiting
         assert ("Not stored" in notice, "name" in notice) == (True, True)
         assert typed == value.get("text", "")  # it need not be written again
     assert desk.store.counts("shop") == {}
-    judge(waiting, "shop", " Eve ", FeedbackKind.thumbs, number=1.0)
+    judge(*on_screen(waiting), "shop", " Eve ", FeedbackKind.thumbs, number=1.0)
     assert desk.store.counts("shop") == {"thumbs": 1}
+
+
+def judged(desk: Desk) -> list[tuple[str, str]]:
+    """Return the stored votes: about which answer, and of which kind."""
+    with desk.store.database.read() as connection:
+        rows = connection.exec_driver_sql("SELECT interaction_id, kind FROM feedback ORDER BY seq")
+        return [(row[0], row[1]) for row in rows]
+
+
+def test_only_what_was_on_the_screen_is_judged(desk: Desk) -> None:
+    answers = [ask(desk)[1].interaction for _ in range(3)]
+    judge, first = review_page._judge(desk), on_screen(answers)
+    waiting, *_ = judge(*first, "shop", "Eve", FeedbackKind.thumbs, number=1.0)
+    assert waiting == answers[1:]
+    # A second press, before the page has drawn the next one: the session is there already.
+    for kind, value in (
+        (FeedbackKind.thumbs, {"number": 0.0}),
+        (FeedbackKind.correction, {"text": "Nine."}),
+        (None, {}),
+    ):
+        still, skipped, seen, *_, notice, _, typed = judge(
+            waiting, [], first[-1], "shop", "Eve", kind, **value
+        )
+        assert (still, skipped, seen) == (answers[1:], [], answers[1].interaction_id)
+        assert notice == "Not stored: that was for the answer before this one."
+        assert typed == value.get("text", "")
+    assert judged(desk) == [(answers[0].interaction_id, "thumbs")]
+
+
+def test_a_judgement_after_the_session_has_ended_is_of_what_is_on_the_screen(desk: Desk) -> None:
+    one, other = (ask(desk)[1].interaction for _ in range(2))
+    judge = review_page._judge(desk)
+    gone: tuple[Any, ...] = ([], [], one.interaction_id)
+    nameless = judge(*gone, "shop", "", FeedbackKind.correction, text="Nine.")
+    assert (nameless[0], nameless[-1]) == ([one], "Nine.")
+    waiting, *_ = judge(*gone, "shop", "Eve", FeedbackKind.correction, text="Nine.")
+    assert judged(desk) == [(one.interaction_id, "correction")]
+    assert waiting == [other]  # and the page goes on
+    erased = judge([], [], "gone", "shop", "Eve", FeedbackKind.correction, text="Ten.")
+    assert "Not stored: this answer is no longer there" in erased[-3]
+    assert erased[-1] == "Ten."
+    assert judge([], [], "", "shop", "Eve", FeedbackKind.thumbs, number=1.0)[0] == [other]
+    assert len(judged(desk)) == 1
+
+
+def test_what_was_skipped_comes_back_only_when_answers_are_fetched(desk: Desk) -> None:
+    answers = [ask(desk)[1].interaction for _ in range(2)]
+    fetch, judge = review_page._fetch(desk), review_page._judge(desk)
+    waiting, skipped, seen, *_ = fetch("shop", "Eve")
+    for left in (1, 0):
+        waiting, skipped, seen, *_, notice, _, _ = judge(
+            waiting, skipped, seen, "shop", "Eve", None
+        )
+        assert len(waiting) == left
+    assert notice == "Nothing left but what was skipped; fetch answers to see it again."
+    new = ask(desk)[1].interaction
+    assert fetch("shop", "Eve", skipped)[0] == [new]
+    again, skipped, *_ = fetch("shop", "Eve")
+    assert {one.interaction_id for one in again} == {one.interaction_id for one in (*answers, new)}
+    assert skipped == []
 
 
 def test_the_collection_rate_is_how_often_people_are_asked(

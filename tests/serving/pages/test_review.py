@@ -66,6 +66,9 @@ def test_the_queue_holds_uncertain_and_random_answers_not_judged_yet(store: Feed
     assert "i59" not in [one.interaction_id for one in queue(store.database, "tea", "ann")]
     assert "i59" in [one.interaction_id for one in queue(store.database, "tea", "bob")]
     assert queue(store.database, "nobody", "ann") == []
+    skipped = ["i58", "i57"]
+    left = [queue(store.database, "tea", "bob", size=60, without=skipped) for _ in range(3)]
+    assert not {one.interaction_id for some in left for one in some} & set(skipped)
 
 
 def test_answers_the_reward_models_heads_disagree_about_are_uncertain_too() -> None:
