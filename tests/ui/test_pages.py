@@ -121,6 +121,21 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
+def slowed(page: Any, milliseconds: int) -> None:
+    """Have every answer come so much later."""
+    session = page.context.new_cdp_session(page)
+    session.send("Network.enable")
+    session.send(
+        "Network.emulateNetworkConditions",
+        {
+            "offline": False,
+            "latency": milliseconds,
+            "downloadThroughput": -1,
+            "uploadThroughput": -1,
+        },
+    )
+
+
 def open_more(page: Any) -> None:
     if not page.is_visible("#stars"):
         page.click("text=Say more about this answer")
@@ -158,6 +173,19 @@ def test_every_kind_of_vote_is_stored(page: Any, service: tuple[str, Path], vote
     ]
     assert {row[5] for row in stored} == {'["wants:shorter"]'}
     assert {row[6] for row in stored} == {"chat"}
+
+
+def test_the_last_of_quick_stars_is_stored(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    ask(page, service[0], "how much is the lamp?")
+    page.wait_for_selector("#up")
+    open_more(page)
+    slowed(page, 300)
+    for star in (2, 4):  # the second while the first is under way
+        page.locator("#stars input[type=radio]").nth(star).click()
+    eventually(lambda: votes() and votes()[-1][:2] == ("rating", 5.0))
+    slowed(page, 0)
 
 
 def test_two_answers_are_compared(page: Any, service: tuple[str, Path], votes: Votes) -> None:
@@ -481,15 +509,12 @@ def test_a_key_that_is_pressed_before_the_next_answer_is_shown_judges_nothing(
     review(page, service, "Cid")
     page.locator("body").click(position={"x": 5, "y": 5})
     first = page.input_value("#completion textarea")
-    slow = page.context.new_cdp_session(page)
-    slow.send("Network.enable")
-    network = {"offline": False, "latency": 2000, "downloadThroughput": -1, "uploadThroughput": -1}
-    slow.send("Network.emulateNetworkConditions", network)
+    slowed(page, 2000)
     page.keyboard.press("g")
     eventually(votes)  # it is stored, and what was judged is still to be read
     assert page.input_value("#completion textarea") == first
     page.keyboard.press("b")
-    slow.send("Network.emulateNetworkConditions", {**network, "latency": 0})
+    slowed(page, 0)
     eventually(lambda: "Not stored" in page.input_value("#notice textarea, #notice input"))
     assert [vote[:2] for vote in votes()] == [("thumbs", 1.0)]
     assert page.input_value("#completion textarea") != first

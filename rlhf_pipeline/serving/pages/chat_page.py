@@ -41,6 +41,9 @@ CUT_OFF = {
     "length": "The answer ends here because it has reached its greatest length.",
     "content_filter": "The answer ends here because what followed must not be shown.",
 }
+LAST = "always_last"
+"""How often what is chosen is told: Gradio's own way drops a choice made while the one before it is
+under way, and the page would show what was not stored."""
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
@@ -166,6 +169,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             [agent, before, moves],
             [before, moves],
             preprocess=False,
+            trigger_mode=LAST,
             api_visibility="private",
         )
         # Another assistant is somebody else, who does not read what was said to the one before.
@@ -195,6 +199,7 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
             lambda a, w, n: vote(a, w, FeedbackKind.rating, number=float(n)),
             [*judged, stars],
             notice,
+            trigger_mode=LAST,
             api_visibility="private",
         )
         send_better.click(
@@ -224,7 +229,9 @@ def chat_page(desk: Desk, visitors: Visitors) -> Any:
                 [notice, pair, talk, history, answer, thumbs, more, *said],
                 api_visibility="private",
             )
-        wishes.input(lambda chosen: chosen, wishes, wants, api_visibility="private")
+        wishes.input(
+            lambda chosen: chosen, wishes, wants, trigger_mode=LAST, api_visibility="private"
+        )
         page.load(
             _opened(gr, desk),
             [wants, agent],

@@ -49,6 +49,14 @@ def test_the_pages_are_at_ui_and_bring_everything_with_them(ports: tuple[int, in
         assert visitor.get("/ui/", headers={"host": "evil.example"}).status_code == 400
 
 
+def test_the_last_of_quick_choices_is_the_one_that_is_told(ports: tuple[int, int]) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", trust_env=False) as visitor:
+        events = visitor.get("/ui/config").json()["dependencies"]
+    chosen = [e for e in events if any(trigger == "input" for _, trigger in e["targets"])]
+    told = [event["trigger_mode"] for event in chosen]
+    assert told == ["always_last"] * 3  # the assistant, the stars, the wishes
+
+
 @pytest.mark.parametrize("asked", ["queue/join", "run/predict", "api/nothing"])
 def test_a_page_of_an_earlier_release_is_told_to_load_again(
     ports: tuple[int, int], asked: str
