@@ -48,8 +48,8 @@ class Votes:
     counted: int
     days: Sequence[date]
     by_kind: Mapping[str, Sequence[int]]  # one number a day
-    voters: int  # people who signed
-    top_share: float | None  # of the signed votes, by the busiest hundredth, or person of fewer
+    voters: int  # people who signed; a model's or a program's votes are nobody's
+    top_share: float | None  # of people's signed votes, by the busiest hundredth, or one of fewer
     newest_at: datetime | None
 
 
@@ -164,13 +164,15 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     days = [today - timedelta(days=n) for n in reversed(range(DAYS))]
     place = {day: n for n, day in enumerate(days)}
     by_kind: dict[str, list[int]] = defaultdict(lambda: [0] * DAYS)
-    newest = _newest(f, agent_id, f.kind, f.received_at, f.rater_id).subquery()
+    newest = _newest(f, agent_id, f.kind, f.received_at, f.rater_id, f.source).subquery()
     # Counted by the database: tens of thousands of rows for each agent are a tick's whole time.
     moment = newest.c.received_at
     in_utc = moment if database.is_sqlite else sa.func.timezone("UTC", moment)
     day = sa.func.date(in_utc, type_=sa.Date)
     counts = sa.select(newest.c.kind, day, sa.func.count(), sa.func.max(moment))
-    signed = sa.select(sa.func.count()).where(newest.c.rater_id.is_not(None))
+    signed = sa.select(sa.func.count()).where(
+        newest.c.rater_id.is_not(None), newest.c.source == "human"
+    )
     counted, newest_at = 0, None
     with database.read() as connection:
         for kind, came, n, last in connection.execute(counts.group_by(newest.c.kind, day)):
@@ -239,14 +241,18 @@ def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:
     one answer the newest counts.
     """
     f, i = db.effective_feedback.c, db.interactions.c
-    newest = _newest(f, agent_id, f.interaction_id, f.voter, f.kind, f.number).subquery()
+    newest = _newest(f, agent_id, f.interaction_id, f.voter, f.kind, f.number, f.source).subquery()
     on_scale = sa.case(
         (newest.c.kind == FeedbackKind.rating, (newest.c.number - 1) / 4), else_=newest.c.number
     )
     query = (
         sa.select(i.model_version, sa.func.avg(on_scale))
         .join(newest, newest.c.interaction_id == i.interaction_id)
-        .where(newest.c.kind.in_(ON_A_SCALE), newest.c.number.is_not(None))
+        .where(
+            newest.c.kind.in_(ON_A_SCALE),
+            newest.c.number.is_not(None),
+            newest.c.source == "human",
+        )
         .group_by(i.model_version, newest.c.voter)
     )
     found: dict[int, list[float]] = defaultdict(list)

@@ -54,6 +54,7 @@ def agreement(database: db.Database, agent_id: str) -> Agreement:
     query = sa.select(f.interaction_id, f.voter, f.kind, f.number).where(
         f.interaction_id.in_([one.interaction_id for one in newest]),
         f.kind.in_(("thumbs", "rating")),
+        f.source == "human",
     )
     judged: dict[str, dict[str, bool]] = defaultdict(dict)
     with database.read() as connection:

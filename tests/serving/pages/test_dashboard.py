@@ -116,6 +116,25 @@ def test_satisfaction_is_of_what_people_hold_now(
     assert after.satisfaction == pytest.approx(before.satisfaction - 1 / 20)
 
 
+def test_what_models_and_programs_say_is_nobodys_opinion(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    before = overview(store, ledger, "tea")
+    said = Feedback("tea", FeedbackKind.score, "", number=0.1, source="model", origin="api")
+    rule = replace(said, kind=FeedbackKind.thumbs, number=0.0, source="code", rater_id="rule")
+    store.append(
+        [
+            replace(one, idempotency_key=f"{one.source} {n}", interaction_id=f"i{n}")
+            for one in (said, rule)
+            for n in range(20)
+        ]
+    )
+    found = overview(store, ledger, "tea")
+    assert found.standings == before.standings
+    assert found.votes.counted == before.votes.counted + 40  # they came
+    assert (found.votes.voters, found.votes.top_share) == (20, 10 / 29)
+
+
 def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -> None:
     found = overview(store, ledger, "tea")
     assert found.votes.counted == 29

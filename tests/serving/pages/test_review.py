@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, user_prompt
+from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, Source, user_prompt
 from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.desk import disagreement_of, said_so_far
 from rlhf_pipeline.serving.pages.review import queue
@@ -40,7 +40,14 @@ def interaction(n: int, disagreement: float | None) -> Interaction:
     )
 
 
-def vote(store: FeedbackStore, n: int, rater: str, number: float, kind: str = "thumbs") -> None:
+def vote(
+    store: FeedbackStore,
+    n: int,
+    rater: str,
+    number: float,
+    kind: str = "thumbs",
+    source: Source = "human",
+) -> None:
     store.append(
         [
             Feedback(
@@ -50,6 +57,7 @@ def vote(store: FeedbackStore, n: int, rater: str, number: float, kind: str = "t
                 interaction_id=f"i{n}",
                 number=number,
                 rater_id=rater,
+                source=source,
             )
         ]
     )
@@ -106,6 +114,7 @@ def test_agreement_reads_the_votes_of_the_newest_answers(store: FeedbackStore) -
     vote(store, 1, "bob", 3.0, "rating")  # the middle says neither
     vote(store, 2, "ann", 0.0)
     vote(store, 2, "bob", 1.0)
+    vote(store, 0, "judge", 0.0, source="model")  # which is nobody
     found = review.agreement(store.database, "tea")
     assert (found.answers, found.alike) == (2, 0.5)
     assert "50% on 2 answers" in found.words()
