@@ -288,7 +288,8 @@ def _newest_answers(database: db.Database, agent_id: str) -> tuple[Waits | None,
     took = sorted(seconds for seconds, _, _ in found if seconds is not None)
     late = math.ceil(0.95 * len(took)) - 1
     waits = Waits(len(took), took[len(took) // 2], took[late]) if took else None
-    people = {user: network for _, user, network in found if network is not None}
+    # Newest last, so that of somebody who has moved the network of today counts.
+    people = {user: network for _, user, network in reversed(found) if network is not None}
     most = max(Counter(people.values()).values(), default=0)
     return waits, most / len(people) if len(people) >= FEWEST else None
 

@@ -184,6 +184,18 @@ def test_people_of_a_network_are_counted_once_each_and_no_few_of_them(
     assert share == (0.25 if people == 20 else None)
 
 
+def test_who_has_moved_is_of_the_network_of_today(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    def answer(n: int, network: str, at: datetime) -> Interaction:
+        made = Interaction(f"{network} {n}", "tea", user_prompt("hi"), "ho", 0, at)
+        return replace(made, user_id=f"person {n}", sampling={"network": network})
+
+    homes = [answer(n, f"home {n}", now() - timedelta(days=7)) for n in range(20)]
+    store.add_interactions([*homes, *(answer(n, "office", now()) for n in range(20))])
+    assert overview(store, ledger, "tea").network_share == 1.0
+
+
 def test_votes_are_counted_by_the_day_in_utc(any_database: Database) -> None:
     store = FeedbackStore(any_database)
     store.append(
