@@ -1,7 +1,8 @@
 """What annotators look at, and how far they agree: queues and numbers, no page.
 
-The cost of a queue does not grow with the table: it looks at the newest answers and at a few from a
-random moment, both along an index.
+The cost of a queue does not grow with the table: it looks at the newest answers and at a few random
+ones among many more, both along an index. Only for who has judged all of those does it go further
+back, over as many answers as they have judged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import random
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from datetime import timedelta
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -19,6 +20,7 @@ from rlhf_pipeline.feedback.agreement import Agreement, agreement_of
 from rlhf_pipeline.records import Interaction, prompt_from_json
 
 NEWEST = 500  # answers among which the most uncertain are looked for
+AMONG = 20_000  # newest answers among which random ones are drawn
 AT_ONCE = 10
 
 
@@ -36,14 +38,14 @@ def queue(
     """
     newest = _unjudged(database, agent_id, rater_id, _newest(database, agent_id), without)
     uncertain = most_uncertain(newest)
-    some = _random(database, agent_id, size)
+    some = _random(database, agent_id, (size + 1) // 2)
     anywhere = _unjudged(database, agent_id, rater_id, some, without)
     chosen: dict[str, Interaction] = {}
     for a, b in zip(_padded(uncertain, size), _padded(anywhere, size), strict=True):
         for one in (a, b):
             if one is not None:
                 chosen.setdefault(one.interaction_id, one)
-    return list(chosen.values())[:size]
+    return list(chosen.values())[:size] or _left(database, agent_id, rater_id, size, without)
 
 
 def agreement(database: db.Database, agent_id: str) -> Agreement:
@@ -65,33 +67,47 @@ def agreement(database: db.Database, agent_id: str) -> Agreement:
     return agreement_of([list(votes.values()) for votes in judged.values()])
 
 
-def _newest(database: db.Database, agent_id: str) -> list[Interaction]:
+def _newest_first(agent_id: str) -> sa.Select[Any]:
     i = db.interactions
-    query = i.select().where(i.c.agent_id == agent_id).order_by(i.c.created_at.desc()).limit(NEWEST)
-    return _interactions(database, query)
+    return i.select().where(i.c.agent_id == agent_id).order_by(i.c.created_at.desc())
+
+
+def _newest(database: db.Database, agent_id: str) -> list[Interaction]:
+    return _interactions(database, _newest_first(agent_id).limit(NEWEST))
 
 
 def _random(database: db.Database, agent_id: str, size: int) -> list[Interaction]:
-    """Return answers from random moments between the first and the last."""
-    i = db.interactions
-    mine = i.c.agent_id == agent_id
+    """Return random ones of the newest answers.
+
+    Each is as likely as another: a row is drawn, not a moment, which would be in the longest pause
+    most often and then always give the answer after it.
+    """
+    rows = _newest_first(agent_id)
+    moments = rows.with_only_columns(db.interactions.c.created_at).limit(AMONG).subquery()
     with database.read() as connection:
-        ends = [
-            connection.execute(
-                sa.select(i.c.created_at).where(mine).order_by(order).limit(1)
-            ).scalar()
-            for order in (i.c.created_at, i.c.created_at.desc())
-        ]
-    first, last = ends
-    if first is None or last is None:
-        return []
+        n = connection.execute(sa.select(sa.func.count()).select_from(moments)).scalar_one()
     found: dict[str, Interaction] = {}
-    for _ in range(size):
-        moment = first + timedelta(seconds=random.random() * (last - first).total_seconds())
-        query = i.select().where(mine, i.c.created_at >= moment).order_by(i.c.created_at).limit(1)
-        for one in _interactions(database, query):
+    for place in random.sample(range(n), min(size, n)):
+        for one in _interactions(database, rows.offset(place).limit(1)):
             found[one.interaction_id] = one
     return list(found.values())
+
+
+def _left(
+    database: db.Database, agent_id: str, rater_id: str, size: int, without: Collection[str]
+) -> list[Interaction]:
+    """Return the newest answers this rater has not judged, however old they are."""
+    f, i = db.feedback.c, db.interactions.c
+    # A list and no EXISTS, for which SQLite would read all of the rater's votes for every answer.
+    judged = sa.select(f.interaction_id).where(
+        f.agent_id == agent_id, f.voter == rater_id, f.interaction_id.is_not(None)
+    )
+    query = _newest_first(agent_id).where(
+        i.interaction_id.not_in(judged),
+        i.interaction_id.not_in(list(without)),
+        sa.func.trim(i.completion, " \t\r\n") != "",
+    )
+    return _interactions(database, query.limit(size))
 
 
 def _unjudged(
@@ -112,7 +128,7 @@ def _unjudged(
     return [one for one in some if one.interaction_id not in left_out and one.completion.strip()]
 
 
-def _interactions(database: db.Database, query: sa.Select[tuple[object, ...]]) -> list[Interaction]:
+def _interactions(database: db.Database, query: sa.Select[Any]) -> list[Interaction]:
     with database.read() as connection:
         rows = connection.execute(query).all()
     return [Interaction(**{**row._mapping, "prompt": prompt_from_json(row.prompt)}) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -77,6 +78,58 @@ def test_the_queue_holds_uncertain_and_random_answers_not_judged_yet(store: Feed
     skipped = ["i58", "i57"]
     left = [queue(store.database, "tea", "bob", size=60, without=skipped) for _ in range(3)]
     assert not {one.interaction_id for some in left for one in some} & set(skipped)
+
+
+def test_every_answer_is_as_likely_whatever_pauses_there_were(
+    any_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FeedbackStore(any_database)
+    months = timedelta(days=60)
+    new = [replace(interaction(n, None), created_at=START + months) for n in range(20, 40)]
+    store.add_interactions([*(interaction(n, None) for n in range(20)), *new])
+    monkeypatch.setattr(review, "random", random.Random(0))
+    drawn = [review._random(any_database, "tea", 10) for _ in range(20)]
+    assert [len({one.interaction_id for one in some}) for some in drawn] == [10] * 20
+    assert len({one.interaction_id for some in drawn for one in some}) == 40
+    assert len(review._random(any_database, "tea", 99)) == 40
+    monkeypatch.setattr(review, "AMONG", 20)
+    drawn = [review._random(any_database, "tea", 10) for _ in range(20)]
+    assert {one.interaction_id for some in drawn for one in some} == {
+        f"i{n}" for n in range(20, 40)
+    }
+
+
+def test_who_has_judged_the_newest_gets_older_answers(
+    any_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(review, "NEWEST", 3)
+    monkeypatch.setattr(review, "AMONG", 3)
+    store = FeedbackStore(any_database)
+    blank = replace(interaction(4, None), completion=" \n")
+    store.add_interactions([blank, *(interaction(n, None) for n in (0, 1, 2, 3, 5, 6, 7))])
+    for n in (5, 6, 7, 2):
+        vote(store, n, "ann", 1.0)
+    store.append(  # of an answer that nobody here gave
+        [
+            Feedback(
+                agent_id="tea",
+                kind=FeedbackKind.thumbs,
+                idempotency_key="elsewhere",
+                prompt=user_prompt("hi"),
+                completion="ho",
+                number=1.0,
+                rater_id="ann",
+            )
+        ]
+    )
+
+    def left(*without: str) -> list[str]:
+        found = queue(any_database, "tea", "ann", size=2, without=without)
+        return [one.interaction_id for one in found]
+
+    assert left() == ["i3", "i1"]
+    assert left("i3") == ["i1", "i0"]
+    assert left("i3", "i1", "i0") == []
 
 
 def test_answers_the_reward_models_heads_disagree_about_are_uncertain_too() -> None:
