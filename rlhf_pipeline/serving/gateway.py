@@ -269,9 +269,10 @@ class Gateway:
                 await tell(
                     whose, "time_out" if late else type(error).__name__, str(error) or detail
                 )
-                first = first or (ChatAway(detail) if late else error)
+                failed = ChatAway(detail) if late else error
+                first = first or failed
                 if shown:  # what was seen is kept, and counts: a vote may be about it
-                    draft.text, draft.broken = draft.text[:shown], error
+                    draft.text, draft.broken = draft.text[:shown], failed
                     done = draft
                     break
             finally:

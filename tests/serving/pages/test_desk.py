@@ -53,6 +53,7 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.serving import gateway
 from rlhf_pipeline.serving import tracing as tracing_module
+from rlhf_pipeline.serving.batching import Decoder
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
@@ -175,6 +176,28 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     talk, question, words, *rest = last
     assert [said["content"] for said in talk] == ["how?", "so."]  # and no … that nothing follows
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
+
+
+def test_an_answer_that_is_late_after_its_first_words_ends_as_any_that_breaks_off(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def late(*_: Any, **__: Any) -> AsyncGenerator[str, None]:
+        yield "It costs nine euros and "
+        raise TimeoutError
+
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    monkeypatch.setattr(Decoder, "pieces", late)
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+    *_, shown, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    assert shown[0][-1]["content"].startswith("It costs nine euros")
+    assert last[:3] == ([], "how much?", SORRY)
+    with desk.store.database.read() as connection:
+        kept = connection.exec_driver_sql("SELECT completion FROM interactions").scalar_one()
+    assert kept.startswith("It costs nine euros")  # a vote may be about it
+    with pytest.raises(ChatAway, match="within"):
+        ask(desk)
 
 
 def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) -> None:
