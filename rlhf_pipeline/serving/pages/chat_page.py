@@ -53,12 +53,12 @@ CHOICES: tuple[tuple[Choice, str], ...] = (
 )
 
 
-def chat_page(desk: Desk, visitors: Visitors) -> Any:
-    """Return the page as Gradio Blocks."""
+def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
+    """Return the page as Gradio Blocks; what a browser keeps is encrypted with `kept_with`."""
     import gradio as gr
 
     with gr.Blocks(title="Chat", analytics_enabled=False, fill_height=True) as page:
-        wants = gr.BrowserState([], storage_key="rlhf-wants")
+        wants = gr.BrowserState([], storage_key="rlhf-wants", secret=kept_with)
         history = gr.State([])  # (question, answer) turns
         answer = gr.State(None)  # the Answer that votes are about
         first = gr.State("this")  # which of the pair stands on the left

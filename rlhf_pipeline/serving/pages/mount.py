@@ -7,6 +7,7 @@ inline ones must be allowed there; scripts, images and connections of other host
 
 from __future__ import annotations
 
+import hmac
 import os
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -140,12 +141,16 @@ def mount_pages(
     import gradio as gr
     from gradio.route_utils import FnIndexInferError
 
-    visitors = Visitors(Keys(desk.settings.state_dir).signing_secret())
+    secret = Keys(desk.settings.state_dir).signing_secret()
+    visitors = Visitors(secret)
+    # Gradio makes one up at each start, and then cannot read what browsers kept before. It tells
+    # every page, so it is none by which ours is found.
+    kept_with = hmac.digest(secret, b"browser state", "sha256").hex()
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     theme.set(**LEGIBLE)
     for path, page, may, head in (
-        ("/ui/review", review_page(desk), may_review, SPOKEN + SHORTCUTS),
-        ("/ui", chat_page(desk, visitors), may_chat, SPOKEN),  # after what lies below it
+        ("/ui/review", review_page(desk, kept_with), may_review, SPOKEN + SHORTCUTS),
+        ("/ui", chat_page(desk, visitors, kept_with), may_chat, SPOKEN),  # after what lies below it
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(

@@ -38,13 +38,13 @@ document.addEventListener('keydown', (event) => {
 </script>""".replace("KEYS", json.dumps(BY_KEY))
 
 
-def review_page(desk: Desk) -> Any:
-    """Return the page as Gradio Blocks."""
+def review_page(desk: Desk, kept_with: str) -> Any:
+    """Return the page as Gradio Blocks; what a browser keeps is encrypted with `kept_with`."""
     import gradio as gr
 
     agents = desk.agents()
     with gr.Blocks(title="Review", analytics_enabled=False) as page:
-        name = gr.BrowserState("", storage_key="rlhf-annotator")
+        name = gr.BrowserState("", storage_key="rlhf-annotator", secret=kept_with)
         waiting = gr.State([])  # Interactions, the shown one first
         skipped = gr.State([])  # ids of what was skipped since the answers were fetched
         # The id of what is on the screen. A judgement brings it along: the session's own queue may

@@ -57,6 +57,18 @@ def test_the_last_of_quick_choices_is_the_one_that_is_told(ports: tuple[int, int
     assert told == ["always_last"] * 3  # the assistant, the stars, the wishes
 
 
+def test_what_a_browser_keeps_is_read_after_a_restart_too(ports: tuple[int, int]) -> None:
+    """The two services are of one state, as two starts of one are."""
+    told = []
+    for port in ports:
+        base, ann = f"http://127.0.0.1:{port}", {"x-user": "ann"}
+        with httpx.Client(base_url=base, headers=ann, trust_env=False) as visitor:
+            config = visitor.get("/ui/config").json()
+        told += [c["props"]["secret"] for c in config["components"] if "secret" in c["props"]]
+    assert len(told) == 2
+    assert len(set(told)) == 1
+
+
 @pytest.mark.parametrize("asked", ["queue/join", "run/predict", "api/nothing"])
 def test_a_page_of_an_earlier_release_is_told_to_load_again(
     ports: tuple[int, int], asked: str
