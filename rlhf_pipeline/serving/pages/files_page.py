@@ -92,7 +92,7 @@ def add_files_page(
                 if not settings.feedback.enabled:
                     raise ConfigError("feedback.enabled is off in this recipe; nothing was stored")
                 content = await file.read()
-                name = ODD.sub("_", Path(file.filename).name)[-100:].lstrip(".")
+                name = _short(ODD.sub("_", Path(file.filename).name)).lstrip(".")
             found = await run_in_threadpool(_taken, settings, store, name, content, agent_id)
         except (FeedbackError, ConfigError) as error:
             return await run_in_threadpool(refused, error)
@@ -118,6 +118,11 @@ def add_files_page(
         (f"{PATH}/give", give, "POST"),
     ):
         app.add_api_route(path, route, methods=[method], include_in_schema=False)
+
+
+def _short(name: str) -> str:
+    """Return the end of a file's name that a disk takes: it counts bytes, 255 of them."""
+    return name.encode()[-200:].decode(errors="ignore")
 
 
 def _check_agent(agent_id: str) -> None:

@@ -107,6 +107,13 @@ def test_what_is_no_file_of_ours_is_refused_in_words(office: Office) -> None:
         assert office.client.request(method, path).status_code == 403  # an admin's alone
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "漢", "\U0001f600"])
+def test_a_file_may_have_any_name_however_long(office: Office, letter: str) -> None:
+    for length in (60, 83, 100, 200):
+        rows = office.rows(f"{letter * length}.jsonl", VOTES)
+        assert rows["already known"] == 2
+
+
 def test_a_files_own_names_are_those_that_the_agents_recipe_tells(
     office: Office, tmp_path: Path
 ) -> None:
