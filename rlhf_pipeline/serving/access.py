@@ -162,7 +162,7 @@ class Access:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:18]) > LONGEST_BODY:
-            raise _Refused(413, f"needed a body of at most {LONGEST_BODY} bytes")
+            raise _Refused(TOO_LARGE, f"needed a body of at most {LONGEST_BODY} bytes")
         packed = headers.get("content-encoding", "identity")
         if packed != "identity":
             raise _Refused(415, f"needed a body as it is, found content-encoding {packed[:40]!r}")
@@ -480,6 +480,14 @@ def _refusal(scope: Scope, refusal: _Refused) -> Response:
             '<a href="/ui/">chat</a>.</p>'
         )
         return page_of(whole("Not with this key", body, nonce), nonce, 403)
+    if refusal.status_code == TOO_LARGE and wants_page:  # of a browser's forms a file's alone
+        nonce = new_nonce()
+        body = (
+            f"<h1>Too long</h1><p>Nothing was stored: {inert(refusal.detail)}.</p><p>A longer file "
+            "is taken in by <code>rlhf ingest</code>, or from the inbox folder; or send it in "
+            'parts on the <a href="/feedback-files">page it was chosen on</a>.</p>'
+        )
+        return page_of(whole("Too long", body, nonce), nonce, TOO_LARGE)
     return JSONResponse({"error": refusal.detail}, refusal.status_code, headers=refusal.headers)
 
 

@@ -36,7 +36,15 @@ from rlhf_pipeline.feedback.rules import (
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
 from rlhf_pipeline.serving import access, chat_api, feedback_api, raters_api
-from rlhf_pipeline.serving.access import COOKIE, OPEN, REFUSED_LATER, add_access, sign, unsign
+from rlhf_pipeline.serving.access import (
+    COOKIE,
+    LONGEST_BODY,
+    OPEN,
+    REFUSED_LATER,
+    add_access,
+    sign,
+    unsign,
+)
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
@@ -379,6 +387,17 @@ def test_a_browser_whose_key_does_not_reach_a_page_is_led_to_another_key(world: 
     assert "default-src 'none'" in page.headers["content-security-policy"]
     told = world.ask("GET", "/dashboard/tea", world.client)
     assert told.json() == {"error": "needed an admin's key, found a client's"}
+
+
+def test_a_browser_whose_file_is_too_long_is_told_where_it_goes_in(world: World) -> None:
+    sent: Any = ("POST", "/feedback-files/take", world.admin, b"x" * (LONGEST_BODY + 1))
+    page = world.ask(*sent, accept="text/html,*/*")
+    assert page.status_code == 413
+    assert f"at most {LONGEST_BODY} bytes" in page.text
+    assert "rlhf ingest" in page.text
+    assert '<a href="/feedback-files">' in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert world.ask(*sent).json() == {"error": f"needed a body of at most {LONGEST_BODY} bytes"}
 
 
 def test_a_browser_at_an_address_without_a_page_is_shown_the_way_to_one(world: World) -> None:
