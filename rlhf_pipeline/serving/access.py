@@ -1,11 +1,11 @@
 """Who may do what: the one place every request passes, whatever route or mount answers it.
 
 A right is an API key (`Authorization: Bearer …`), a session cookie that a browser got for a key at
-/sign-in, or, for votes on one interaction, a feedback token (`X-Feedback-Token`); whoever holds one
-votes as the person who was answered, and as nobody else. A path that no rule here names is for
-admins. While no key was ever made, and the service listens on loopback, it
-is open. What this does not protect against: who can read a key or a token on its way; off this
-machine, put TLS in front.
+/sign-in and gives up at /sign-out, or, for votes on one interaction, a feedback token
+(`X-Feedback-Token`); whoever holds one votes as the person who was answered, and as nobody else. A
+path that no rule here names is for admins. While no key was ever made, and the service listens on
+loopback, it is open. What this does not protect against: who can read a key or a token on its way;
+off this machine, put TLS in front. Who has copied a session's cookie keeps it when it is given up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ T = TypeVar("T")
 OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in", "/favicon.ico"})
 """What needs no right. Everything else does."""
 PAGES = ("/ui", "/your-data")
-ASK_THEMSELVES = ("/", "/v1/feedback/tokens", "/v1/models", *PAGES)
+SIGN_OUT = "/sign-out"
+ASK_THEMSELVES = ("/", SIGN_OUT, "/v1/feedback/tokens", "/v1/models", *PAGES)
 """What says itself which agent a key for one reaches there, and so whatever lies below PAGES."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "rlhf_session"
@@ -242,7 +243,7 @@ def _role_of(method: str, path: str) -> Role:
     below = ("/v1/chat/", "/v1/models/", "/api/policies/", "/ui/", "/your-data/")
     if path == "/ui/review" or path.startswith("/ui/review/"):
         return "admin"
-    named = ("/", "/ui", "/your-data", "/openapi.json")
+    named = ("/", "/ui", "/your-data", "/openapi.json", SIGN_OUT)
     sent = ("/v1/feedback", "/v1/feedback/tokens", "/v1/models")
     return "client" if path in (*named, *sent) or path.startswith(below) else "admin"
 
@@ -427,6 +428,16 @@ def add_access(
         )
         return answer
 
+    async def show_sign_out(request: Request) -> Response:
+        """Show how a browser's session is ended."""
+        return _sign_out_page(signed_in=COOKIE in request.cookies)
+
+    async def sign_out() -> Response:
+        """Take the session from a browser; the key, and its sessions elsewhere, hold."""
+        answer = RedirectResponse("/sign-in", 303)
+        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        return answer
+
     async def make_token(request: Request) -> Response:
         """Return a token with which a browser votes on one interaction, as who was answered."""
         if not is_json(request):
@@ -448,6 +459,8 @@ def add_access(
 
     app.add_api_route("/sign-in", show_sign_in, methods=["GET"], include_in_schema=False)
     app.add_api_route("/sign-in", sign_in, methods=["POST"], include_in_schema=False)
+    app.add_api_route(SIGN_OUT, show_sign_out, methods=["GET"], include_in_schema=False)
+    app.add_api_route(SIGN_OUT, sign_out, methods=["POST"], include_in_schema=False)
     content = {"application/json": {"schema": TokenBody.model_json_schema()}}
     app.add_api_route(
         "/v1/feedback/tokens",
@@ -467,6 +480,8 @@ def _right_of(key: ApiKey) -> Right:
 
 def _refusal(scope: Scope, refusal: _Refused) -> Response:
     wants_page = "text/html" in Headers(scope=scope).get("accept", "")
+    if refusal.status_code == 401 and wants_page and scope["path"] == SIGN_OUT:
+        return RedirectResponse("/sign-in", 303)  # the session has ended by itself
     if refusal.status_code in (401, 403) and wants_page and scope.get("method") == "GET":
         asked = scope.get("query_string", b"").decode("latin-1")
         to = scope["path"] + (f"?{asked}" if asked else "")
@@ -500,6 +515,18 @@ def _sign_in_page(said: str, to: str, status: int = 200) -> Response:
         "</form><p>Who runs this service makes keys with <code>rlhf keys create</code>.</p>"
     )
     return page_of(whole("Sign in", body, nonce, style=STYLE + FORMS), nonce, status, forms=True)
+
+
+def _sign_out_page(*, signed_in: bool) -> Response:
+    nonce = new_nonce()
+    body = (
+        f'<form method="post" action="{SIGN_OUT}"><button>Sign out</button></form>'
+        "<p>This browser then needs a key again.</p>"
+        if signed_in
+        else "<p>Nobody is signed in with this browser.</p>"
+    )
+    body = f'<h1>Sign out</h1>{body}<p>Or go back to the <a href="/ui/">chat</a>.</p>'
+    return page_of(whole("Sign out", body, nonce, style=STYLE + FORMS), nonce, forms=True)
 
 
 def _with_headers(send: Send) -> Send:

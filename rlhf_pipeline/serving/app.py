@@ -51,7 +51,7 @@ def create_app(
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.ledger import PromotionLedger
     from rlhf_pipeline.registry.models import ModelRegistry
-    from rlhf_pipeline.serving.access import OPEN, add_access
+    from rlhf_pipeline.serving.access import OPEN, SIGN_OUT, add_access
     from rlhf_pipeline.serving.chat_api import add_chat_routes
     from rlhf_pipeline.serving.contract import Status, add_contract, refusals
     from rlhf_pipeline.serving.dagster_runs import DagsterRuns
@@ -127,6 +127,7 @@ def create_app(
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown
             links["MLflow"] = tracked.rstrip("/")
         links |= {"Candidates": CANDIDATES, "Answers": EXPLAIN, "Raters": ANYBODY, "Files": FILES}
+        links |= {"Sign out": SIGN_OUT}
         add_dashboard(app, gateway, store.agents, links)
         add_explain_page(app, gateway, store.agents)
         add_experiment_page(app, gateway, store.agents)

@@ -453,6 +453,29 @@ def test_a_browser_signs_in_with_a_key_and_stays_on_its_own_pages(world: World) 
     assert world.ask("GET", "/v1/models", cookie=kept).status_code == 401
 
 
+def test_a_browser_signs_out_from_our_own_pages_alone(world: World) -> None:
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    for key in (world.admin, world.client, world.tea):
+        kept = f"{COOKIE}={_sign_in(world, key, form).cookies[COOKIE]}"
+        page = world.ask("GET", "/sign-out", cookie=kept)
+        assert (page.status_code, '<form method="post" action="/sign-out">' in page.text) == (
+            200,
+            True,
+        )
+        assert page.headers["referrer-policy"] == "same-origin"  # else its form told no origin
+        for origin in ({}, {"origin": "http://evil.example"}):
+            refused = world.ask("POST", "/sign-out", cookie=kept, **origin)
+            assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
+        done = world.ask("POST", "/sign-out", cookie=kept, origin="http://localhost", **form)
+        assert (done.status_code, done.headers["location"]) == (303, "/sign-in")
+        gone = done.headers["set-cookie"]
+        assert gone.startswith(f'{COOKIE}="";')
+        assert "Max-Age=0" in gone
+    assert "Nobody is signed in" in world.ask("GET", "/sign-out", world.client).text
+    ended = world.ask("POST", "/sign-out", accept="text/html", origin="http://localhost")
+    assert (ended.status_code, ended.headers["location"]) == (303, "/sign-in")
+
+
 def _socket(world: World, **headers: str) -> int:
     """Return the code with which a WebSocket below the chat page is closed."""
     named = [(name.encode(), value.encode()) for name, value in headers.items()]

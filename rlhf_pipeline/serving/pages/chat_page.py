@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT, Rule
 from rlhf_pipeline.records import FeedbackKind, uuid7
-from rlhf_pipeline.serving.access import Right, right_in
+from rlhf_pipeline.serving.access import SIGN_OUT, Right, right_in
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.pages.data_page import MINE
 from rlhf_pipeline.serving.pages.desk import Answer, Desk, said_so_far
@@ -147,7 +147,8 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
                 WANTS, label="What matters to you goes along with your votes", elem_id="wants"
             )
         gr.Markdown(  # a gr.HTML evaluates text, which the pages' policy forbids
-            f"[Your data]({MINE}): see, download or erase what is held about you",
+            f"[Your data]({MINE}): see, download or erase what is held about you "
+            f"· [Sign out]({SIGN_OUT})",
             elem_id="your-data",
         )
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from rlhf_pipeline.errors import FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.rules import LONGEST_NAME, check_text
 from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
+from rlhf_pipeline.serving.access import SIGN_OUT
 from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
 from rlhf_pipeline.serving.pages.chat_page import assistants, not_stored
@@ -83,7 +84,7 @@ def review_page(desk: Desk, kept_with: str) -> Any:
         )
         gr.Markdown(
             f"{KEYS}\n\n[Feedback from files, and into them]({FILES}) "
-            f"· [Versions that wait for approval]({CANDIDATES})"
+            f"· [Versions that wait for approval]({CANDIDATES}) · [Sign out]({SIGN_OUT})"
         )
 
         shown = [waiting, skipped, seen, prompt, completion, notice, agreement, better]
