@@ -62,8 +62,9 @@ OPEN = frozenset({"/health", "/healthz", "/readyz", "/sign-in", "/favicon.ico"})
 """What needs no right. Everything else does."""
 PAGES = ("/ui", "/your-data")
 SIGN_OUT = "/sign-out"
-ASK_THEMSELVES = ("/", SIGN_OUT, "/v1/feedback/tokens", "/v1/models", *PAGES)
-"""What says itself which agent a key for one reaches there, and so whatever lies below PAGES."""
+ASK_THEMSELVES = ("/", SIGN_OUT, "/openapi.json", "/v1/feedback/tokens", "/v1/models", *PAGES)
+"""What says itself which agent a key for one reaches there, and so whatever lies below PAGES; or is
+of none, as the description of the API is."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "rlhf_session"
 SESSION_SECONDS = 12 * 3600
