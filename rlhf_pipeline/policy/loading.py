@@ -73,8 +73,14 @@ class Policy:
         return context_length_of(self.model.config)
 
 
+def text_config(config: Any) -> Any:
+    """Return what a configuration says of text: all it says, but of models that see or hear too."""
+    return config.get_text_config()
+
+
 def context_length_of(config: Any) -> int:
     """Return the most tokens that a model of this configuration reads at once."""
+    config = text_config(config)
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         length = getattr(config, name, None)
         if isinstance(length, int) and length > 0:
@@ -111,6 +117,7 @@ def load_policy(
         policy.model = _with_adapter(policy.model, source)
     switch_off_dropout(policy.model)
     policy.model = policy.model.to(target).eval()
+    _check_logits(policy.model)
     return policy
 
 
@@ -147,6 +154,61 @@ def _check_keeps_the_past(model: PreTrainedModel) -> None:
         raise ModelError(
             "a model whose past is keys and values, or these beside a recurrent state, is needed, "
             f"found a {type(model).__name__}; take another base"
+        )
+
+
+def _check_logits(model: PreTrainedModel) -> None:
+    """Raise ModelError unless a few tokens get the logits that the model's own pass gives them.
+
+    They would not where a family does more behind its output layer than `logits_of` knows, or
+    keeps its past in a way of its own; and an encoder's would change with tokens that come later.
+    Then nothing would fail, and every log-probability be wrong. Differences within rounding pass,
+    as do numbers that are none: of those decoding tells.
+    """
+    from rlhf_pipeline.policy.cache import empty_cache
+    from rlhf_pipeline.policy.sampling import logits_of, run_trunk, trunk_of
+
+    trunk, name = trunk_of(model), type(model).__name__
+    words = model.get_input_embeddings().weight.shape[0]
+    ids = torch.tensor([[3, 5, 7, 11], [3, 5, 7, 13]], device=model.device) % words
+    mask = torch.ones_like(ids)
+    positions = mask.cumsum(-1) - 1
+    with torch.no_grad():
+        own: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        try:
+            whole = logits_of(model, run_trunk(trunk, ids, mask, positions, None))
+            cache = empty_cache(trunk.config)
+            run_trunk(trunk, ids[:, :-1], mask[:, :-1], positions[:, :-1], cache)
+            step = run_trunk(trunk, ids[:, -1:], mask, positions[:, -1:], cache)
+            gone_on = logits_of(model, step)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                "a model that keeps its past in a DynamicCache of transformers, with an output "
+                f"layer that reads its last hidden states, is needed, found a {name}, which says: "
+                f"{_one_line(error)}; take another base"
+            ) from error
+
+    def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float((one.float() - other.float()).abs().max() / own.float().abs().max())
+
+    rounding = max(1e-3, 4 * torch.finfo(model.dtype).eps)
+    if gap(own[0, :-1], own[1, :-1]) > rounding:
+        raise ModelError(
+            "a model that reads from left to right is needed, found a "
+            f"{name} whose logits change with tokens that come later; set is_decoder in its "
+            "config.json if it was trained as a decoder, or take another base"
+        )
+    if gap(own, whole) > rounding:
+        raise ModelError(
+            "a model whose logits are its output layer's, scaled or capped in a way that is known, "
+            f"is needed, found a {name} (model_type {model.config.model_type}) that makes others "
+            "of them; take another base, or teach logits_of its way"
+        )
+    # A mixture may choose other experts where rounding is coarse; a past misread is far off.
+    if gap(own[:, -1:], gone_on) > 0.1:
+        raise ModelError(
+            "a model that goes on from what it kept of earlier tokens as it reads the whole is "
+            f"needed, found a {name} whose logits differ then; take another base"
         )
 
 

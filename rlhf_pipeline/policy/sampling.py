@@ -29,7 +29,7 @@ from rlhf_pipeline.errors import ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.captured import CapturedForward, can_capture
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
-from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.loading import Policy, text_config
 from rlhf_pipeline.policy.low_rank import rounding_once
 from rlhf_pipeline.policy.packed import (
     TILE,
@@ -546,13 +546,14 @@ def logits_of(model: PreTrainedModel, hidden: Tensor, head: Head | None = None) 
     `head` is what `aligned_head` returned, for whoever asks for logits more than once.
     """
     logits: Tensor = (head or output_head(model))(hidden)
-    config = plain_model(model).config
-    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
-    if scale is not None:
-        logits = logits * scale
-    divisor = getattr(config, "logits_scaling", None)  # Granite divides
-    if divisor is not None:
-        logits = logits / divisor
+    config = text_config(plain_model(model).config)
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere and Falcon-H1 multiply
+        scale = getattr(config, name, None)
+        if scale is not None:
+            logits = logits * scale
+    scaling = getattr(config, "logits_scaling", None)  # Granite divides, HyperCLOVA X multiplies
+    if scaling is not None:
+        logits = logits * scaling if config.model_type == "hyperclovax" else logits / scaling
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, arXiv:2408.00118
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
@@ -612,6 +613,7 @@ def state_width(config: Any) -> int:
 
     That is the layers' width but for OPT-350M, which projects its states down to the embeddings'.
     """
+    config = text_config(config)
     return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
 

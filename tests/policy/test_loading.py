@@ -21,6 +21,7 @@ from transformers import (
 
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.chat import decode_completions, encode_completion
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -200,6 +201,54 @@ def test_a_model_that_is_recurrent_alone_is_refused(tmp_path: Path) -> None:
     build_tiny(TEXTS, **SIZES).tokenizer.save_pretrained(tmp_path / "m")
     with pytest.raises(ModelError, match="found a MambaForCausalLM; take another base"):
         load_policy(tmp_path / "m", device="cpu")
+
+
+def save_family(family: str, folder: Path, **changes: Any) -> None:
+    """A small random model of the family beside a tokenizer that fits it."""
+    tokenizer = plain_tokenizer()
+    end = int(tokenizer.eos_token_id)
+    options = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": end, **changes}
+    family_model(family, **options).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+SMALL = {"intermediate_size": 24, "num_key_value_heads": 1, "bos_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "found"),
+    [
+        ("bert", {"intermediate_size": 24}, "BertLMHeadModel whose logits change with tokens"),
+        # It goes through a layer of its own before the output layer.
+        ("modernbert-decoder", SMALL, r"ModernBertDecoderForCausalLM \(model_type modernbert-dec"),
+        ("minimax", SMALL, "MiniMaxForCausalLM, which says: MiniMax uses cache of its own"),
+    ],
+)
+def test_a_model_whose_logprobs_would_be_wrong_is_refused(
+    family: str, changes: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    save_family(family, tmp_path, **changes)
+    with pytest.raises(ModelError, match=rf"is needed, found a {found}.*take another base"):
+        load_policy(tmp_path, device="cpu")
+
+
+def test_a_model_that_misreads_its_past_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_gpt2(tmp_path)
+    load_policy(tmp_path, device="cpu", dtype="bfloat16")  # whose rounding is coarse
+    monkeypatch.setattr(sampling, "run_trunk", without_its_past(sampling.run_trunk))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel whose logits differ then; take another"):
+        load_policy(tmp_path, device="cpu")
+
+
+def without_its_past(run_trunk: Any) -> Any:
+    """Return the function with a cache that forgets: a step's token is taken for the first."""
+
+    def forgetful(trunk: Any, ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
+        return run_trunk(trunk, ids, mask[:, -ids.shape[1] :], positions, None)
+
+    return forgetful
 
 
 def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
@@ -31,12 +32,14 @@ from rlhf_pipeline.policy.sampling import (
     completion_hidden,
     completion_logprobs,
     decode,
+    logits_of,
     narrow,
     output_head,
     pack_bits,
     pad_left,
     sample,
     state_logprobs,
+    trunk_of,
     unpack_bits,
 )
 from rlhf_pipeline.policy.streaming import stream
@@ -379,6 +382,37 @@ def test_what_is_fast_on_a_gpu_has_the_values_and_gradients_of_the_cpu(
     assert aligned_head(model, "cpu") is head
     assert aligned_head(model, "cuda") is not head  # 23 words do not make whole tiles
     torch.testing.assert_close(value_and_gradients("cuda"), value_and_gradients("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("hyperclovax", {"logits_scaling": 0.25}),  # which multiplies by what Granite divides by
+        (
+            "falcon_h1",
+            {
+                "lm_head_multiplier": 0.3,
+                "mamba_d_ssm": 16,
+                "mamba_n_heads": 2,
+                "mamba_d_head": 8,
+                "mamba_d_state": 8,
+                "mamba_chunk_size": 4,
+            },
+        ),
+    ],
+)
+def test_logits_are_scaled_as_the_family_scales_them(family: str, changes: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(
+        family, **{**LLAMA_LIKE, "num_key_value_heads": 2, **COMMON, **changes}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        hidden = trunk_of(model)(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(logits_of(model, hidden), model(input_ids=ids).logits)
 
 
 def test_hidden_states_have_not_seen_the_token_they_predict() -> None:
