@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -243,17 +244,19 @@ def choose_device(device: str = "auto") -> torch.device:
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Make train() and eval() compute the same, so the first PPO ratio is exactly 1."""
+    """Make train() and eval() compute the same, so the first PPO ratio is exactly 1.
+
+    Families keep how much they drop under names of their own, in modules and in configurations that
+    modules read as they compute.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "layerdrop", "dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    config = getattr(model, "config", None)
-    for name, setting in vars(config).items() if config is not None else ():
-        if isinstance(setting, float) and ("drop" in name):
-            setattr(config, name, 0.0)
+        config = getattr(module, "config", None)
+        for holder in (module, config) if isinstance(config, PreTrainedConfig) else (module,):
+            for name, setting in vars(holder).items():
+                if isinstance(setting, float) and "drop" in name:
+                    setattr(holder, name, 0.0)
 
 
 @contextmanager

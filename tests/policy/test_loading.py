@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.chat import decode_completions, encode_completion
-from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.plan import read_config
 from tests.policy.test_chat import plain_tokenizer
@@ -99,6 +99,26 @@ def test_a_missing_pad_token_is_added_as_an_unlikely_one_and_dropout_is_off(tmp_
     assert set(dropouts) == {0.0}
     policy.model.train()
     torch.testing.assert_close(logits_of(policy), logits_of(policy), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_bigcode", {"attn_pdrop": 0.5}),  # a number of the attention's own
+        ("seed_oss", {"residual_dropout": 0.5, "num_key_value_heads": 1}),
+        ("bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+    ],
+)
+def test_a_family_computes_the_same_in_training_whatever_it_calls_its_dropout(
+    family: str, changes: dict[str, Any]
+) -> None:
+    model = family_model(family, **changes)
+    ids = IDS % model.config.vocab_size
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert not torch.allclose(model.train()(ids).logits, wanted, atol=1e-2)
+        switch_off_dropout(model)
+        torch.testing.assert_close(model(ids).logits, wanted)
 
 
 def test_an_output_layers_bias_gets_the_mean_for_an_added_token_too(tmp_path: Path) -> None:
