@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.evaluation.metrics import repetition
 from rlhf_pipeline.policy.chat import encode_prompts
-from rlhf_pipeline.policy.loading import Policy
+from rlhf_pipeline.policy.loading import Policy, text_config
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.processes import Team
 from rlhf_pipeline.ppo.rollout import (
@@ -266,7 +266,7 @@ def play_episodes(
     chat = ChatTask(
         tokenizer=learner.policy.tokenizer,
         prompts=task.prompts,
-        vocabulary=learner.policy.model.config.vocab_size,
+        vocabulary=text_config(learner.policy.model.config).vocab_size,
         user=user if user is None or team.size == 1 else _user_in_shares(team, user),
         turn_reward=together(None if at_the_end else task.reward, "turn"),
         episode_reward=together(task.reward if at_the_end else task.final_reward, "episode"),

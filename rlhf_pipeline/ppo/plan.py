@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.integrations import moe
 from transformers.pytorch_utils import Conv1D
 
@@ -48,10 +49,18 @@ from rlhf_pipeline.policy.loading import (
     context_length_of,
     local_folder,
     switch_off_dropout,
+    text_config,
 )
 from rlhf_pipeline.policy.low_rank import adapted, in_autocasts_type
 from rlhf_pipeline.policy.packed import fuse_steps, rectangle_hidden
-from rlhf_pipeline.policy.sampling import decode, draw, output_head, state_logprobs, trunk_of
+from rlhf_pipeline.policy.sampling import (
+    decode,
+    draw,
+    output_head,
+    state_logprobs,
+    state_width,
+    trunk_of,
+)
 from rlhf_pipeline.ppo.learner import (
     allow_recomputing,
     autocast,
@@ -174,7 +183,7 @@ def make_plan(
     frozen = 2 if adapts and settings.precision == "bfloat16" else FULL
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
     separate = settings.has_critic and settings.critic == "separate"
-    with FakeTensorMode(allow_non_fake_inputs=True), _experts_of_any_type():
+    with FakeTensorMode(allow_non_fake_inputs=True), _looking_at_no_numbers():
         model = _random_model(config, settings)
         own = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
         trunk = sum(p.numel() for n, p in trunk_of(model).named_parameters() if "lora_" not in n)
@@ -192,7 +201,7 @@ def make_plan(
         scoring, judge = _peak_of_scoring(rewards.config or config, settings, rewards)
     alone = adapts and shares_reference
     shared = alone and rewards.shares and rewards.config is None
-    head = model.config.hidden_size + 1 if settings.has_critic else 0
+    head = state_width(model.config) + 1 if settings.has_critic else 0
     critic = (moved if adapts else trunk) * separate + head
     narrows = settings.top_k > 0 or settings.top_p < 1
     reach = narrows * settings.max_completion_tokens * -(-_vocabulary(model) // 8)  # a bit a token
@@ -462,17 +471,20 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 
 @contextmanager
-def _experts_of_any_type() -> Iterator[None]:
-    """Let a mixture's products be planned: on fake tensors torch's own take bfloat16 alone.
+def _looking_at_no_numbers() -> Iterator[None]:
+    """Let models be planned that look at numbers, which fake tensors do not have.
 
-    One expert's product for all tokens has the shapes of each expert's for its own.
+    torch's own products of a mixture's experts take bfloat16 alone: one expert's for all tokens has
+    the shapes of each expert's for its own. A truncated normal draw, by which vision towers begin,
+    looks for what lies outside.
     """
-    usual = moe._grouped_mm
+    usual, drawn = moe._grouped_mm, TORCH_INIT_FUNCTIONS["trunc_normal_"]
     moe._grouped_mm = lambda tokens, weights, offs: tokens.to(weights.dtype) @ weights[0]
+    TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda weights, **_: weights
     try:
         yield
     finally:
-        moe._grouped_mm = usual
+        moe._grouped_mm, TORCH_INIT_FUNCTIONS["trunc_normal_"] = usual, drawn
 
 
 def _random_model(config: Any, settings: PpoSettings) -> Any:
@@ -499,7 +511,7 @@ def _random_model(config: Any, settings: PpoSettings) -> Any:
 def _judge(config: Any, rewards: RewardModels) -> Any:
     """Return an untrained reward model of this configuration, without its head."""
     config = copy.deepcopy(config)
-    config.use_cache = False  # what is read once is not gone on with
+    text_config(config).use_cache = False  # what is read once is not gone on with
     kind = AutoModelForCausalLM if rewards.likelihood else AutoModel
     dtype = torch.bfloat16 if rewards.number_bytes < FULL else torch.float32
     model: Any = kind.from_config(config, dtype=dtype)
@@ -511,7 +523,7 @@ def _judge(config: Any, rewards: RewardModels) -> Any:
 def _score(judge: Any, rows: int, settings: PpoSettings, rewards: RewardModels) -> None:
     """Read so many full-length rollouts, or as much of each as there are positions for."""
     longest = settings.max_prompt_tokens + settings.max_completion_tokens
-    known = getattr(judge.config, "max_position_embeddings", None) or sys.maxsize
+    known = getattr(text_config(judge.config), "max_position_embeddings", None) or sys.maxsize
     longest = min(longest, known - 2)  # RoBERTa's begin at 2
     device = next(judge.parameters()).device
     trunk = trunk_of(judge) if rewards.likelihood else judge

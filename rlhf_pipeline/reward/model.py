@@ -51,6 +51,7 @@ from rlhf_pipeline.policy.loading import (
     load_weights,
     no_progress_bars,
     switch_off_dropout,
+    text_config,
 )
 from rlhf_pipeline.policy.packed import can_pack, packed_hidden
 from rlhf_pipeline.policy.sampling import (
@@ -487,7 +488,7 @@ def check_lengths(model: RewardModel, tokenizer: PreTrainedTokenizerBase, limits
 
     An encoder's tokenizer knows too: RoBERTa's positions begin at 2, and it reads 512 of its 514.
     """
-    config: Any = model.trunk.config
+    config = text_config(model.trunk.config)
     known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
     known += [tokenizer.model_max_length] if model.encoder else []
     most = min((int(n) for n in known if n and n > 0), default=None)

@@ -102,6 +102,18 @@ CONFIGS = {
         **COMMON,
     ),
 }
+GEMMA4_TEXT = {  # of a model that sees and hears too
+    **LLAMA_LIKE,
+    **COMMON,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": V,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "final_logit_softcapping": 1.0,
+}
 PROMPTS: Sequence[Sequence[int]] = ([5, 6, 7, 8], [9], [10, 11], [12, 13, 14, 15, 16], [9], [3, 4])
 
 
@@ -401,6 +413,7 @@ def test_what_is_fast_on_a_gpu_has_the_values_and_gradients_of_the_cpu(
                 "mamba_chunk_size": 4,
             },
         ),
+        ("gemma4", {"text_config": GEMMA4_TEXT, "vision_config": None, "audio_config": None}),
     ],
 )
 def test_logits_are_scaled_as_the_family_scales_them(family: str, changes: dict[str, Any]) -> None:

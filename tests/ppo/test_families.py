@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.policy.packed import PACKABLE, can_pack
@@ -26,7 +28,7 @@ from rlhf_pipeline.ppo.optimising import accumulate_gradients, train_on
 from rlhf_pipeline.ppo.plan import make_plan, read_config
 from rlhf_pipeline.ppo.rollout import Rollouts, SampledCompletions, Tokens
 from rlhf_pipeline.records import user_prompt
-from rlhf_pipeline.reward.model import Limits, encode_rows, new_reward_model
+from rlhf_pipeline.reward.model import Limits, check_lengths, encode_rows, new_reward_model
 from tests.policy.test_chat import plain_tokenizer
 from tests.policy.test_families import FAMILIES, family_model
 from tests.ppo.world import PROMPTS, changed, learner_at, train
@@ -172,6 +174,39 @@ def test_a_reward_model_on_a_family_scores_alike_however_far_it_is_padded(family
     with torch.no_grad():
         alone = torch.cat([model([row]) for row in rows])
         torch.testing.assert_close(model(rows), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_sees_too_is_trained_by_what_its_configuration_says_of_text(
+    tmp_path: Path,
+) -> None:
+    """Gemma 3's has widths, vocabulary and context length of its own for text."""
+    tokenizer = plain_tokenizer()
+    text = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"head_dim": 8, "max_position_embeddings": 96}
+    sees = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sees |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=sees)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings = changed(max_prompt_tokens=80, max_completion_tokens=16, max_turns=2, updates=1)
+    plan = make_plan(read_config(tmp_path / "base"), settings)
+    learner = learner_at(tmp_path / "base", settings)
+    assert learner.policy.context_length == 96
+    trained = sum(weights.numel() for weights in learner.trainable().values())
+    assert plan.trained == pytest.approx(trained, rel=0.01)  # a pad token is added
+    reward, _ = new_reward_model(tmp_path / "base", seed=0, device="cpu")
+    with pytest.raises(ModelError, match=r"reads at most 96 tokens, found .* up to 81"):
+        check_lengths(reward, tokenizer, Limits(81, 16))
+    result = train(
+        tmp_path / "base",
+        tmp_path / "out",
+        settings,
+        user=lambda conversations: ["why"] * len(conversations),
+    )
+    assert result.history[-1]["rollout/turns_mean"] > 1
 
 
 @pytest.mark.slow
