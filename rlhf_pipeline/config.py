@@ -135,7 +135,12 @@ class PolicySettings(Section):
         "that adapters leave frozen. float16 is for PPO on GPUs without bfloat16: with a scaled "
         "loss, and all weights in float32.",
     )
-    device: str = Field("auto", description="`auto` takes a GPU where there is one.")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="`auto` takes a GPU where there is one; else `cpu`, `cuda` or, of several "
+        "GPUs, `cuda:1`.",
+    )
     max_prompt_tokens: Positive = Field(
         96, description="Longest prompt, in tokens, with the chat template's own."
     )

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rlhf_pipeline.errors import HashMismatch, ModelError
+from rlhf_pipeline.errors import ConfigError, HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
 from rlhf_pipeline.policy.chat import turn_end
 from rlhf_pipeline.policy.packed import fuse_steps
@@ -234,13 +234,21 @@ def check_sha256(source: str | Path, expected: Mapping[str, str]) -> None:
 def choose_device(device: str = "auto") -> torch.device:
     """Return the torch device; "auto" is the first GPU, or the CPU where there is none.
 
-    Of several processes that were launched together each has a GPU of its own.
+    Of several processes that were launched together each has a GPU of its own. Raises ConfigError
+    for a GPU that this machine has not.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
     if device == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device(device)
+        chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    needed, found = (chosen.index or 0) + 1, torch.cuda.device_count()
+    if chosen.type == "cuda" and needed > found:
+        raise ConfigError(
+            f"{chosen} needs a machine with {needed} GPU(s) that torch can use, found {found}; "
+            "set policy.device to auto or to one that is there, or launch fewer processes"
+        )
+    return chosen
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -187,8 +187,21 @@ def test_one_process_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launched_processes_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda") == torch.device("cuda", 1)
     assert choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"cuda:2 needs a machine with 3 .*, found 2; set policy"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_a_wrong_setting(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"found 0; set policy\.device to auto"):
+        choose_device(device)
 
 
 @pytest.mark.parametrize(
