@@ -505,7 +505,10 @@ class TrainingSettings(Section):
         720, description="A stage that takes longer is stopped."
     )
     seed: int = Field(
-        0, ge=0, description="Of everything that is drawn; another one is another training."
+        0,
+        ge=0,
+        lt=2**31,  # numpy takes 32 bits, and what counts on from it needs room
+        description="Of everything that is drawn; another one is another training.",
     )
     simulated_user: Literal["shop"] | None = Field(
         None,

@@ -199,6 +199,7 @@ def test_one_mistake_is_not_told_as_another(recipe: Any) -> None:
         ("policy: {device: foo}", "policy.device"),
         ("policy: {device: 'cuda:x'}", "policy.device"),
         ("policy: {device: ''}", "policy.device"),
+        ("training: {seed: 2147483648}", "training.seed: Input should be less than 2147483648"),
         ("presets: quick", r"write [quick]"),
         ("ppo: {preset: [quick]}", "found ['quick']"),
     ],
