@@ -125,7 +125,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     Chat models are taught to stop where their template ends a turn, and for some that is not what
     their tokenizer calls the end (Phi-3: <|end|>, Gemma: <end_of_turn>): sampled from, they would
     not stop, and taught the other token they would have to unlearn this one. A template that ends
-    each turn with eos_token too keeps it.
+    each turn with eos_token too keeps it; one that begins with it, where it is the beginning of
+    text as well, does not.
     """
     eos: str | None = tokenizer.eos_token
     if not tokenizer.chat_template:
@@ -137,7 +138,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
         prompt = _apply_template(tokenizer, asked)
     except TemplateError:
         return eos
-    if eos and eos in prompt:
+    if eos and eos in prompt.rpartition(said.content)[2]:
         return eos
     pattern = _spelled(tuple(tokenizer.added_tokens_encoder))
     found = pattern.search(whole.rpartition(said.content)[2]) if pattern else None

@@ -214,6 +214,7 @@ def test_a_system_message_without_a_place_joins_the_first_user_message() -> None
         pytest.param(
             CHATML.replace("<|im_end|>", "<|im_end|>{{ eos_token }}"), "<|endoftext|>", id="both"
         ),
+        pytest.param("{{ bos_token }}" + CHATML, "<|im_end|>", id="eos is where text begins"),
         pytest.param(
             "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
             "<|endoftext|>",
