@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +233,36 @@ def _make_trainer(
         seed=settings.seed,
     )
     arguments._n_gpu = min(1, arguments.n_gpu)  # several GPUs: one process each, not DataParallel
-    trainer = OnTokens(
-        model=learner.saved_model,
-        ref_model=reference,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=learner.policy.tokenizer,
-        callbacks=[watcher],
-        optimizers=(learner.optimizer, None),
-    )
+    with _output_layers_at(settings.temperature):
+        trainer = OnTokens(
+            model=learner.saved_model,
+            ref_model=reference,
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=learner.policy.tokenizer,
+            callbacks=[watcher],
+            optimizers=(learner.optimizer, None),
+        )
     trainer.remove_callback(PrinterCallback)  # progress goes to `report`, not to standard output
     return trainer
+
+
+@contextmanager
+def _output_layers_at(temperature: float) -> Iterator[None]:
+    """Let TRL divide the logits of policy and reference as sampling divides them.
+
+    So the policy that is taught is the one that is sampled, and held against the reference
+    everywhere else. TRL 1.16 takes no temperature for DPO, but the output layer it gives its models
+    does.
+    """
+    from trl.trainer import dpo_trainer
+
+    usual = dpo_trainer.add_fused_lm_head
+    dpo_trainer.add_fused_lm_head = partial(usual, temperature=temperature)
+    try:
+        yield
+    finally:
+        dpo_trainer.add_fused_lm_head = usual
 
 
 class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no strict types

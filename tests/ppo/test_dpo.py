@@ -16,7 +16,7 @@ from transformers import LlamaModel, TrainerState
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
-from rlhf_pipeline.policy.loading import load_policy
+from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.ppo.dpo import _Watcher, dpo_rows, train_dpo
 from rlhf_pipeline.ppo.learner import build_learner
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
@@ -89,6 +89,45 @@ def test_the_first_step_sees_the_reference_itself(base: Path, tmp_path: Path) ->
         result = train(base, tmp_path, pairs(16), updates=1, minibatches=1, learning_rate=1e-12)
     assert result.loss_history[0] == pytest.approx(math.log(2), abs=1e-4)
     assert result.history[0]["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_what_is_taught_is_the_policy_at_the_temperature_it_is_sampled_at(
+    base: Path, tmp_path: Path, temperature: float
+) -> None:
+    """One step at rate 0 of another policy than the reference: its margin is known beforehand."""
+    policy = load_policy(base, device="cpu")
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[40:80] *= 1.5
+    save_policy(policy, tmp_path / "policy")
+    settings = changed(
+        estimator="dpo", updates=1, minibatches=1, learning_rate=1e-12, temperature=temperature
+    )
+    result = train_dpo(
+        policy_dir=tmp_path / "policy",
+        reference_dir=base,
+        pairs=pairs(12),
+        reward=lower_share,
+        stopping=lower_share,
+        watch_prompts=PROMPTS[:4],
+        output_dir=tmp_path / "out",
+        settings=settings,
+    )
+    new, old = policy.model, load_policy(base, device="cpu").model
+    margins = []
+    for row in dpo_rows(policy, pairs(12), settings):
+        ratios = {}
+        for side in ("chosen_ids", "rejected_ids"):
+            ids = torch.tensor([row["prompt_ids"] + row[side]])
+            said = torch.tensor(row[side])[:, None]
+            with torch.no_grad():
+                at = [m(ids).logits[0, -len(said) - 1 : -1] / temperature for m in (new, old)]
+            lps = [x.log_softmax(-1).gather(1, said).sum() for x in at]
+            ratios[side] = lps[0] - lps[1]
+        margins.append(ratios["chosen_ids"] - ratios["rejected_ids"])
+    wanted = settings.dpo_beta * float(torch.stack(margins).mean())
+    assert abs(wanted) > 0.01
+    assert result.history[0]["dpo/margin"] == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_run_is_known_by_the_pairs_it_learnt_from(base: Path, tmp_path: Path) -> None:
