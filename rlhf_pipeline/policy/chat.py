@@ -6,10 +6,10 @@ A tokenizer with a chat template uses it. One without (GPT-2, OPT, Phi-2) gets a
 
 and there the completion's tokens begin with the space after the colon.
 
-Text that spells a special token ("<|assistant|>") cannot act as one: it is broken with a space
-before it is encoded, so a user cannot write the assistant's turn or end it. What the assistant says
-may hold tokens that were added for its own words ("<think>"): of those only special ones are
-broken there.
+Text that spells a special token ("<|assistant|>"), be it in letters that the tokenizer takes for
+its own, cannot act as one: it is broken with a space before it is encoded, so a user cannot write
+the assistant's turn or end it. What the assistant says may hold tokens that were added for its own
+words ("<think>"): of those only special ones are broken there.
 """
 
 from __future__ import annotations
@@ -192,10 +192,26 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 def _disarm(tokenizer: PreTrainedTokenizerBase, text: str, role: str) -> str:
-    """Return what somebody of this role says, the spelling of tokens broken by one space."""
+    """Return what somebody of this role says, the spelling of tokens broken by one space.
+
+    A tokenizer may look for tokens in text that it has brought to one form before, where other
+    letters spell them too. Such text is returned in that form, broken there.
+    """
     added = tokenizer.added_tokens_decoder.values()
     own = role == "assistant"
-    pattern = _spelled(tuple(str(token) for token in added if token.special or not own))
+    tokens = [token for token in added if token.special or not own]
+    text = _broken(text, tuple(map(str, tokens)))
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    in_its_form = [str(token) for token in tokens if token.normalized]
+    if normalizer is None or not in_its_form:
+        return text
+    normal: str = normalizer.normalize_str(text)
+    broken = _broken(normal, tuple(map(normalizer.normalize_str, in_its_form)))
+    return text if broken == normal else broken
+
+
+def _broken(text: str, tokens: tuple[str, ...]) -> str:
+    pattern = _spelled(tokens)
     return pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if pattern else text
 
 
