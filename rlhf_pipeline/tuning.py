@@ -162,7 +162,8 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     for trial in study.trials:
         if trial.state == optuna.trial.TrialState.RUNNING:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            study.enqueue_trial(trial.params)
+            if "failure" not in trial.user_attrs:  # else it had come to its end
+                study.enqueue_trial(trial.params)
     seed = settings.seed + len(study.trials)
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
     return study

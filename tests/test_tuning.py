@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import yaml
 
@@ -197,6 +198,30 @@ def test_a_trial_that_cannot_be_trained_is_told_and_does_not_win(
     found = search(turn, tmp_path, trials=4)
     assert [trial.failure for trial in found.trials].count("the loss is not finite") == 1
     assert found.best.score is not None
+
+
+def test_a_trial_that_failed_as_its_search_was_killed_counts_once(
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[float] = []
+
+    def fails(_turn: Turn, _folder: Path, settings: PpoSettings, _report: Any) -> dict[str, Any]:
+        ran.append(settings.learning_rate)
+        if len(ran) == 1:
+            raise TrainingError("the loss is not finite")
+        return {"score": 0.5, "kl": 1.0, "chosen_update": 1}
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "_train", fails)
+    with monkeypatch.context() as patched:
+        patched.setattr(optuna.Study, "tell", killed)  # why it failed is written down before
+        with pytest.raises(KeyboardInterrupt):
+            search(turn, tmp_path, trials=3)
+    found = search(turn, tmp_path, trials=3)
+    assert [trial.failure for trial in found.trials] == ["the loss is not finite", None, None]
+    assert len(set(ran)) == 3  # the same settings were not tried again
 
 
 def test_what_cannot_be_searched_is_refused(turn: Turn, tmp_path: Path, loop: Loop) -> None:
