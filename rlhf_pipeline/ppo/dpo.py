@@ -10,6 +10,7 @@ not resume: a killed run starts again, since TRL's own checkpoints are pickled.
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
 from rlhf_pipeline.ppo.alarms import Alarm
@@ -88,11 +89,16 @@ def train_dpo(
     """Train the policy at policy_dir on the pairs and return what came out, saved in output_dir.
 
     An update is rollouts_per_update pairs in `minibatches` optimizer steps; `epochs` passes over
-    the pairs are made, but no more than `updates` updates. `reward` is only watched here;
-    `stopping` chooses the update. Ties teach nothing and are left out. Raises NotEnoughData
-    without pairs, TrainingError for rewards or prompts that PPO would refuse, or a loss that is
-    not finite.
+    the pairs are made, and what is left of the last update's, but no more than `updates` updates.
+    `reward` is only watched here; `stopping` chooses the update. Ties teach nothing and are left
+    out. Raises NotEnoughData without pairs, ConfigError where several processes were launched,
+    TrainingError for rewards or prompts that PPO would refuse, or a loss that is not finite.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"DPO is trained by one process, found WORLD_SIZE {os.environ['WORLD_SIZE']}; launch "
+            "one"
+        )
     torch.manual_seed(settings.seed)
     decided, batch = decided_pairs(pairs, settings), _pairs_per_step(settings)
     started = run_fingerprint(
@@ -106,7 +112,7 @@ def train_dpo(
     watch = Task(watch_prompts, watch_encoded, reward)
     rows = dpo_rows(learner.policy, decided, settings)
     steps = settings.epochs * -(-len(rows) // batch)  # of each pass the last may be a short one
-    in_all = min(steps // settings.minibatches, settings.updates)
+    in_all = min(-(-steps // settings.minibatches), settings.updates)
 
     def look_at_watch_prompts(update: int) -> Evaluation:
         baselines = [s["baseline"] for look in watcher.looks[:1] for s in look.samples]
@@ -114,7 +120,7 @@ def train_dpo(
         write_samples(output_dir / "samples.jsonl", [*watcher.looks, look])
         return look
 
-    watcher = _Watcher(learner, max(in_all, 1), look_at_watch_prompts, report, keep_going)
+    watcher = _Watcher(learner, in_all, look_at_watch_prompts, report, keep_going)
     watcher.look(0)
     reference = learner.reference
     if reference is None and not is_same_model(policy_dir, reference_dir):

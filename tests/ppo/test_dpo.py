@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaModel, TrainerState
 
-from rlhf_pipeline.errors import NotEnoughData, TrainingError
+from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.ppo.dpo import _Watcher, dpo_rows, train_dpo
@@ -140,7 +140,7 @@ def test_a_run_is_known_by_the_pairs_it_learnt_from(base: Path, tmp_path: Path) 
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize(("count", "updates"), [(23, 4), (10, 2)])
+@pytest.mark.parametrize(("count", "updates"), [(23, 4), (10, 2), (13, 3)])
 def test_as_many_passes_are_made_as_asked_for_whatever_the_number_of_pairs(
     base: Path, tmp_path: Path, count: int, updates: int
 ) -> None:
@@ -264,3 +264,11 @@ def test_only_a_float16_gradient_that_was_not_stepped_with_may_overflow(
     assert facts["train/loss_scale"] == scale
     assert "policy/grad_norm" not in facts
     assert told == [{"update": 1, "updates": 9, **facts}]
+
+
+def test_several_processes_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="DPO is trained by one process, found WORLD_SIZE 2"):
+        train(base, tmp_path, pairs(8))
