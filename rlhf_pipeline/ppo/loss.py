@@ -75,7 +75,10 @@ def value_loss(
     same_shape(values, old_values, returns, completion_mask)
     values, old_values = counted(values, completion_mask), counted(old_values, completion_mask)
     returns = counted(returns, completion_mask)
-    clipped = old_values + (values - old_values).clamp(-value_clip_range, value_clip_range)
+    moved = values - old_values
+    held = old_values + moved.clamp(-value_clip_range, value_clip_range)
+    # Within the range the value itself: a sum that is rounded would count as held back.
+    clipped = torch.where(moved.abs() > value_clip_range, held, values)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
     loss = 0.5 * torch.maximum(error, clipped_error).sum() / token_count
     with torch.no_grad():

@@ -136,7 +136,8 @@ class Team:
             return
         sums = torch.stack([x.detach().double().sum() for x in tensors]).to(self.device)
         every = self._each(sums)
-        if not torch.equal(every, every[:1].expand_as(every)):
+        # Numbers that are none are alike too: what becomes of them is not said here.
+        if not torch.isclose(every, every[:1], rtol=0, atol=0, equal_nan=True).all():
             raise TrainingError(
                 f"{self.size} processes train one policy: needed the same {name} in each, found "
                 "others; give all of them one kind of device, one version of torch, and rewards "

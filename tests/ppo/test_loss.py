@@ -75,6 +75,15 @@ def test_value_loss_worked_by_hand_with_both_sides_of_the_clip() -> None:
     assert facts["critic/clip_fraction"] == pytest.approx(2 / 5)
 
 
+def test_nothing_is_held_back_within_the_range_whatever_rounding_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, moved, returns = torch.randn(3, 4, 500, generator=generator)
+    mask = torch.ones_like(old, dtype=torch.bool)
+    values = old + moved / 10
+    _, facts = value_loss(values, old, returns, mask, value_clip_range=9.0, token_count=2000)
+    assert facts["critic/clip_fraction"] == 0
+
+
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -1e9])
 def test_masked_positions_cannot_matter_to_losses_or_gradients(garbage: float) -> None:
     def both(fill: float) -> tuple[Tensor, Tensor, Tensor]:
