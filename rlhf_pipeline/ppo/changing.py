@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,20 @@ class Curriculum:
             return {}
         told = self.changing.end_update(learner.team.gather_numbers)
         return {f"reward/{name}": number for name, number in told.items()}
+
+    @contextmanager
+    def in_one_unit(self, first: Mapping[str, Any], updates: int) -> Iterator[None]:
+        """Score as nothing changed: by the scales of `first`, and the weights `updates` end with.
+
+        What is scored meanwhile is not learnt from.
+        """
+        was = self.state()
+        self.restore(first)
+        self.begin(updates - 1)
+        try:
+            yield
+        finally:
+            self.restore(was)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""

@@ -110,7 +110,12 @@ METRICS: Mapping[str, Metric] = {
     "reward/*/added_mean": Metric("score", "any", _ROLLOUTS, "what it added to the composite"),
     "reward/*/below_floor": Metric("share", "0 to 1", _ROLLOUTS, "under the function's floor"),
     "reward/*/skipped": Metric("share", "0 to 1", _ROLLOUTS, "which it could not judge"),
-    "watch/score_mean": Metric("score", "any", "mean over watch prompts", "proxy reward"),
+    "watch/score_mean": Metric(
+        "score",
+        "any",
+        "mean over watch prompts",
+        "proxy reward, by the scales training begins and the weights it ends with",
+    ),
     "watch/score_std": Metric("score", ">= 0", "deviation over watch prompts", "its spread"),
     "watch/stopping_mean": Metric("score", "any", "mean over watch prompts", "stopping reward"),
     "watch/kl": Metric(

@@ -37,6 +37,7 @@ class Progressed:
     optimizer_steps: int = 0
     scores: ScoreMoments = field(default_factory=ScoreMoments)
     reward: dict[str, Any] = field(default_factory=dict)  # a changing reward's state
+    first_reward: dict[str, Any] = field(default_factory=dict)  # as training began
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)

@@ -108,15 +108,19 @@ def checked_training(
 def begin(training: Training) -> None:
     """Begin at the beginning: the reward's scales, and a look at the policy as it is."""
     training.curriculum.start(training.learner, training.task)
-    training.now.reward = training.curriculum.state()
+    training.now.reward = training.now.first_reward = training.curriculum.state()
     look(training)
 
 
 def look(training: Training) -> None:
-    """Look at the watch prompts; the reference's completions are those of the first look."""
-    now = training.now
+    """Look at the watch prompts; the reference's completions are those of the first look.
+
+    A reward that changes scores every look alike: else they could not be held against each other.
+    """
+    now, curriculum = training.now, training.curriculum
     shown = min(training.settings.samples_shown, len(training.watch.prompts))
-    with now.timed("watch"):
+    alike = curriculum.in_one_unit(now.first_reward, training.settings.updates)
+    with now.timed("watch"), alike:
         baselines = [
             sample["baseline"] for first in now.evaluations[:1] for sample in first.samples
         ]

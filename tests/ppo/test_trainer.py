@@ -42,6 +42,7 @@ from tests.ppo.world import (
     lower_share,
     rollouts_of,
     train,
+    two_pieces,
     weights_of,
 )
 
@@ -759,3 +760,15 @@ def test_reasons_to_stop_follow_from_the_history_alone() -> None:
     assert reason_to_stop(now, changed(updates=9, max_kl=4.0)) is None
     now.update = 9
     assert reason_to_stop(now, changed(updates=9)) == "all updates are made"
+
+
+def test_every_look_scores_in_one_unit_though_the_reward_changes(
+    base: Path, tmp_path: Path
+) -> None:
+    still = changed(updates=4, evaluate_every=1, learning_rate=1e-12)
+    result = train(base, tmp_path, still, reward=two_pieces())
+    first, *later = [look.score_mean for look in result.evaluations]
+    assert len(later) == 4
+    assert later == pytest.approx([first] * 4, rel=1e-3)
+    weights = [update["reward/lower/weight"] for update in result.history]
+    assert weights[0] > weights[-1]  # as training went it did change
