@@ -169,10 +169,10 @@ def test_ppo_can_be_lifted_onto_a_bare_gpu_machine() -> None:
         for name in imports(path)
         if name.split(".")[0] not in allowed
     }
-    # Plots are drawn where matplotlib is, DPO goes through TRL: each is imported inside the
-    # function that needs it. Conversations of several turns need gymnasium, which their
-    # environment alone imports.
-    later = {"matplotlib", "trl", "datasets"}
+    # Plots are drawn where matplotlib is, DPO goes through TRL, intervals, of which PPO has none,
+    # through scipy: each is imported inside the function that needs it. Conversations of several
+    # turns need gymnasium, which their environment alone imports.
+    later = {"matplotlib", "trl", "datasets", "scipy"}
     assert {name.split(".")[0] for _, name in outside} <= {*later, "gymnasium"}
     assert {file for file, name in outside if name.startswith("gymnasium")} == {"environment.py"}
     for path in used.values():

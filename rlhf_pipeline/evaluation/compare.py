@@ -32,6 +32,7 @@ from rlhf_pipeline.evaluation.report import (
     Sample,
     prompt_to_rows,
 )
+from rlhf_pipeline.feedback.datasets import conversations_of
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Progress,
@@ -385,7 +386,7 @@ def summarise(
     values = {system: _per_prompt(prompts, answers) for system, answers in systems.items()}
     texts = {system: [c.text for c in answers.completions] for system, answers in systems.items()}
 
-    groups = metrics.conversations_of(p.prompt for p in prompts)
+    groups = np.array(conversations_of(p.prompt for p in prompts))
 
     def mean(metric: str, of: Floats, groups: metrics.Groups = groups) -> Number:
         if metric in OF_REFERENCES:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_pipeline.errors import EvaluationError
-from rlhf_pipeline.feedback.datasets import opening_of
-from rlhf_pipeline.records import Prompt
-from rlhf_pipeline.reward.calibration import design_effect
 
 Floats = NDArray[np.float64]
 Groups = NDArray[np.int64]  # (n,)
@@ -150,17 +147,11 @@ def outcomes(candidate: Floats, other: Floats) -> Floats:
     return np.where(np.abs(difference) <= TIE, 0.5, (difference > 0).astype(np.float64))
 
 
-def conversations_of(prompts: Iterable[Prompt]) -> Groups:
-    """Return which conversation each prompt is of, numbered in the order of their first."""
-    numbers: dict[Prompt, int] = {}
-    found = [numbers.setdefault(opening_of(prompt), len(numbers)) for prompt in prompts]
-    return np.array(found, dtype=np.int64)
-
-
 def win_rate(candidate: Floats, other: Floats, *, groups: Groups | None = None) -> Number:
     """Return the share of prompts the candidate wins, ties half, with the Wilson interval.
 
-    Of groups, that of as many tries as they are worth; see reward/calibration.py.
+    Of groups, that of as many tries as they are worth.
+    Source: the effective sample size of Korn and Graubard 1998, Survey Methodology 24, 193 to 201.
     """
     won = outcomes(candidate, other)
     rate, n = float(won.mean()), len(won)
@@ -183,6 +174,34 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     spread = Z * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n))
     centre, scale = rate + Z * Z / (2 * n), 1 + Z * Z / n
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) -> float:
+    """Return how much the variance of the values' mean grows by people's having several, 1 or more.
+
+    Each value hangs on one person or on two, as when one's vote is set beside another's; values
+    that share somebody go together. It is the variance so over that of as many values on their
+    own; 1 of one person. Sources: Kish 1965, Survey Sampling, 8.2, by linearisation; of two people
+    each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3.
+    """
+    mean = sum(values) / len(values)
+    apart: dict[str, float] = defaultdict(float)
+    of_two: dict[frozenset[str], float] = defaultdict(float)
+    for value, who in zip(values, map(frozenset, people), strict=True):
+        for person in who:
+            apart[person] += value - mean
+        if len(who) == 2:
+            of_two[who] += value - mean
+    alone = sum((value - mean) ** 2 for value in values) * _unbiased(len(values))
+    if len(apart) < 2 or not alone:
+        return 1.0
+    # Two values of the same two people were counted with either.
+    together = sum(one**2 for one in apart.values()) - sum(one**2 for one in of_two.values())
+    return max(1.0, together * _unbiased(len(apart)) / alone)
+
+
+def _unbiased(count: int) -> float:
+    return count / (count - 1) if count > 1 else 1.0
 
 
 def length_controlled_win_rate(

@@ -19,7 +19,8 @@ import numpy as np
 import structlog
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.evaluation.metrics import Number, bootstrap_mean, conversations_of
+from rlhf_pipeline.evaluation.metrics import Number, bootstrap_mean
+from rlhf_pipeline.feedback.datasets import conversations_of
 from rlhf_pipeline.records import Prompt, as_messages, hashed, prompt_to_json
 from rlhf_pipeline.reward.verdicts import Verdicts
 
@@ -112,7 +113,7 @@ class PairJudge:
         # Won is what is won in both orders: else the order decided, and it is a tie.
         outcomes = np.array([shown if shown == swapped else 0.5 for shown, swapped in known])
         asked = (pair for pair, verdicts in zip(pairs, found, strict=True) if verdicts is not None)
-        groups = conversations_of(pair.prompt for pair in asked)
+        groups = np.array(conversations_of(pair.prompt for pair in asked))
         rate = bootstrap_mean(outcomes, samples=bootstrap_samples, seed=seed, groups=groups)
         same = sum(shown == swapped for shown, swapped in known) / len(known)
         return Judged(rate, same, unanswered, self.model)

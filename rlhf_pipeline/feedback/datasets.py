@@ -68,6 +68,12 @@ def opening_of(prompt: Prompt) -> Prompt:
     return prompt[: asked + 1]
 
 
+def conversations_of(prompts: Iterable[Prompt]) -> list[int]:
+    """Return which conversation each prompt is of, numbered in the order of their first."""
+    numbers: dict[Prompt, int] = {}
+    return [numbers.setdefault(opening_of(prompt), len(numbers)) for prompt in prompts]
+
+
 def split_of(prompt: Prompt, evaluation_share: float) -> Split:
     """Return the split of a prompt's conversation."""
     opening = prompt_to_json(opening_of(prompt))

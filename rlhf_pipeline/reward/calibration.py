@@ -6,12 +6,13 @@ A margin is score(chosen) - score(rejected); the model is right where it is posi
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from rlhf_pipeline.evaluation.metrics import design_effect
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
@@ -78,34 +79,6 @@ def accuracy_interval(
     share = pair_accuracy(margins)
     effect = 1.0 if people is None else design_effect(list(map(_credit, margins)), people)
     return wilson_interval(share, len(margins) / effect)
-
-
-def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) -> float:
-    """Return how much the variance of the values' mean grows by people's having several, 1 or more.
-
-    Each value hangs on one person or on two, as when one's vote is set beside another's; values
-    that share somebody go together. It is the variance so over that of as many values on their
-    own; 1 of one person. Sources: Kish 1965, Survey Sampling, 8.2, by linearisation; of two people
-    each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3.
-    """
-    mean = sum(values) / len(values)
-    apart: dict[str, float] = defaultdict(float)
-    of_two: dict[frozenset[str], float] = defaultdict(float)
-    for value, who in zip(values, map(frozenset, people), strict=True):
-        for person in who:
-            apart[person] += value - mean
-        if len(who) == 2:
-            of_two[who] += value - mean
-    alone = sum((value - mean) ** 2 for value in values) * _unbiased(len(values))
-    if len(apart) < 2 or not alone:
-        return 1.0
-    # Two values of the same two people were counted with either.
-    together = sum(one**2 for one in apart.values()) - sum(one**2 for one in of_two.values())
-    return max(1.0, together * _unbiased(len(apart)) / alone)
-
-
-def _unbiased(count: int) -> float:
-    return count / (count - 1) if count > 1 else 1.0
 
 
 def highest_floor(floors: Mapping[str, float]) -> float:

@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from rlhf_pipeline.evaluation.metrics import design_effect
 from rlhf_pipeline.feedback.agreement import agreement_of
 from rlhf_pipeline.feedback.datasets import cohort_of, unit_interval
 from rlhf_pipeline.records import (
@@ -31,7 +32,6 @@ from rlhf_pipeline.records import (
 )
 from rlhf_pipeline.reward.calibration import (
     accuracy_interval,
-    design_effect,
     pair_accuracy,
     wilson_interval,
 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation import metrics
+from rlhf_pipeline.feedback.datasets import conversations_of
 from rlhf_pipeline.records import Message
 
 
@@ -251,7 +252,7 @@ def test_groups_of_one_are_no_groups() -> None:
     assert (one.value, one.low) == (plain.value, None)
     prompts = [(Message("user", "a"),), (Message("user", "b"),)]
     later = (*prompts[0], Message("assistant", "x"), Message("user", "c"))
-    assert metrics.conversations_of([*prompts, later]).tolist() == [0, 1, 0]
+    assert conversations_of([*prompts, later]) == [0, 1, 0]
 
 
 def test_of_ten_tries_the_interval_misses_as_seldom_as_it_says() -> None:

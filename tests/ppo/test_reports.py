@@ -154,6 +154,7 @@ def test_ppo_can_be_lifted_to_a_machine_with_torch_and_transformers_only() -> No
     }
     # DPO and conversations of several turns need more; nothing else does.
     more = {"dpo.py": {"trl", "datasets"}, "environment.py": {"gymnasium"}}
+    more |= {"metrics.py": {"scipy"}}  # for intervals, which PPO has none of
     ours = {"rlhf_pipeline.ppo", "rlhf_pipeline.policy"}
     ours |= {f"rlhf_pipeline.{n}" for n in ("records", "errors", "files", "evaluation.metrics")}
     lifted = [*(root / "ppo").glob("*.py"), *(root / n for n in ("records.py", "errors.py"))]

@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 
+from rlhf_pipeline.evaluation.metrics import design_effect
 from rlhf_pipeline.reward.calibration import (
     Confidence,
     accuracy_interval,
     calibration_error,
     calibration_noise,
-    design_effect,
     fit_confidence,
     pair_accuracy,
     reliability,
