@@ -12,7 +12,9 @@ import fcntl
 import functools
 import json
 import os
+import re
 import time
+import unicodedata
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,9 @@ FLUSH_SECONDS = 5.0
 METRICS_PER_CALL = 1000  # the most that MLflow takes in one log_batch
 TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page knows a run's tables
 TAG_CHARACTERS = 4000  # MLflow takes 5000 in a run's tag
+NAME_CHARACTERS = 200  # MLflow takes 250 in a parameter's name
+# No slash, which MLflow takes as well, as of a path: not twice, nor at an end.
+KEPT_IN_NAMES = re.compile(r"[\w.\- :]+")
 
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -277,7 +282,7 @@ def _find_or_create(
 ) -> TrackedRun:
     from mlflow.entities import Param
 
-    texts = {key: as_tag(value) for key, value in parameters.items()}
+    texts = {as_name(key): as_tag(value) for key, value in parameters.items()}
     work = hashed(agent_id, fingerprint, stage, json.dumps(texts, sort_keys=True))
     with mlflow_refusals(f"starting a run for {stage} of agent {agent_id}"):
         found = client.search_runs([experiment_id], f"tags.`rlhf.work` = '{work}'", max_results=1)
@@ -300,6 +305,21 @@ def _find_or_create(
             client.log_batch(run_id, params=entities[first : first + 100], synchronous=True)
     logged = found[0].data.metrics if found else ()
     return TrackedRun(client, run_id, resumed=bool(found), logged=logged)
+
+
+def as_name(name: str) -> str:
+    """Return a parameter's name as MLflow takes it: a setting's may be a person's own words.
+
+    What it refuses is spelt out, and a hash of the whole keeps two names apart.
+    """
+    if KEPT_IN_NAMES.fullmatch(name) and len(name) <= NAME_CHARACTERS:
+        return name
+    spelt = "".join(sign if KEPT_IN_NAMES.fullmatch(sign) else _spelt(sign) for sign in name)
+    return f"{spelt[:NAME_CHARACTERS]} {hashed(name)[:8]}"
+
+
+def _spelt(sign: str) -> str:
+    return f":{unicodedata.name(sign, f'{ord(sign):x}').lower()}:"
 
 
 def as_tag(value: Any) -> str:

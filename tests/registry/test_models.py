@@ -420,6 +420,29 @@ def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> 
         assert not other.resumed
 
 
+def test_settings_named_by_a_persons_own_words_are_parameters_of_a_run(
+    registry: ModelRegistry, agent: str
+) -> None:
+    long = "really " * 50
+    words = {"👍": "up", "👎": "down", "Yes!": "up", "a//b": "up", "a\n": "up", "liked": "up"}
+    words |= {f"{long}good": "up", f"{long}bad": "down"}
+    work: dict[str, Any] = {
+        "fingerprint": "f0",
+        "stage": "turn",
+        "parameters": {f"feedback.names.words.{word}": ours for word, ours in words.items()},
+    }
+    with registry.run(agent, **work) as run:
+        pass
+    params = registry.client.get_run(run.run_id).data.params
+    assert sorted(params.values()) == sorted(words.values())  # none in another's place
+    assert params["feedback.names.words.liked"] == "up"
+    shown = {name.rpartition(" ")[0]: ours for name, ours in params.items()}
+    assert shown["feedback.names.words.:thumbs up sign:"] == "up"
+    assert shown["feedback.names.words.:thumbs down sign:"] == "down"
+    with registry.run(agent, **work) as again:
+        assert again.resumed
+
+
 def test_a_retried_step_draws_its_curve_once(registry: ModelRegistry, agent: str) -> None:
     work: dict[str, Any] = {"fingerprint": "f2", "stage": "ppo", "parameters": {}}
     curves = ((0.5, 0.1 + 0.2, math.nan), (0.5, 0.1 + 0.2, math.nan, 0.9))
