@@ -514,6 +514,18 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     assert "reward" not in cells(rlhf("status").stdout)
 
 
+def test_who_sends_votes_that_nobody_signed_is_told_which_columns_were_left(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No.", "by": "ann", "n\\u001b": 1}'
+    path = str(write(tmp_path / "pairs.jsonl", f"{pair}\n"))
+    told = rlhf("ingest", path, "--agent", "tea").stdout
+    assert "1 of 1 rows name no rater: each counts as another person" in told
+    assert "not read were the columns 'by', 'n '. If" in told
+    assert "--map rater=COLUMN" in told
+    assert "rater" not in rlhf("ingest", path, "--agent", "new", "--map", "rater=by").stdout
+
+
 def test_who_asks_in_another_folder_is_told_which(
     rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -727,6 +727,7 @@ def test_unsigned_interactions_go_only_where_asked(copied: World) -> None:
     [
         ('{"rater": "ann", "x": ', True),
         ('{"annotator": "a\\u006en"}', True),
+        ('{"worker_id": "ann"}', True),
         (f'{{"rater_id": "{ANN}"}}', True),
         ('{"rater": "anna"}', False),
         ('{"comment": "ann"}', False),

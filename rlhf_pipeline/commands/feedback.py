@@ -24,6 +24,7 @@ from rlhf_pipeline.commands.common import (
 from rlhf_pipeline.errors import ConfigError
 
 SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
+MOST_COLUMNS, LONGEST_COLUMN = 20, 60  # names of columns that a terminal shows, characters of each
 LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
 
 if TYPE_CHECKING:
@@ -202,6 +203,15 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
     for rule, rows in summary.quarantined.items():
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
     console().print(table)
+    if summary.unsigned:
+        shown = [f"{_printable(name[:LONGEST_COLUMN])!r}" for name in summary.unread[:MOST_COLUMNS]]
+        more = ", …" if len(summary.unread) > MOST_COLUMNS else ""
+        typer.echo(
+            f"{summary.unsigned:,} of {summary.read:,} rows name no rater: each counts as another "
+            f"person; not read were the columns {', '.join(shown)}{more}. If one of them says who "
+            "voted, tell it with --map rater=COLUMN, and a new --agent: beside these rows the same "
+            "ones signed would count again"
+        )
     if summary.read and lacks is not None:
         typer.echo(f"no reward yet: {lacks}")
     for rule, example in summary.examples.items():

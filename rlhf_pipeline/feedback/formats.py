@@ -3,12 +3,16 @@
 | format | fields |
 |---|---|
 | events | `kind` (thumbs, rating, score, correction, preference, criteria, comment), `value`; the target: `interaction_id`, or `prompt` (text or messages) and `completion`; for a preference also `other_completion` or `other_interaction_id`, and `shown_first` (this, other); optional: `rater` (any text, hashed here) or `rater_id` (hashed already), `source`, `occurred_at`, `tags`, `comment`, `topic`, `idempotency_key`, `agent_id`, `other_prompt` |
-| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `rater`, `tie`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
+| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
-| judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), `evaluator`; optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
-| quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs); optional: `rater` |
+| judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
+| quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs) |
+
+Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `labeler_id` or
+`worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
+quality; in events `rater` or `rater_id` alone.
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
@@ -80,7 +84,12 @@ STORE_FIELDS = {
     "target",
     "voter",
 }  # our own, ignored
-SIGNED = ("rater", "annotator", "evaluator")  # the fields that may name the rater
+SIGNED = ("rater", "annotator", "evaluator", "annotator_id", "labeler", "labeler_id", "worker_id")
+"""The fields that may name the rater, as the sender does."""
+WHO = (*SIGNED, "rater_id")
+PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
+SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
+JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_TURN = "\n\nAssistant:"
@@ -122,6 +131,7 @@ class Format:
     name: str
     matches: Callable[[Values], bool]
     events: Callable[[Row], Iterable[Feedback]]
+    fields: frozenset[str] = frozenset()  # that it reads, where its rows may name their rater
 
 
 # -- our own events -----------------------------------------------------------------------------
@@ -298,7 +308,7 @@ def _preference(
 
 def _prompt(values: Values) -> Prompt:
     """Return the prompt the row gives for both sides; empty where it gives none."""
-    for name in ("prompt", "messages", "conversations", "question"):
+    for name in PROMPTS:
         if values.get(name) is not None:
             return messages_of(values[name], name)
     return ()
@@ -569,7 +579,7 @@ def _rater(row: Row) -> str | None:
 
 
 def _named_rater(row: Row) -> str | None:
-    rater = next((row.values[name] for name in SIGNED if name in row.values), None)
+    rater = next((row.values[name] for name in SIGNED if row.values.get(name) is not None), None)
     if rater is None or (isinstance(rater, str) and not rater.strip()):  # a cell of blanks
         return None
     if isinstance(rater, float) and rater.is_integer() and abs(rater) < 2**53:
@@ -625,7 +635,7 @@ OASST = Format(
 )
 
 FORMATS: tuple[Format, ...] = (
-    Format("events", lambda row: "kind" in row, events),
+    Format("events", lambda row: "kind" in row, events, frozenset(EVENT_FIELDS | STORE_FIELDS)),
     Format(
         "hh_rlhf",
         lambda row: (
@@ -634,8 +644,14 @@ FORMATS: tuple[Format, ...] = (
             and row.get("prompt") is None
         ),
         hh_rlhf,
+        frozenset({"chosen", "rejected", "prompt", *WHO}),
     ),
-    Format("pairs", lambda row: "chosen" in row and "rejected" in row, pairs),
+    Format(
+        "pairs",
+        lambda row: "chosen" in row and "rejected" in row,
+        pairs,
+        frozenset({"chosen", "rejected", "tie", *SCORES, *PROMPTS, *WHO}),
+    ),
     OASST,
     Format(
         "answers", lambda row: {"question", "prediction 1", "preference"} <= row.keys(), answers
@@ -644,6 +660,7 @@ FORMATS: tuple[Format, ...] = (
         "judgements",
         lambda row: {"prompt", "completion_a", "completion_b", "preference"} <= row.keys(),
         judgements,
+        frozenset({"prompt", "preference", "comment", *JUDGED, *WHO}),
     ),
     Format(
         "quality",
@@ -652,6 +669,7 @@ FORMATS: tuple[Format, ...] = (
             and bool({"messages", "text", "completion"} & row.keys())
         ),
         quality,
+        frozenset({"quality", "label", "completion", "text", *PROMPTS, *WHO}),
     ),
 )
 """Tried in this order on the first row that can be read."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TypeGuard
 
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.formats import canonical, to_row
@@ -37,6 +38,9 @@ class IngestSummary:
     files: int
     unreadable: Mapping[str, str] = field(default_factory=dict)  # of a folder: file -> why
     examples: Mapping[str, str] = field(default_factory=dict)  # rule -> where first, and what
+    # Of people's votes in files where none is signed, though a column was left that may say who.
+    unsigned: int = 0
+    unread: Sequence[str] = ()  # those columns
 
 
 def ingest(
@@ -67,8 +71,10 @@ def ingest(
     rules: Counter[str] = Counter()
     examples: dict[str, str] = {}
     unreadable: dict[str, str] = {}
+    unread: dict[str, None] = {}
     for path, in_folder in files:
         position = Position()
+        signed: Counter[bool] = Counter()
         rows = read(
             path,
             agent_id,
@@ -81,6 +87,7 @@ def ingest(
         try:
             while some := _numbered(rows, batch, position):
                 _take(store, some, totals, rules, examples)
+                signed.update(row.rater_id is not None for _, row in some if _is_a_persons(row))
                 on_progress(
                     {
                         "file": str(path),
@@ -95,6 +102,9 @@ def ingest(
                 told = _so_far(totals)
                 raise SourceError(f"{error}{told}") from error
             unreadable[str(path)] = str(error)
+        if position.unread and signed[False] and not signed[True]:
+            totals["unsigned"] += signed[False]
+            unread.update(dict.fromkeys(position.unread))
     return IngestSummary(
         read=totals["read"],
         stored=totals["stored"],
@@ -104,7 +114,13 @@ def ingest(
         files=len(files) - len(unreadable),
         unreadable=unreadable,
         examples=dict(sorted(examples.items())),
+        unsigned=totals["unsigned"],
+        unread=tuple(unread),
     )
+
+
+def _is_a_persons(row: Feedback | QuarantinedRow) -> TypeGuard[Feedback]:
+    return isinstance(row, Feedback) and row.source == "human"
 
 
 def _so_far(totals: Counter[str]) -> str:

@@ -22,10 +22,11 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import UnknownRater
 from rlhf_pipeline.feedback.claims import check_token
+from rlhf_pipeline.feedback.formats import WHO
 from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
 
 HASH = re.compile(r"[0-9a-f]{32}")
-SIGNATURE = re.compile(r'"(rater|annotator|evaluator|rater_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
+SIGNATURE = re.compile(rf'"({"|".join(WHO)})"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
 MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
 CELL = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 LONGEST_ID = 36  # characters of an interaction's id

@@ -14,14 +14,14 @@ from typing import Any
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
-from rlhf_pipeline.feedback.formats import EVENT_FIELDS, Values
+from rlhf_pipeline.feedback.formats import EVENT_FIELDS, WHO, Values
 
 FIELDS = EVENT_FIELDS | {
     *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
     *("quality", "label", "completion_a", "completion_b", "preference", "evaluator"),
 }
 """What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
-NAMING = ("rater", "rater_id", "annotator", "evaluator", "interaction_id", "other_interaction_id")
+NAMING = (*WHO, "interaction_id", "other_interaction_id")
 """The fields that say whose a row is, and what it is about: what an erasure looks for."""
 NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 SAID = ("value", "label", "preference", "choice", "quality", "number")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -33,6 +33,7 @@ STORE = "feedback.db"  # what a state folder is known by
 PARQUET_ROWS = 1000  # of a parquet file that are held at once
 LOOKED_AT = 1000  # rows in one of which what is renamed has to be
 AS_IT_IS = Renaming()
+MOST_NAMES = 1000  # of a file's columns that are remembered
 MOST_MESSAGES = 10_000  # of one flat tree: what is held while its rows come in
 
 FORMAT_NAMES = ("auto", *(each.name for each in FORMATS))
@@ -67,6 +68,8 @@ def read(
         # A name that is no UTF-8 may be read by; no database holds it.
         origin = os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
         rows = _file_rows(Path(path), position, longest_row, renaming.header)
+    names: dict[str, None] = {}
+    rows = _noting_names(rows, names, position)
     if renaming:
         rows = _renamed(rows, renaming, position, origin)
     chosen = _named(format)
@@ -87,6 +90,9 @@ def read(
     for each in trees.finish():
         position.line = each[0]
         yield from _events(formats.OASST, each, agent_id, origin, source)
+    if chosen is not None and chosen.fields:
+        read = {*chosen.fields, *renaming.columns.values()}
+        position.unread = [name for name in names if not _is_read(name, read)]
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -107,6 +113,25 @@ def files_in(folder: Path) -> list[Path]:
 
 
 _Parsed = tuple[int, str, "Values | FeedbackRefused"]
+
+
+def _noting_names(
+    rows: Iterator[_Parsed], names: dict[str, None], position: Position
+) -> Iterator[_Parsed]:
+    """Yield the rows; `names` takes their columns as the file has them; of an object a.b."""
+    for line, raw, values in rows:
+        if position.header:
+            names.update({} if names else dict.fromkeys(filter(None, position.header)))
+        elif not isinstance(values, FeedbackRefused) and len(names) < MOST_NAMES:
+            for name, value in values.items():
+                inner = [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
+                names.update(dict.fromkeys(map(str, inner)))
+        yield line, raw, values
+
+
+def _is_read(name: str, read: Collection[str]) -> bool:
+    """Say whether a column is read, or a part of it is, or what it is a part of."""
+    return any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in read)
 
 
 def _renamed(

@@ -15,7 +15,10 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.renaming import Renaming
+from rlhf_pipeline.feedback.sources import AS_IT_IS
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.records import hash_rater
 
 THUMBS = {"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "Because."}
 
@@ -62,6 +65,67 @@ def test_another_agent_has_its_own_copy(store: FeedbackStore, tmp_path: Path) ->
     path = write(tmp_path / "a.jsonl", THUMBS)
     assert ingest(store, path, "tea").stored == 1
     assert ingest(store, path, "coffee").stored == 1
+
+
+PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+DIALOGUE = "\n\nHuman: Why?\n\nAssistant: "
+
+
+@pytest.mark.parametrize("column", ["annotator_id", "labeler", "labeler_id", "worker_id"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {"chosen": f"{DIALOGUE}Because.", "rejected": f"{DIALOGUE}No."},
+        {"prompt": "Why?", "completion": "Because.", "label": True},
+        {
+            **{"prompt": "Why?", "completion_a": "Because.", "completion_b": "No."},
+            "preference": "tie",
+        },
+    ],
+)
+def test_who_voted_is_found_under_the_names_that_labelling_tools_give(
+    store: FeedbackStore, tmp_path: Path, row: dict[str, Any], column: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", *({**row, column: who, "id": 7} for who in ("ann", 4711)))
+    summary = ingest(store, path, "tea")
+    with store.database.read() as connection:
+        raters = set(connection.execute(sa.select(db.feedback.c.rater_id)).scalars())
+    assert raters == {hash_rater("tea", "ann"), hash_rater("tea", "4711")}
+    assert (summary.unsigned, summary.unread) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("renaming", "unread"),
+    [
+        (AS_IT_IS, ("id", "meta.by", "meta.at")),
+        (Renaming({"source": "meta.by"}), ("id", "meta.at")),
+        (Renaming({"rater": "meta.by"}), ()),
+    ],
+)
+def test_votes_that_nobody_signed_are_told_with_the_columns_that_may_say_who(
+    store: FeedbackStore, tmp_path: Path, renaming: Renaming, unread: tuple[str, ...]
+) -> None:
+    more = {"meta": {"by": "human", "at": "noon"}}
+    lines = write(tmp_path / "a.jsonl", *({**PAIR, "id": n, **more} for n in range(3)))
+    summary = ingest(store, lines, "tea", renaming=renaming)
+    assert (summary.unsigned, summary.unread) == (3 if unread else 0, unread)
+
+
+def test_of_votes_that_nobody_can_have_signed_nothing_is_told(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("prompt,chosen,rejected,id,user\nWhy?,Because.,No.,1,ann\n")
+    assert ingest(store, table, "tea").unread == ("id", "user")
+    thumbs = Renaming({"completion": "chosen"}, {"kind": "thumbs", "value": "up"})
+    assert ingest(store, table, "tea", renaming=thumbs).unread == ("rejected", "id", "user")
+    plain = write(tmp_path / "b.jsonl", {**THUMBS, "tags": ["a"]}, {**THUMBS, "value": "down"})
+    some = write(tmp_path / "c.jsonl", {**PAIR, "id": 1}, {**PAIR, "rater": "ann", "id": 2})
+    for path in (plain, some):
+        assert ingest(store, path, "tea").unsigned == 0
+    assert ingest(store, table, "model", source="model").unsigned == 0
+    assert ingest(store, [table, plain, some], "all").unsigned == 1
 
 
 def test_what_the_store_refuses_goes_to_quarantine_with_its_line(
