@@ -9,7 +9,7 @@
 
 Rows stream from the database, so memory stays bounded. Events about an interaction are written with
 its prompt and completion, so another store can take them; with `by_interaction` they keep its id,
-for the store that has it, where the same events come back as known.
+for the store that has it. Each row has its idempotency key, so that a store knows its own again.
 
 Source of the pairs' format: TRL's documentation, "Dataset formats", preference with an explicit
 prompt, conversational.
@@ -143,6 +143,7 @@ def pairs(database: db.Database, agent_id: str) -> Iterator[dict[str, Any]]:
             "chosen": [{"role": "assistant", "content": chosen}],
             "rejected": [{"role": "assistant", "content": rejected}],
             "rater_id": row.rater_id,
+            "idempotency_key": row.idempotency_key,
         }
 
 
@@ -263,6 +264,7 @@ def _schema(pa: Any, what: What) -> Any:
                 ("chosen", messages),
                 ("rejected", messages),
                 ("rater_id", text),
+                ("idempotency_key", text),
             ]
         )
     own = {

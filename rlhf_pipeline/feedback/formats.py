@@ -3,7 +3,7 @@
 | format | fields |
 |---|---|
 | events | `kind` (thumbs, rating, score, correction, preference, criteria, comment), `value`; the target: `interaction_id`, or `prompt` (text or messages) and `completion`; for a preference also `other_completion` or `other_interaction_id`, and `shown_first` (this, other); optional: `rater` (any text, hashed here) or `rater_id` (hashed already), `source`, `occurred_at`, `tags`, `comment`, `topic`, `idempotency_key`, `agent_id`, `other_prompt` |
-| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
+| pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `idempotency_key`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
 | answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
@@ -295,6 +295,7 @@ def _preference(
     if this[0] != other[0] and this[0][-1].role != "user":
         this, other = other, this
     choice = "tie" if tie else "left" if this is chosen else "right"
+    key = _text(row.values, "idempotency_key")
     return row.event(
         FeedbackKind.preference,
         prompt=this[0],
@@ -303,6 +304,7 @@ def _preference(
         other_prompt=other[0] if other[0] != this[0] else None,
         choice=choice,
         rater_id=_rater(row),
+        **({} if key is None else {"idempotency_key": key}),
     )
 
 
@@ -644,13 +646,13 @@ FORMATS: tuple[Format, ...] = (
             and row.get("prompt") is None
         ),
         hh_rlhf,
-        frozenset({"chosen", "rejected", "prompt", *WHO}),
+        frozenset({"chosen", "rejected", "prompt", "idempotency_key", *WHO}),
     ),
     Format(
         "pairs",
         lambda row: "chosen" in row and "rejected" in row,
         pairs,
-        frozenset({"chosen", "rejected", "tie", *SCORES, *PROMPTS, *WHO}),
+        frozenset({"chosen", "rejected", "tie", "idempotency_key", *SCORES, *PROMPTS, *WHO}),
     ),
     OASST,
     Format(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
@@ -546,13 +546,16 @@ def _insert_events(
     """Insert what is new and return an answer or a refusal for each event, in order."""
     known = _known_keys(connection, events)
     missing = _missing_interactions(connection, events)
+    stored = _with_texts(connection, events, known)
     received = now()
     rows: list[dict[str, Any]] = []
     outcomes: list[Stored | FeedbackError] = []
     for event in events:
         body = body_sha256(event)
         before = known.get((event.agent_id, event.idempotency_key))
-        if before is not None and not _repeats(event, body, before):
+        if before is not None and not (
+            _repeats(event, body, before) or _is_exported(event, body, before, stored)
+        ):
             outcomes.append(
                 IdempotencyConflict(
                     f"key {event.idempotency_key!r} was used before for another body; "
@@ -604,6 +607,84 @@ def _repeats(event: Feedback, body: str, known: _Known) -> bool:
     sent = None if known.occurred_at == known.received_at else known.occurred_at
     same_time = event.occurred_at in (sent, known.occurred_at)
     return (body, event.topic) == (known.body_sha256, known.topic) and same_time
+
+
+def _is_exported(event: Feedback, body: str, known: _Known, stored: Mapping[str, Feedback]) -> bool:
+    """Say whether the event is what an export writes of what is stored under its key.
+
+    A vote on an interaction comes with its texts instead; of `--pairs` a preference or a correction
+    comes as the two texts and who chose, and no more.
+    """
+    if (vote := stored.get(known.feedback_id)) is None:
+        return False
+    if _repeats(event, body, known._replace(body_sha256=body_sha256(vote))):
+        return True
+    says_more = event.tags or event.comment or event.topic or event.occurred_at
+    pair = None if says_more or event.rater_id != vote.rater_id else _pair_of(event)
+    return pair is not None and pair == _pair_of(vote)
+
+
+def _pair_of(event: Feedback) -> tuple[object, ...] | None:
+    """Return prompt, chosen and rejected of a vote that has all texts; None where it is no pair."""
+    if event.kind is FeedbackKind.correction:
+        return event.prompt, event.text, event.completion
+    if event.choice not in ("left", "right") or event.other_prompt not in (None, event.prompt):
+        return None
+    sides = (event.completion, event.other_completion)
+    this_won = (event.choice == "left") == (event.shown_first == "this")
+    return (event.prompt, *(sides if this_won else sides[::-1]))
+
+
+def _with_texts(
+    connection: sa.Connection,
+    events: Sequence[Feedback],
+    known: Mapping[tuple[str, str], _Known],
+) -> dict[str, Feedback]:
+    """Return, by feedback id, the stored votes that events contradict, with all their texts."""
+    asked = [
+        before.feedback_id
+        for event in events
+        if (before := known.get((event.agent_id, event.idempotency_key))) is not None
+        and not _repeats(event, body_sha256(event), before)
+    ]
+    f, this, other = db.feedback, db.interactions.alias("this"), db.interactions.alias("other")
+    query = (
+        sa.select(
+            f,
+            sa.func.coalesce(f.c.prompt, this.c.prompt).label("asked"),
+            sa.func.coalesce(f.c.completion, this.c.completion).label("answer"),
+            sa.func.coalesce(f.c.other_completion, other.c.completion).label("other_answer"),
+            other.c.prompt.label("other_asked"),
+        )
+        .outerjoin(this, this.c.interaction_id == f.c.interaction_id)
+        .outerjoin(other, other.c.interaction_id == f.c.other_interaction_id)
+        .where(f.c.erased_at.is_(None))
+    )
+    found: dict[str, Feedback] = {}
+    for some in _chunks(asked, LOOKUP):
+        for row in connection.execute(query.where(f.c.feedback_id.in_(some))):
+            beside = row.other_prompt
+            if row.other_interaction_id is not None and row.other_asked != row.asked:
+                beside = row.other_asked
+            found[row.feedback_id] = Feedback(
+                agent_id=row.agent_id,
+                kind=FeedbackKind(row.kind),
+                idempotency_key=row.idempotency_key,
+                prompt=None if row.asked is None else prompt_from_json(row.asked),
+                completion=row.answer,
+                number=row.number,
+                text=row.text,
+                criteria=None if row.criteria is None else json.loads(row.criteria),
+                other_completion=row.other_answer,
+                other_prompt=None if beside is None else prompt_from_json(beside),
+                choice=row.choice,
+                shown_first=row.shown_first,
+                rater_id=row.rater_id,
+                source=row.source,
+                tags=tuple(json.loads(row.tags)),
+                comment=row.comment,
+            )
+    return found
 
 
 def _known_keys(

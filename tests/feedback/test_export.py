@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -96,8 +97,6 @@ def test_events_come_back_as_they_were(store: FeedbackStore, tmp_path: Path, nam
 
 
 def _of_origin(event: Feedback, like: Any) -> Feedback:
-    import dataclasses
-
     return dataclasses.replace(event, origin=like.origin)
 
 
@@ -134,6 +133,11 @@ def test_votes_on_interactions_carry_their_texts_or_their_ids(
     elsewhere = Database(f"sqlite:///{tmp_path}/other/feedback.db")
     assert ingest(FeedbackStore(elsewhere), out, AGENT).stored == 2
     elsewhere.close()
+    again = ingest(store, out, AGENT)  # whose votes on these answers they are
+    assert (again.known, dict(again.quarantined)) == (2, {})
+    rows[0]["value"] = 1.0
+    out.write_text(json.dumps(rows[0]))
+    assert dict(ingest(store, out, AGENT).quarantined) == {"idempotency_conflict": 1}
     assert export(store.database, AGENT, out, history=True, by_interaction=True) == 3
     assert ingest(store, out, AGENT).known == 3
     assert export(store.database, AGENT, tmp_path / "p.jsonl", what="pairs") == 1
@@ -160,6 +164,63 @@ def test_pairs_are_what_trl_reads_and_ingest_takes(
     if name == "pairs":
         rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
         assert is_conversational(rows[0])
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs", "hf://pairs", "pairs.csv"])
+def test_pairs_come_back_as_the_votes_that_they_were(
+    store: FeedbackStore, tmp_path: Path, name: str
+) -> None:
+    said = [
+        Interaction(f"i{n}", AGENT, user_prompt("hi"), f"answer {n}", 0, created_at=now())
+        for n in (1, 2)
+    ]
+    store.add_interactions(said)
+    about = {"interaction_id": "i1", "other_interaction_id": "i2", "shown_first": "other"}
+    votes = [
+        event(FeedbackKind.preference, "on ids", choice="left", **about),
+        event(
+            *(FeedbackKind.preference, "by a model"),
+            choice="left",
+            other_completion="x",
+            source="model",
+        ),
+        *(each for each in everything() if each.idempotency_key in ("4", "8")),
+    ]
+    unsigned = [
+        dataclasses.replace(e, rater_id=None, idempotency_key=f"{e.idempotency_key}, unsigned")
+        for e in votes
+    ]
+    store.append([*votes, *unsigned])
+    out = tmp_path / name.removeprefix("hf://").replace(".csv", ".jsonl")
+    assert export(store.database, AGENT, out, what="pairs") == 8
+    source = f"hf://{out}" if name.startswith("hf://") else str(out)
+    if name.endswith(".csv"):  # as a spreadsheet would make one of it
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        source = str(tmp_path / name)
+        with open(source, "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(rows[0])
+            table.writerows([[flat.cell_of(value) for value in row.values()] for row in rows])
+    again = ingest(store, source, AGENT)
+    assert (again.known, again.stored, dict(again.quarantined)) == (8, 0, {})
+    elsewhere = Database(f"sqlite:///{tmp_path}/other/feedback.db")
+    assert [ingest(FeedbackStore(elsewhere), source, AGENT).stored for _ in range(2)] == [8, 0]
+    elsewhere.close()
+
+
+def test_a_key_of_another_pair_or_person_is_a_conflict_all_the_same(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    store.append(everything())
+    out = tmp_path / "pairs.jsonl"
+    export(store.database, AGENT, out, what="pairs")
+    row = json.loads(out.read_text().splitlines()[1])
+    assert row["idempotency_key"] == "8"
+    swapped = {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
+    others = [swapped, {**row, "rater_id": "b" * 32}, {**row, "idempotency_key": "9"}]
+    out.write_text("\n".join(map(json.dumps, others)))
+    found = ingest(store, out, AGENT)
+    assert (found.known, dict(found.quarantined)) == (0, {"idempotency_conflict": 3})
 
 
 SIGNS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
