@@ -670,7 +670,26 @@ def test_an_agents_own_recipe_is_one_and_stays_where_it_is(
     deep = write(tmp_path / ("d" * 200) / "mine.yaml", "")
     assert "at most 200 characters" in rlhf(*use, str(deep), code=1).stderr
     assert "found 'tee'; known: tea" in rlhf("config", "use", "--agent", "tee", code=1).stderr
+    new = ("config", "use", "--agent", "tee")
+    for refused in ((*new, "gpt3"), (*new, str(deep)), (*new, "--none")):
+        rlhf(*refused, code=1)
+    assert "found 'a b'" in rlhf("config", "use", "gpt2", "--agent", "a b", code=2).stderr
+    assert "tee" not in rlhf("status").stdout
     assert f"{tmp_path}/mine.yaml" in rlhf(*use).stdout  # what was refused changed nothing
+
+
+def test_an_agent_may_have_its_recipe_before_its_first_votes(rlhf: Run, tmp_path: Path) -> None:
+    names = (
+        "feedback: {names: {columns: {prompt: Q, completion: A, value: V}, fixed: {kind: thumbs}}}"
+    )
+    recipe = str(write(tmp_path / "mine.yaml", names))
+    made = rlhf("config", "use", recipe, "--agent", "tea")
+    assert (made.stdout, made.stderr) == (f"tea has a recipe of its own: {recipe}\n", "")
+    votes = str(write(tmp_path / "votes.csv", "Q,A,V\nWhy?,Because.,up\n"))
+    assert cells(rlhf("ingest", votes, "--agent", "tea").stdout)["stored"] == "1"
+    second = rlhf("config", "use", "gpt2", "--agent", "coffee").stderr
+    assert second == "coffee is a new agent; known before: tea\n"
+    assert rlhf("config", "use", "gpt2", "--agent", "coffee").stderr == ""
 
 
 # -- versions -----------------------------------------------------------------------------------

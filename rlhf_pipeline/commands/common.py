@@ -10,6 +10,7 @@ import getpass
 import logging
 import os
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -273,6 +274,23 @@ def workspace(*, may_be_new: bool = False) -> Workspace:
     """
     meta = click.get_current_context().meta
     return Workspace(meta.get("rlhf.recipe"), meta.get("rlhf.state"), is_there=not may_be_new)
+
+
+def need_name(agent_id: str) -> None:
+    """Raise BadParameter for a name that no agent can have."""
+    from rlhf_pipeline.feedback.rules import AGENT_ID
+
+    if not AGENT_ID.fullmatch(agent_id):
+        raise typer.BadParameter(
+            "needed 1 to 64 letters, digits, - and _, the first a letter or digit, found "
+            f"{ascii(agent_id)[:80]}",
+            param_hint="--agent",
+        )
+
+
+def tell_new(agent_id: str, others: Sequence[str]) -> None:
+    """Say that an agent is new beside others: a misspelt name makes one too."""
+    typer.echo(f"{agent_id} is a new agent; known before: {', '.join(others)}", err=True)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -15,10 +15,12 @@ from rlhf_pipeline.commands.common import (
     AsJson,
     Force,
     console,
+    need_name,
     need_new,
     need_outside,
     one_line,
     progress,
+    tell_new,
     workspace,
 )
 from rlhf_pipeline.errors import ConfigError
@@ -95,15 +97,9 @@ def ingest(
     from rlhf_pipeline.continuous import lacks_for_reward
     from rlhf_pipeline.feedback.ingest import ingest as take_in
     from rlhf_pipeline.feedback.renaming import Renaming
-    from rlhf_pipeline.feedback.rules import AGENT_ID
 
     renaming = Renaming(_pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"))
-    if not AGENT_ID.fullmatch(agent):  # else every row would be set aside for it
-        raise typer.BadParameter(
-            "needed 1 to 64 letters, digits, - and _, the first a letter or digit, found "
-            f"{ascii(agent)[:80]}",
-            param_hint="--agent",
-        )
+    need_name(agent)  # else every row would be set aside for it
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
@@ -127,8 +123,8 @@ def ingest(
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)
-    if is_new and summary.read:  # a misspelt name makes one too
-        typer.echo(f"{agent} is a new agent; known before: {', '.join(others)}", err=True)
+    if is_new and summary.read:
+        tell_new(agent, others)
     if summary.quarantined or summary.unreadable:
         raise typer.Exit(SOME_QUARANTINED)
 

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rlhf_pipeline.commands.common import Agent, console, need_file, workspace
+from rlhf_pipeline.commands.common import (
+    Agent,
+    console,
+    need_file,
+    need_name,
+    tell_new,
+    workspace,
+)
 
 
 def show(
@@ -78,18 +85,27 @@ def use(
     """Give one agent a recipe of its own: for its turns, its promotion and how it chats.
 
     It wins over --recipe and RLHF_RECIPE, which hold for the other agents. A file is read anew
-    whenever the agent is at work: it must stay where it is, and what is changed in it holds.
+    whenever the agent is at work: it must stay where it is, and what is changed in it holds. An
+    agent that nobody has named yet is made: its recipe may say how its first votes are read.
     """
     if none and name is not None:
         raise typer.BadParameter(f"needed a recipe or --none, found {name} and --none")
-    here = workspace()
-    here.need_agent(agent)
+    here = workspace(may_be_new=name is not None)
+    if name is None:
+        here.need_agent(agent)
     if none:
         here.store.set_agent(agent, recipe=None)
     elif name is not None:
+        need_name(agent)
         here.load(name)  # raises where it is none
         is_file = Path(name).suffix in (".yaml", ".yml")
-        here.store.set_agent(agent, recipe=str(Path(name).absolute()) if is_file else name)
+        recipe = str(Path(name).absolute()) if is_file else name
+        others = here.store.agents()
+        is_new = bool(others) and not here.knows(agent)
+        here.store.ensure_agent(agent, recipe=recipe)
+        here.store.set_agent(agent, recipe=recipe)
+        if is_new:
+            tell_new(agent, others)
     own = here.store.recipe_of(agent)
     if own is None:
         typer.echo(f"{agent} has no recipe of its own; {here.settings.recipe} holds for it")

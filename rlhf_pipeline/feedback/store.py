@@ -93,7 +93,11 @@ class FeedbackStore:
     # -- agents ---------------------------------------------------------------------------------
 
     def ensure_agent(self, agent_id: str, *, recipe: str | None = None) -> None:
-        """Make the agent known; one that is already known keeps its settings."""
+        """Make the agent known; one that is already known keeps its settings.
+
+        Raises ConfigError for a recipe whose path the column does not hold.
+        """
+        _need_path(recipe)
         with self.database.write() as connection:
             _make_known(connection, agent_id, now(), recipe)
 
@@ -123,15 +127,7 @@ class FeedbackStore:
         Raises FeedbackRefused for an agent nobody has named yet, ConfigError for a recipe whose
         path the column does not hold.
         """
-        if len(str(values.get("recipe") or "")) > db.RECIPE_CHARACTERS:
-            raise ConfigError(
-                f"needed a recipe's path of at most {db.RECIPE_CHARACTERS} characters, found "
-                f"{values['recipe']}; move it nearer to the root"
-            )
-        if db.storable(recipe := str(values.get("recipe") or "")) != recipe:
-            raise ConfigError(
-                f"needed a recipe's path in UTF-8, found {recipe!a}; rename the file or its folder"
-            )
+        _need_path(values.get("recipe"))
         with self.database.write() as connection:
             changed = connection.execute(
                 db.agents.update().where(db.agents.c.agent_id == agent_id).values(**values)
@@ -529,6 +525,19 @@ def body_sha256(event: Feedback) -> str:
             )
         )
     )
+
+
+def _need_path(recipe: object) -> None:
+    path = str(recipe or "")
+    if len(path) > db.RECIPE_CHARACTERS:
+        raise ConfigError(
+            f"needed a recipe's path of at most {db.RECIPE_CHARACTERS} characters, found "
+            f"{path}; move it nearer to the root"
+        )
+    if db.storable(path) != path:
+        raise ConfigError(
+            f"needed a recipe's path in UTF-8, found {path!a}; rename the file or its folder"
+        )
 
 
 def _make_known(
