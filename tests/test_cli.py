@@ -679,10 +679,8 @@ def test_an_agents_own_recipe_is_one_and_stays_where_it_is(
 
 
 def test_an_agent_may_have_its_recipe_before_its_first_votes(rlhf: Run, tmp_path: Path) -> None:
-    names = (
-        "feedback: {names: {columns: {prompt: Q, completion: A, value: V}, fixed: {kind: thumbs}}}"
-    )
-    recipe = str(write(tmp_path / "mine.yaml", names))
+    names = "{columns: {prompt: Q, completion: A, value: V}, fixed: {kind: thumbs}}"
+    recipe = str(write(tmp_path / "mine.yaml", f"feedback: {{names: {names}}}"))
     made = rlhf("config", "use", recipe, "--agent", "tea")
     assert (made.stdout, made.stderr) == (f"tea has a recipe of its own: {recipe}\n", "")
     votes = str(write(tmp_path / "votes.csv", "Q,A,V\nWhy?,Because.,up\n"))

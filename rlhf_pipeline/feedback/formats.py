@@ -32,7 +32,14 @@ from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from itertools import combinations
 from typing import Any
 
-from rlhf_pipeline.feedback.rules import LONGEST_RATER, Rule, check_text, refuse
+from rlhf_pipeline.feedback.rules import (
+    CHOICES,
+    LONGEST_RATER,
+    Rule,
+    check_text,
+    refuse,
+    refuse_word,
+)
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -90,6 +97,7 @@ WHO = (*SIGNED, "rater_id")
 PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
 JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
+NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_TURN = "\n\nAssistant:"
@@ -207,8 +215,13 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
         elif isinstance(value, bool):
             value = float(value)
         if isinstance(value, str):
-            refuse(Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value)
+            refuse_word(Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value, "up")
+    if kind is FeedbackKind.preference and isinstance(value, str) and value not in CHOICES:
+        refuse_word(Rule.value_out_of_range, f"a choice out of {', '.join(CHOICES)}", value, "left")
     if value is not None and VALUE_FIELD[kind] == "number":
+        if isinstance(value, str) and not NUMBER.fullmatch(value):
+            best = "5" if kind is FeedbackKind.rating else "1"
+            refuse_word(Rule.wrong_type, f"{kind} value as a number", value, best)
         return _number(value, f"{kind} value")
     if kind is FeedbackKind.criteria and isinstance(value, str):
         try:  # as our own data sets write it: names that differ fit no column type
@@ -470,7 +483,8 @@ def judgements(row: Row) -> Iterator[Feedback]:
     sides = [_needed_text(values, name) for name in ("completion_a", "completion_b")]
     level = _needed_text(values, "preference")
     if level not in LEVELS:
-        refuse(Rule.value_out_of_range, f"preference out of {', '.join(LEVELS)}", level)
+        needed = f"preference out of {', '.join(LEVELS)}"
+        refuse_word(Rule.value_out_of_range, needed, level, "a-is-better")
     choice, tags = LEVELS[level]
     rater = _rater(row)
     accepted = [_acceptable(values, f"completion_{side}_is_acceptable") for side in "ab"]
@@ -514,6 +528,8 @@ def quality(row: Row) -> Iterator[Feedback]:
         kind, number = FeedbackKind.score, _number(values["quality"], "quality")
     else:
         label = values.get("label")
+        if isinstance(label, str):
+            refuse_word(Rule.wrong_type, "label as true or false", label, "true")
         if not isinstance(label, bool):
             refuse(Rule.wrong_type, "quality from 0 to 1, or label as true or false", label)
         kind, number = FeedbackKind.thumbs, float(label)

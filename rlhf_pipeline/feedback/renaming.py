@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
-from rlhf_pipeline.feedback.formats import EVENT_FIELDS, WHO, Values
+from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, WHO, Values
 
 FIELDS = EVENT_FIELDS | {
     *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
@@ -23,7 +23,6 @@ FIELDS = EVENT_FIELDS | {
 """What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
 NAMING = (*WHO, "interaction_id", "other_interaction_id")
 """The fields that say whose a row is, and what it is about: what an erasure looks for."""
-NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 SAID = ("value", "label", "preference", "choice", "quality", "number")
 """The fields whose words may be told."""
 

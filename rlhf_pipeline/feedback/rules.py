@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from rlhf_pipeline.errors import FeedbackRefused
-from rlhf_pipeline.records import Feedback, FeedbackKind, Message
+from rlhf_pipeline.records import Choice, Feedback, FeedbackKind, Message
 
 LONGEST_PROMPT = 200_000  # characters, all messages together
 LONGEST_TEXT = 100_000  # characters of a completion or a correction
@@ -23,7 +24,11 @@ LONGEST_COMMENT = 10_000
 LONGEST_KEY = 200
 LONGEST_RATER = 512  # characters of a person's name, as the sender gives it; `user` in the chat too
 MOST_TAGS = 32
+LONGEST_WORD = 40  # of a vote that a message shows
 LONGEST_NAME = 64  # a tag, a criterion, a rater id, an agent id
+
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+MEND = "mend the row and send it again"
 
 AGENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Safe as a folder, a Dagster partition and a model's name."""
@@ -211,11 +216,9 @@ def _check_value(event: Feedback) -> None:
         case FeedbackKind.preference:
             if event.choice is None:
                 refuse(Rule.value_missing, "a preference's choice", None)
-            if event.choice not in ("left", "right", "tie", "both_bad"):
+            if event.choice not in CHOICES:
                 refuse(
-                    Rule.value_out_of_range,
-                    "a choice out of left, right, tie, both_bad",
-                    event.choice,
+                    Rule.value_out_of_range, f"a choice out of {', '.join(CHOICES)}", event.choice
                 )
             if event.other_interaction_id is None and event.other_completion is None:
                 refuse(Rule.value_missing, "a preference's other completion", None)
@@ -294,7 +297,23 @@ def check_text(name: str, text: object, limit: int) -> None:
             raise FeedbackRefused(Rule.bad_text, message) from error
 
 
-def refuse(rule: Rule, needed: str, found: object) -> NoReturn:
+def refuse(rule: Rule, needed: str, found: object, remedy: str = MEND) -> NoReturn:
     """Raise FeedbackRefused with a message that says what was needed, found, and what to do."""
     shown = "nothing" if found is None else ascii(found)[:80]  # ascii: the reason can be stored
-    raise FeedbackRefused(rule, f"needed {needed}, found {shown}; mend the row and send it again")
+    raise FeedbackRefused(rule, f"needed {needed}, found {shown}; {remedy}")
+
+
+def refuse_word(rule: Rule, needed: str, word: str, ours: str) -> NoReturn:
+    """Raise FeedbackRefused for a word that is no vote to us, but may be one to who wrote it.
+
+    The message shows the word itself where that prints, as it has to be told; `ours` is one of
+    those that it may mean.
+    """
+    prints = word.isprintable() and 0 < len(word) <= LONGEST_WORD
+    shown = repr(word) if prints else ascii(word)[:80]
+    told = shlex.quote(f"{word if prints else 'WORD'}={ours}")
+    raise FeedbackRefused(
+        rule,
+        f"needed {needed}, found {shown}; {MEND}, or say what the word means: "
+        f"rlhf ingest --means {told}",
+    )

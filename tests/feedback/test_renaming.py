@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,57 @@ def test_one_column_may_say_two_things(tmp_path: Path) -> None:
     for name in ("votes.csv", "votes.jsonl"):
         [event] = rows_of(tmp_path / name, renaming)
         assert (event.rater_id, event.topic) == (hash_rater("tea", "ann"), "ann")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "word", "remedy"),
+    [
+        ({"kind": "thumbs"}, "👍", "--means '👍=up'"),
+        ({"kind": "rating"}, "great", "--means great=5"),
+        ({"kind": "score"}, "it's ok", "--means 'it'\"'\"'s ok=1'"),
+        ({"kind": "thumbs"}, "\x1b[2J", "--means WORD=up"),
+        ({"kind": "thumbs"}, "x" * 41, "--means WORD=up"),
+        ({"kind": "preference", "other_completion": "No."}, "first", "--means first=left"),
+    ],
+)
+def test_who_has_another_word_for_a_vote_is_told_how_to_say_what_it_means(
+    tmp_path: Path, fixed: dict[str, str], word: str, remedy: str
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({"q": "Why?", "a": "So.", "v": word}))
+    columns = {"prompt": "q", "completion": "a", "value": "v"}
+    [aside] = rows_of(path, Renaming(columns, fixed))
+    assert aside.detail.endswith(f"or say what the word means: rlhf ingest {remedy}")
+    theirs, _, ours = shlex.split(remedy)[1].rpartition("=")
+    if theirs != "WORD":
+        assert f"found {theirs!r};" in aside.detail
+        [event] = rows_of(path, Renaming(columns, fixed, {theirs: ours}))
+        assert isinstance(event, Feedback)
+
+
+def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
+    row = {"kind": "rating", "prompt": "Why?", "completion": "So.", "value": "4"}
+    (tmp_path / "votes.jsonl").write_text(json.dumps(row))
+    [aside] = rows_of(tmp_path / "votes.jsonl", Renaming())
+    assert aside.detail.endswith("found '4'; mend the row and send it again")
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"completion": "So.", "label": "good"}, "good=true"),
+        ({"completion_a": "So.", "completion_b": "No.", "preference": "A"}, "A=a-is-better"),
+    ],
+)
+def test_words_of_other_formats_may_be_told_too(
+    tmp_path: Path, row: dict[str, str], remedy: str
+) -> None:
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({"prompt": "Why?", **row}))
+    [aside] = rows_of(path, Renaming())
+    assert aside.detail.endswith(f"rlhf ingest --means {remedy}")
+    theirs, _, ours = remedy.partition("=")
+    assert plain(rows_of(path, Renaming(words={theirs: ours})))
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
