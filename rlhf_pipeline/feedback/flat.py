@@ -9,6 +9,7 @@ a quoted cell at its line breaks.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
-from rlhf_pipeline.feedback.lines import DAMAGE, LONGEST_ROW, Position, unpacking
+from rlhf_pipeline.feedback.lines import DAMAGE, LONGEST_ROW, Position, pieces, unpacking
 from rlhf_pipeline.feedback.rules import Rule
 
 COLUMNS = (
@@ -36,7 +37,6 @@ FORMULA = r"[=+\-@＝＋－＠]"  # OWASP, CSV injection; the wide forms run too
 RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
 # After a separator, where a line is split at it: in many countries at ; and not at a comma.
 WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
-NOT_UTF8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of a byte that is not UTF-8
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -83,6 +83,20 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
     return text
 
 
+def _need_utf8(path: Path) -> None:
+    """Raise SourceError, with the line, where a file is not UTF-8; up to the damage if any."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    for piece in pieces(path):
+        try:
+            line += decoder.decode(piece).count("\n")
+        except UnicodeDecodeError as error:
+            line += error.object.count(b"\n", 0, error.start)
+            raise SourceError(
+                f"needed UTF-8, found the byte {error.object[error.start]:#x} in line {line} of "
+                f"{path.name}; save the table as UTF-8 (Excel: CSV UTF-8)"
+            ) from error
+
+
 _MARKED = r"\1'\2"
 
 
@@ -103,7 +117,10 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
     at whichever cut the first line into most: spreadsheets of many countries write the latter.
+    Raises SourceError for a table that is not UTF-8 throughout: of one in another encoding, rows
+    without an accent alone would go in.
     """
+    _need_utf8(path)
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
     with path.open("rb") as packed, _text(packed) as file:
@@ -220,12 +237,6 @@ def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[
 
 def _refusal(names: Sequence[str], cells: Sequence[str]) -> FeedbackRefused | None:
     """Return why the row cannot be told; None where every cell stands under its own name."""
-    if not_utf8 := next(filter(None, map(NOT_UTF8.search, (*names, *cells))), None):
-        byte = ord(not_utf8[0]) - 0xDC00
-        return FeedbackRefused(
-            Rule.not_utf8,
-            f"needed UTF-8, found the byte {byte:#x}; save the table as UTF-8 (Excel: CSV UTF-8)",
-        )
     named = [name for name in names if name]
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)

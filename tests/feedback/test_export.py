@@ -279,12 +279,6 @@ def test_a_table_of_pairs_from_a_spreadsheet_is_taken(store: FeedbackStore, tmp_
     assert (summary.stored, dict(summary.quarantined)) == (2, {"wrong_type": 1})
 
 
-def test_bytes_that_are_no_text_are_set_aside(store: FeedbackStore, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.csv"
-    path.write_bytes(b"prompt,chosen,rejected\r\nhi,caf\xe9,no\r\n")
-    assert dict(ingest(store, path, AGENT).quarantined) == {"not_utf8": 1}
-
-
 def test_a_data_set_that_is_no_parquet_is_named(store: FeedbackStore, tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     path.write_bytes(b"PAR1 and then nothing of the kind")
