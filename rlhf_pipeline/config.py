@@ -212,12 +212,17 @@ class FileNames(Section):
     words: dict[str, str] = Field(
         {}, description="Their word for a vote -> ours, as like: up, in such a file."
     )
+    zone: str | None = Field(
+        None,
+        description="Of moments without a zone, in any file: its IANA name, as Europe/Berlin. "
+        "Null: such rows are set aside.",
+    )
 
     def renaming(self) -> Renaming:
         """Return what ingestion, and an erasure, read files by."""
         from rlhf_pipeline.feedback.renaming import Renaming
 
-        return Renaming(self.columns, self.fixed, self.words, for_any_file=True)
+        return Renaming(self.columns, self.fixed, self.words, self.zone, for_any_file=True)
 
     @model_validator(mode="after")
     def _can_be_told(self) -> FileNames:

@@ -526,6 +526,24 @@ def test_who_sends_votes_that_nobody_signed_is_told_which_columns_were_left(
     assert "rater" not in rlhf("ingest", path, "--agent", "new", "--map", "rater=by").stdout
 
 
+def test_the_zone_of_dates_is_told_or_the_recipes(rlhf: Run, tmp_path: Path) -> None:
+    row = '{"kind": "thumbs", "value": "up", "prompt": "Why?", "completion": "So.", '
+    path = str(write(tmp_path / "votes.jsonl", row + '"occurred_at": "2026-05-01 14:00"}'))
+    told = rlhf("ingest", path, "--agent", "tea", code=3).stdout
+    assert "or say of which zone such moments are: rlhf ingest --zone Europe/Berlin" in told
+    assert "'Mars'" in rlhf("ingest", path, "--agent", "tea", "--zone", "Mars", code=1).stderr
+    recipe = str(write(tmp_path / "mine.yaml", "feedback: {names: {zone: Europe/Berlin}}"))
+    given = rlhf("ingest", path, "--agent", "coffee", "--recipe", recipe)
+    assert cells(given.stdout)["stored"] == "1"
+    given = rlhf("ingest", path, "--agent", "tea", "--recipe", recipe, "--zone", "America/Lima")
+    assert cells(given.stdout)["stored"] == "1"
+    for agent, hour in (("coffee", 12), ("tea", 19)):
+        shown = rlhf("feedback", "export", "-", "--agent", agent).stdout
+        assert json.loads(shown)["occurred_at"] == f"2026-05-01T{hour}:00:00+00:00"
+    bad = str(write(tmp_path / "bad.yaml", "feedback: {names: {zone: Mars}}"))
+    assert "found 'Mars'" in rlhf("config", "check", bad, code=1).stderr
+
+
 def test_who_asks_in_another_folder_is_told_which(
     rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -84,6 +85,14 @@ def ingest(
             help="What the file's word for a vote means, such as like=up; again for each.",
         ),
     ] = None,
+    zone: Annotated[
+        str | None,
+        typer.Option(
+            "--zone",
+            metavar="NAME",
+            help="Of moments without a zone, as dates in a table have none: Europe/Berlin.",
+        ),
+    ] = None,
 ) -> None:
     """Take in feedback from files, folders or hub data sets.
 
@@ -98,12 +107,16 @@ def ingest(
     from rlhf_pipeline.feedback.ingest import ingest as take_in
     from rlhf_pipeline.feedback.renaming import Renaming
 
-    renaming = Renaming(_pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"))
+    renaming = Renaming(
+        _pairs(columns, "--map"), _pairs(fixed, "--set"), _pairs(words, "--means"), zone
+    )
     need_name(agent)  # else every row would be set aside for it
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
-    renaming = renaming or here.settings_of(agent).feedback.names.renaming()
+    if not renaming:
+        own = here.settings_of(agent).feedback.names.renaming()
+        renaming = replace(own, zone=zone or own.zone)
     others = here.store.agents()
     is_new = bool(others) and not here.knows(agent)
     with _bytes_bar(paths) as report:

@@ -28,13 +28,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import MAXYEAR, MINYEAR, UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, date, datetime, time, tzinfo
 from itertools import combinations
 from typing import Any
 
 from rlhf_pipeline.feedback.rules import (
     CHOICES,
     LONGEST_RATER,
+    MEND,
     Rule,
     check_text,
     refuse,
@@ -111,6 +112,7 @@ class Row:
     agent_id: str
     origin: str
     source: Source  # whose judgement the file holds, where the row does not say
+    zone: tzinfo | None = None  # of a moment that has none
 
     @property
     def key(self) -> str:
@@ -164,7 +166,7 @@ def events(row: Row) -> Iterator[Feedback]:
     fields["rater_id"] = _rater(row)
     source = values.get("source")
     fields["source"] = row.source if source is None else source
-    fields["occurred_at"] = _moment(values)
+    fields["occurred_at"] = _moment(values, row.zone)
     fields["tags"] = _tags(values)
     key = _text(values, "idempotency_key")
     yield row.event(kind, **fields, **({} if key is None else {"idempotency_key": key}))
@@ -233,10 +235,12 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
     return value
 
 
-def _moment(values: Values) -> datetime | None:
+def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
     told = values.get("occurred_at")
     if isinstance(told, datetime):  # a data set's column may hold moments
         moment = told
+    elif isinstance(told, date):  # or days
+        moment = datetime.combine(told, time())
     elif (text := _text(values, "occurred_at")) is None:
         return None
     else:
@@ -244,8 +248,11 @@ def _moment(values: Values) -> datetime | None:
             moment = datetime.fromisoformat(text)
         except ValueError:
             refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
+    if moment.tzinfo is None and zone is None:
+        remedy = f"{MEND}, or say of which zone such moments are: rlhf ingest --zone Europe/Berlin"
+        refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told, remedy)
     if moment.tzinfo is None:
-        refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told)
+        moment = moment.replace(tzinfo=zone)
     if not MINYEAR < moment.year < MAXYEAR:  # in another zone it may be of no year that there is
         refuse(Rule.bad_time, f"a moment after the year {MINYEAR} and before {MAXYEAR}", told)
     return moment.astimezone(UTC)

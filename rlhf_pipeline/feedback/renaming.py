@@ -1,5 +1,7 @@
 """A file's own names for what our formats name otherwise: its columns, and its words for a vote.
 
+And which zone its moments are of, where they do not say.
+
 Rows come out as if the file had been written with our names, so whatever reads, refuses, keeps or
 erases rows knows no others. What is not renamed and no field of ours is left unread.
 """
@@ -11,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
@@ -31,12 +34,14 @@ SAID = ("value", "label", "preference", "choice", "quality", "number")
 class Renaming:
     """Our fields by a file's columns, or paths into its objects; and what is the same in all rows.
 
-    Raises SourceError for a field that no format has, or one that is named twice.
+    Raises SourceError for a field that no format has, or one that is named twice, and for a time
+    zone that there is not.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)  # our field -> column, or path a.b.0
     fixed: Mapping[str, str] = field(default_factory=dict)  # our field -> its value in every row
     words: Mapping[str, str] = field(default_factory=dict)  # a value of theirs -> ours
+    zone: str | None = None  # of moments that have none, by its IANA name: Europe/Berlin
     for_any_file: bool = False  # a file in which none of the columns is has our names
 
     def __post_init__(self) -> None:
@@ -50,6 +55,7 @@ class Renaming:
                 "needed each field from a column, or the same in every row, found "
                 f"{', '.join(both)} told as both"
             )
+        _ = self.tzinfo
 
     @cached_property
     def _first(self) -> dict[str, str]:
@@ -60,6 +66,19 @@ class Renaming:
     def _by_value(self) -> dict[str, str]:
         """Return the words by what they say: TRUE, True and true, or 1, 1.0 and 1,0, are one."""
         return {_value(word): ours for word, ours in list(self.words.items())[::-1]}
+
+    @cached_property
+    def tzinfo(self) -> ZoneInfo | None:
+        """Return the zone of moments that have none."""
+        if self.zone is None:
+            return None
+        try:
+            return ZoneInfo(self.zone)
+        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise SourceError(
+                "needed a time zone's IANA name, such as Europe/Berlin, found "
+                f"{ascii(self.zone)[:80]}; correct it (where no name is known, pip install tzdata)"
+            ) from error
 
     def __bool__(self) -> bool:
         return bool(self.columns or self.fixed or self.words)

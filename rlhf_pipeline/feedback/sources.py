@@ -10,6 +10,7 @@ import codecs
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from datetime import tzinfo
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def read(
             ready = [(line, raw, values)]
         for each in ready:
             position.line = each[0]
-            yield from _events(chosen, each, agent_id, origin, source)
+            yield from _events(chosen, each, agent_id, origin, source, renaming.tzinfo)
         position.line = line
     for each in trees.finish():
         position.line = each[0]
@@ -269,6 +270,7 @@ def _events(
     agent_id: str,
     origin: str,
     source: Source,
+    zone: tzinfo | None = None,
 ) -> Iterator[Feedback | QuarantinedRow]:
     line, raw, values = parsed
     if isinstance(values, FeedbackRefused):
@@ -276,7 +278,7 @@ def _events(
         return
     count = 0
     try:
-        for event in chosen.events(Row(values, agent_id, origin[-400:], source)):
+        for event in chosen.events(Row(values, agent_id, origin[-400:], source, zone)):
             count += 1
             try:
                 check_event(event)

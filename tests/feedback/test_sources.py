@@ -11,11 +11,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback import lines, sources
 from rlhf_pipeline.feedback.formats import FORMATS, Row, to_row
 from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
+from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.records import (
@@ -132,6 +135,57 @@ def test_a_data_set_of_pandas_is_read(tmp_path: Path) -> None:
     frame.to_parquet(path)
     assert rules_of(read_all(path)[1]) == [(1, "bad_time"), (2, "bad_time")]
     assert rules_of(read_all(write_lines(tmp_path / "f.jsonl", [{**THUMBS, "rater": 2e16}]))[1])
+
+
+BERLIN = Renaming(zone="Europe/Berlin")
+
+
+def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> None:
+    told = ("2026-05-01 14:00", "2026-01-01", "2026-05-01T12:00:00Z", "2026-05-01T12:00:00-04:00")
+    rows = [{**THUMBS, "completion": when, "occurred_at": when} for when in (*told, "1.5.2026")]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows), renaming=BERLIN)
+    assert [event.occurred_at for event in events] == [
+        datetime(2026, 5, 1, 12, tzinfo=UTC),  # in summer two hours before Greenwich
+        datetime(2025, 12, 31, 23, tzinfo=UTC),
+        datetime(2026, 5, 1, 12, tzinfo=UTC),  # what has one keeps it
+        datetime(2026, 5, 1, 16, tzinfo=UTC),
+    ]
+    assert rules_of(aside) == [(5, "bad_time")]
+    _, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert rules_of(aside) == [(1, "bad_time"), (2, "bad_time"), (5, "bad_time")]
+    assert aside[0].detail.endswith("rlhf ingest --zone Europe/Berlin")
+
+
+@pytest.mark.parametrize("suffix", ["xlsx", "parquet"])
+def test_dates_in_the_cells_of_a_table_are_of_the_zone_that_is_told(
+    tmp_path: Path, suffix: str
+) -> None:
+    moment, day = datetime(2026, 5, 1, 14), date(2026, 5, 1)  # noqa: DTZ001 - as a cell has it
+    events = []
+    for cell in (moment, day):
+        row = {**THUMBS, "occurred_at": cell}
+        path = tmp_path / f"votes.{suffix}"
+        if suffix == "xlsx":
+            import openpyxl
+
+            book = openpyxl.Workbook()
+            book.active.append(list(row))
+            book.active.append(list(row.values()))
+            book.save(path)
+        else:
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        events += read_all(path, renaming=BERLIN)[0]
+        assert rules_of(read_all(path)[1]) == [(2 if suffix == "xlsx" else 1, "bad_time")]
+    assert [event.occurred_at for event in events] == [
+        datetime(2026, 5, 1, 12, tzinfo=UTC),
+        datetime(2026, 4, 30, 22, tzinfo=UTC),
+    ]
+
+
+@pytest.mark.parametrize("name", ["Europe/Berlinn", "", "Europe", "../etc/passwd", "+02:00"])
+def test_a_zone_that_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(SourceError, match="IANA name, such as Europe/Berlin, found"):
+        Renaming(zone=name)
 
 
 def test_a_row_without_a_key_gets_one_from_what_it_says(tmp_path: Path) -> None:
