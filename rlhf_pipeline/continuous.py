@@ -145,13 +145,15 @@ def due(
 
 
 def lacks_for_reward(
-    store: FeedbackStore, agent_id: str, votes: Mapping[str, int], reward: RewardSettings
+    store: FeedbackStore, agent_id: str, votes: Mapping[str, int], settings: Settings
 ) -> str | None:
     """Return what an agent's votes, counted by kind, lack for a reward to be learnt, or None."""
+    reward = settings.reward
     if reward.given is not None:
         return None
     voters = store.votes_by_voter(agent_id, list(reward.kinds), most=FEW_VOTERS)
-    return reward_lacks(votes, store.sides(agent_id), reward, voters)
+    held_out = settings.feedback.evaluation_share
+    return reward_lacks(votes, store.sides(agent_id), reward, voters, held_out=held_out)
 
 
 def reward_lacks(
@@ -159,18 +161,25 @@ def reward_lacks(
     sides: Mapping[str, tuple[int, int]],
     reward: RewardSettings,
     voters: Mapping[str, int] | None = None,
+    *,
+    held_out: float = 0.0,
 ) -> str | None:
-    """Return what is too little for a reward to be learnt.
+    """Return what is too little for a reward to be learnt, or probably is.
 
     None where there may be enough. `votes` are effective votes by kind, `sides` how many of them
     are for and against, where that is known, and `voters` who gave how many of those that teach:
-    None where many did, who fall to the models as these need them.
+    None where many did, who fall to the models as these need them. `held_out` is the part of the
+    conversations that is kept for judging; whose votes go with it nobody knows before they are read.
     """
     if reward.given is not None:
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
-        return _judge_lacks(votes, sides, reward.kinds) or _model_lacks(voters or {}, reward)
+        return (
+            _judge_lacks(votes, sides, reward.kinds)
+            or _model_lacks(voters or {}, reward, held_out)
+            or _probably_lacks("", taught, least, held_out)
+        )
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
@@ -180,10 +189,22 @@ def reward_lacks(
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
 
 
-def _model_lacks(voters: Mapping[str, int], reward: RewardSettings) -> str | None:
+def _probably_lacks(whose: str, votes: int, least: int, held_out: float) -> str | None:
+    """Return that of so many votes too few are likely to teach, or None."""
+    left = votes * (1 - held_out)
+    if left >= least:
+        return None
+    return (
+        f"probably too few votes{whose}: of {votes:,} some {int(left):,} are to learn from, of at "
+        f"least {least}, as {held_out:.0%} of the conversations are kept for judging "
+        "(feedback.evaluation_share); collect some more"
+    )
+
+
+def _model_lacks(voters: Mapping[str, int], reward: RewardSettings, held_out: float) -> str | None:
     """Return which reward model too few votes fall to, where it is known whose they are, or None.
 
-    They are no more than that: of what a voter gave some is kept for judging.
+    Of what a voter gave some is kept for judging.
     """
     if not voters:
         return None
@@ -193,7 +214,8 @@ def _model_lacks(voters: Mapping[str, int], reward: RewardSettings) -> str | Non
         taught[job_of(voter, shares)] += count
     job = min(JOBS, key=lambda one: taught[one])
     if taught[job] >= reward.min_pairs:
-        return None
+        whose = f" for the {job} reward model"
+        return _probably_lacks(whose, taught[job], reward.min_pairs, held_out)
     who = "one rater" if len(voters) == 1 else f"{len(voters):,} raters"
     return (
         f"{taught[job]:,} votes for the {job} reward model to learn from of at least "

@@ -805,11 +805,16 @@ def reward_splits(
         missing = settings.reward.min_pairs - found
         if missing > 0:
             heard = [v for some in JOBS for v in voters_of(train[some], others[some], kinds)]
-            more = round(missing / settings.reward.shares.by_job()[job])
+            judging = [pair for pair in pairs if pair.split == "evaluation"]
+            asked = [example for example in examples if example.split == "evaluation"]
+            held_out = len(voters_of(judging, asked, kinds))
+            left = 1 - settings.feedback.evaluation_share or 1.0  # of 1 none teach, whatever comes
+            more = round(missing / (settings.reward.shares.by_job()[job] * left))
             raise NotEnoughData(
                 f"the {job} reward model needs {settings.reward.min_pairs} {what}, found "
                 f"{found} of {len(heard)}, which {len(set(heard))} raters gave, no rater teaching "
-                f"two models; collect about {more} more of "
+                f"two models, while {held_out} more are held out for judging "
+                f"(feedback.evaluation_share); collect about {more} more of "
                 f"several raters, or lower reward.min_pairs{_unread(examples, settings)}"
             )
     return train, test

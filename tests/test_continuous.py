@@ -483,5 +483,18 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     assert told.startswith("9 votes for the stopping reward model to learn from of at least 10: 3")
     assert reward_lacks(votes, {}, pairs, {**few, by_job["stopping"]: 10}) is None
     assert reward_lacks(votes, {}, pairs, None) is None
+    # Held-out conversations teach nothing: of 10 votes 8 or 9 are left, if nobody knows whose.
+    some = {**few, by_job["stopping"]: 10}
+    told = reward_lacks(votes, {}, pairs, some, held_out=0.15)
+    assert told is not None
+    assert told.startswith(
+        "probably too few votes for the stopping reward model: of 10 some 8 are to learn from, of "
+        "at least 10, as 15% of the conversations are kept for judging"
+    )
+    assert reward_lacks(votes, {}, pairs, {**few, by_job["stopping"]: 12}, held_out=0.15) is None
+    told = reward_lacks({"preference": 35}, {}, pairs, None, held_out=0.15)
+    assert told is not None
+    assert told.startswith("probably too few votes: of 35 some 29 are to learn from, of at least")
+    assert reward_lacks({"preference": 36}, {}, pairs, None, held_out=0.15) is None
     assert none == "0 votes to learn from (preference, correction) of at least 30"
     assert reward_lacks({}, {}, RewardSettings(given="/models/rewards")) is None

@@ -90,7 +90,7 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     votes, lacks = here.store.counts(agent_id), None
     try:
         settings = here.settings_of(agent_id)
-        lacks = lacks_for_reward(here.store, agent_id, votes, settings.reward)
+        lacks = lacks_for_reward(here.store, agent_id, votes, settings)
         automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
     except ConfigError as error:  # the other agents are shown all the same
         next_turn = f"none until its recipe loads: {error}"

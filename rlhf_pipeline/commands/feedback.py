@@ -131,8 +131,8 @@ def ingest(
             on_progress=report,
         )
     try:
-        reward = here.settings_of(agent).reward
-        lacks = lacks_for_reward(here.store, agent, here.store.counts(agent), reward)
+        settings = here.settings_of(agent)
+        lacks = lacks_for_reward(here.store, agent, here.store.counts(agent), settings)
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)

@@ -185,6 +185,18 @@ def test_no_voter_teaches_two_reward_models_and_none_is_lost() -> None:
     assert sum(map(len, train.values())) + len(test) == len(pairs)
 
 
+def test_who_has_too_few_pairs_is_told_how_many_are_held_out() -> None:
+    rows = (
+        row(n, "preference", voter=f"voter {n}", other_completion="B", choice="left")
+        for n in range(40)
+    )
+    pairs = made(*rows).preference_pairs
+    pairs = tuple(replace(p, split="evaluation" if n < 7 else "train") for n, p in enumerate(pairs))
+    settings = Settings.model_validate({"recipe": "a test", "reward": {"min_pairs": 50}})
+    with pytest.raises(NotEnoughData, match=r"of 33, .* while 7 more are held out for judging"):
+        reward_splits(pairs, settings)
+
+
 def test_where_every_kind_is_learnt_from_each_counts_and_bad_pairs_stay() -> None:
     rows = (
         *(row(n, "thumbs", voter=f"voter {n}", number=1.0) for n in range(90)),
