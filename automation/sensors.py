@@ -43,7 +43,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
 from rlhf_pipeline.feedback.claims import NO_TRAINING
-from rlhf_pipeline.feedback.sources import LINES, SUFFIXES
+from rlhf_pipeline.feedback.sources import LINES, why_left
 from rlhf_pipeline.overview import Overview, overview
 from rlhf_pipeline.records import now
 
@@ -135,12 +135,8 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
             if path.name.startswith("."):
                 continue  # what a program is copying here, or a system leaves in every folder
             if not path.name.lower().endswith(LINES):
-                if path.name.lower().endswith(SUFFIXES):
-                    reasons.append(f"{path.name} is not called .jsonl; `rlhf ingest` takes it in")
-                elif ".json" in path.name.lower():
-                    reasons.append(
-                        f"{path.name} does not end in .jsonl; rename it when it is whole"
-                    )
+                if left := why_left(path):
+                    reasons.append(left)
                 continue
             try:
                 stat, problem = path.stat(), unfit_to_take(path)

@@ -169,7 +169,7 @@ def reward_lacks(
     None where there may be enough. `votes` are effective votes by kind, `sides` how many of them
     are for and against, where that is known, and `voters` who gave how many of those that teach:
     None where many did, who fall to the models as these need them. `held_out` is the part of the
-    conversations that is kept for judging; whose votes go with it nobody knows before they are read.
+    conversations kept for judging; whose votes those are nobody knows before they are read.
     """
     if reward.given is not None:
         return None

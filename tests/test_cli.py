@@ -648,6 +648,25 @@ def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> No
         assert "found 'tee'; known: tea" in rlhf(*words, "--agent", "tee", code=1).stderr
 
 
+def test_files_that_nothing_takes_out_of_an_inbox_are_told(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    inbox = tmp_path / "state" / "inbox" / "tea"
+    for name in ("votes.jsonl", "half.part", ".hidden.csv", "done/old.csv"):
+        write(inbox / name, THUMBS)
+    assert "inbox" not in cells(rlhf("status").stdout)
+    write(inbox / "survey.csv", "prompt,chosen\n")
+    write(inbox / "b.jsonl.tmp", THUMBS)
+    assert cells(rlhf("status").stdout)["inbox"] == (
+        "b.jsonl.tmp does not end in .jsonl; rename it when it is whole; survey.csv is not called "
+        ".jsonl; `rlhf ingest` takes it in, then move it away"
+    )
+    (values,) = json.loads(rlhf("status", "--json").stdout)
+    assert len(values["inbox"]) == 2
+    for n in range(9):
+        write(inbox / f"z{n}.xlsx", "")
+    assert "; and 6 more" in " ".join(rlhf("status").stdout.split())
+
+
 def test_who_promotes_is_chosen_per_agent(rlhf: Run, tmp_path: Path) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
     assert cells(rlhf("status").stdout)["promotion"] == "automatic"  # as the recipe tiny says

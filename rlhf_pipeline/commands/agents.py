@@ -12,8 +12,11 @@ from rlhf_pipeline.commands.common import (
     AsJson,
     Workspace,
     console,
+    inert,
     workspace,
 )
+
+MOST_LEFT = 5  # files in an inbox that a terminal shows
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -106,12 +109,22 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         "votes": votes,
         "reward_lacks": lacks,
         "quarantine": here.store.quarantined(agent_id),
+        "inbox": _left_in_inbox(here, agent_id),
         "champion": None if standing.champion is None else standing.champion.version,
         "challenger": None if standing.challenger is None else standing.challenger.version,
         "last_promotion": _promotion(standing.history[-1]) if standing.history else None,
         "last_turn": _turn(turns[-1]) if turns else None,
         "next_turn": next_turn,
     }
+
+
+def _left_in_inbox(here: Workspace, agent_id: str) -> list[str]:
+    """Return why files in the inbox are not taken in by themselves, and what to do about each."""
+    from rlhf_pipeline.feedback.sources import why_left
+
+    inbox = here.settings.inbox_folder(agent_id)
+    left = [why_left(path) for path in sorted(inbox.glob("*")) if path.is_file()]
+    return [why for why in left if why is not None]
 
 
 def _next_turn(here: Workspace, agent_id: str, settings: Settings) -> str:
@@ -146,6 +159,7 @@ def _print_status(values: dict[str, Any]) -> None:
         "votes": _counts(values["votes"]),
         **({"reward": values["reward_lacks"]} if values["reward_lacks"] else {}),
         "quarantine": _counts(values["quarantine"]),
+        **({"inbox": _shortly(values["inbox"])} if values["inbox"] else {}),
         "champion": "none yet"
         if champion is None
         else f"version {champion}; {values['last_promotion']}",
@@ -163,6 +177,11 @@ def _print_status(values: dict[str, Any]) -> None:
     for name, text in rows.items():
         table.add_row(name, escape(text))
     console().print(table)
+
+
+def _shortly(left: list[str]) -> str:
+    more = f"; and {len(left) - MOST_LEFT} more" if len(left) > MOST_LEFT else ""
+    return inert("; ".join(left[:MOST_LEFT])) + more
 
 
 def _counts(counts: dict[str, int]) -> str:

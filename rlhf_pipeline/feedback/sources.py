@@ -113,6 +113,18 @@ def files_in(folder: Path) -> list[Path]:
     )
 
 
+def why_left(path: Path) -> str | None:
+    """Return why a file in an inbox is not taken in by itself; None where it is, or is no rows."""
+    name = path.name.lower()
+    if name.startswith(".") or name.endswith(LINES):
+        return None
+    if name.endswith(SUFFIXES):
+        return f"{path.name} is not called .jsonl; `rlhf ingest` takes it in, then move it away"
+    if ".json" in name:
+        return f"{path.name} does not end in .jsonl; rename it when it is whole"
+    return None
+
+
 _Parsed = tuple[int, str, "Values | FeedbackRefused"]
 
 
