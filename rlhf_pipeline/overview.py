@@ -45,7 +45,7 @@ HUNDREDTH = 100  # people from whom on a hundredth of them is somebody
 class Votes:
     """The newest votes: how many of each kind came on each day, and from whom."""
 
-    counted: int
+    counted: int  # as they came: also those that a later one of the same person replaced
     days: Sequence[date]
     by_kind: Mapping[str, Sequence[int]]  # one number a day
     voters: int  # people who signed; a model's or a program's votes are nobody's

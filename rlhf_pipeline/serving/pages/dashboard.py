@@ -115,7 +115,7 @@ def render(
         _told(alerts),
         _facts(o, waiting),
         f"<h2>Feedback, last {DAYS} days</h2>",
-        picture(votes_figure(o), "votes a day, by kind") if o.votes.by_kind else "<p>None.</p>",
+        picture(votes_figure(o), "votes received, by day") if o.votes.by_kind else "<p>None.</p>",
         "<h2>Raters of the newest snapshot</h2>",
         _raters(o.support),
         "<h2>Versions</h2>",
@@ -184,7 +184,7 @@ def votes_figure(o: Overview) -> Figure:
     axes.xaxis.set_major_locator(places)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(places))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(ylabel="votes")
+    axes.set(ylabel="votes received")
     axes.legend(fontsize="small", ncols=4, loc="upper left")
     axes.set_ylim(0, max(1, *below) * 1.35)
     return figure
@@ -269,7 +269,7 @@ def _summary(o: Overview) -> str:
 def _facts(o: Overview, waiting: int) -> str:
     votes = o.votes
     facts = [
-        (f"{votes.counted:,}", "newest votes counted"),
+        (f"{votes.counted:,}", "newest votes received, replaced ones too"),
         (when(votes.newest_at) if votes.newest_at else "–", "last vote, UTC"),
         (f"{votes.voters:,}", "people among them"),
         (str(waiting), "requests waiting, here"),

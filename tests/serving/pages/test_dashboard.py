@@ -399,6 +399,7 @@ def test_with_few_or_many_people_only_what_is_so_is_said() -> None:
         return _facts(cast("Any", SimpleNamespace(votes=votes, waits=Waits(answers, 1, 2))), 0)
 
     few, many = told(2, 3), told(100, 1_000)
+    assert "<b>2</b>newest votes received, replaced ones too<" in few  # `rlhf status` counts others
     assert "<b>50%</b>by the busiest of 2<" in few
     assert "median / slowest of 3<" in few
     assert "<b>50%</b>by the busiest 1 %<" in many
