@@ -101,7 +101,7 @@ def _items(
     claims = ClaimBook(ledger.database)
     standing = standing_of(ledger, claims, agent_id, ours=None)
     used = {
-        version.fingerprint: f"version {version.version} is {standing.in_use[version.version]}"
+        version.fingerprint: f"version {version.version} {standing.in_use[version.version]}"
         for version in standing.versions
         if version.fingerprint and version.version in standing.in_use
     }

@@ -201,7 +201,7 @@ class AgentStanding:
     """What the ledger, the claims and the experiments say of an agent."""
 
     versions: tuple[ModelVersion, ...]
-    in_use: dict[int, str]  # version -> as what
+    in_use: dict[int, str]  # version -> what it is
     history: tuple[Claim, ...]
     last_done: str | None  # the mark of the last turn with a verdict
     trained_by: str | None  # the run that holds the agent now
@@ -226,14 +226,16 @@ def standing_of(
     running = ExperimentBook(ledger.database).running(agent_id)
     in_use: dict[int, str] = {}
     if versions:
-        in_use[versions[-1].version] = "the newest version"
+        in_use[versions[-1].version] = "is the newest version"
     if standing.challenger is not None:
-        in_use[standing.challenger.version] = "the challenger"
+        in_use[standing.challenger.version] = "is the challenger"
     for entry in standing.history:  # whoever was champion may be rolled back to
-        in_use[entry.version] = "a champion"
+        in_use[entry.version] = "was champion"
+    if standing.champion is not None:
+        in_use[standing.champion.version] = "is the champion"
     if running is not None:
         for version in (running.champion, running.challenger):
-            in_use[version] = "in a running experiment"
+            in_use[version] = "is in a running experiment"
     stranger = held is not None and held.token != ours
     return AgentStanding(
         versions=tuple(versions),
@@ -284,7 +286,7 @@ def _rewards(agent_id: str, turns: Sequence[_Turn], standing: AgentStanding) -> 
         if not made or not weights:
             continue
         used = [
-            f"version {v.version} is {standing.in_use[v.version]}"
+            f"version {v.version} {standing.in_use[v.version]}"
             for v in made
             if v.version in standing.in_use
         ]

@@ -313,11 +313,14 @@ def test_what_is_old_and_nothing_points_at_goes(state: State) -> None:
         .exists()
     )
     why = {(item.kind, item.name): item.stays for item in told}
-    assert why["rewards", mark["won"]] == "version 1 is a champion"
+    assert why["rewards", mark["won"]] == "version 1 is the champion"
     assert why["rewards", mark["newest"]] == "version 3 is the newest version"
     assert why["turns", young] == "younger than 10 days"
     assert why["turns", failed] is None
     assert old.prune(agent, dry_run=True) == [item for item in told if item.stays is not None]
+    state.ledger.rollback(agent, actor="ann", reason="worse")
+    why = {(item.kind, item.name): item.stays for item in old.prune(agent, dry_run=True)}
+    assert why["rewards", mark["won"]] == "version 1 was champion"
 
 
 def test_the_newest_stay_however_old(state: State) -> None:

@@ -150,7 +150,7 @@ def test_what_is_old_goes_and_nothing_that_anything_leans_on(world: World) -> No
         counted_no_more: None,
         newest: "has the newest of thing",
         held: "its turn's claim is held",
-        champion: "version 0 is a champion",
+        champion: "version 0 is the champion",
         resumed: "a run that is under way goes on from it",
         **dict.fromkeys(
             (counted, cancelled), "ended before it claimed its turn, and none began since"
