@@ -642,7 +642,8 @@ def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> No
     told = rlhf("pause", "--agent", "tea", "--reason", "moving house").stdout
     assert told == "tea is paused: moving house\n"
     assert cells(rlhf("status").stdout)["next turn"] == "paused: moving house"
-    rlhf("resume", "--agent", "tea")
+    assert rlhf("resume", "--agent", "tea").stdout == "tea goes on\n"
+    assert rlhf("resume", "--agent", "tea").stdout == "tea was not paused\n"
     assert cells(rlhf("status").stdout)["next turn"] == "1 new votes of the 100 needed"
     for words in (["pause"], ["resume"], ["automatic", "on"]):
         assert "found 'tee'; known: tea" in rlhf(*words, "--agent", "tee", code=1).stderr

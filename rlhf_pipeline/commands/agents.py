@@ -64,8 +64,10 @@ def resume(agent: Agent) -> None:
     """Let the turns of a paused agent start by themselves again."""
     here = workspace()
     here.need_agent(agent)
+    row = here.store.agent(agent)
     here.store.set_agent(agent, paused_reason=None)
-    typer.echo(f"{agent} is not paused")
+    was_paused = row is not None and row.paused_reason is not None
+    typer.echo(f"{agent} goes on" if was_paused else f"{agent} was not paused")
 
 
 def automatic(
