@@ -35,8 +35,11 @@ def told(place: str = "") -> str:
         inner = node.get("properties", {})
         if name not in inner or ".".join(names[: depth + 1]) in LEFT_OUT:
             near = nearest_settings(place)
-            hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
-            raise ConfigError(f"needed a setting, found no {place!r}{hint}")
+            hint = f"the nearest right one is {' or '.join(map(repr, near))}"
+            if not near:
+                every = [each for each in schema["properties"] if each not in LEFT_OUT]
+                hint = f"there are {', '.join(every)}, and more below these"
+            raise ConfigError(f"needed a setting, found no {place!r}; {hint}")
         usual = usual.get(name) if isinstance(usual, Mapping) else inner[name].get("default")
         node = _resolved(inner[name], schema)
     lines = _around(names, node, usual, schema) if names else _below(node, None, schema, "", "")

@@ -71,6 +71,7 @@ def test_what_may_stand_where_nothing_does_is_told() -> None:
         ("rewards", "'reward'"),
         ("ppo.temperature", "'policy.temperature'"),
         ("reward.heads.more", "'reward.heads'"),
+        ("nosuch", "there are .*reward, .*, and more below these"),
     ],
 )
 def test_what_is_no_setting_is_refused_with_the_nearest(place: str, near: str) -> None:
