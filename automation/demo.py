@@ -30,6 +30,7 @@ from automation.jobs import bootstrap, retrain
 from automation.launch import run_job
 from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline import stages
+from rlhf_pipeline.commands.common import console as made_console
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import datasets
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="also write the table as JSON")
     arguments = parser.parse_args()
     be_quiet()
-    console = Console()
+    console = made_console()
     pipeline = Pipeline()
     watch = Watch()
     try:

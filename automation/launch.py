@@ -19,6 +19,7 @@ from automation.bars import Bars, be_quiet, looking
 from automation.dead import end_dead_turns
 from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
+from rlhf_pipeline.commands.common import console as made_console
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also from feedback trained on before")
     arguments = parser.parse_args()
     be_quiet()
-    console, pipeline = Console(), Pipeline()
+    console, pipeline = made_console(), Pipeline()
     try:
         state = pipeline.settings().state_dir
         processes.prepare_home(state)

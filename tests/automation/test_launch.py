@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from automation import launch, processes
+from automation.bars import Bars
 from automation.jobs import bootstrap
 from resources.pipeline import Pipeline
 from rlhf_pipeline.config import load_settings
@@ -124,6 +125,30 @@ def test_ctrl_c_before_the_run_has_begun_is_a_word(
     monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea"])
     with pytest.raises(SystemExit, match="interrupted"):
         launch.main()
+
+
+def test_what_goes_to_a_file_has_every_stages_time_and_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A column that finds no room is a column of three dots."""
+
+    def trained(pipeline: Pipeline, agent_id: str, bars: Bars, **_: Any) -> None:
+        for stage in ("ppo", "evaluation"):
+            numbers = {"score_mean": 0.5, "kl_mean": 0.125, "loss": 0.25, "entropy": 1.25}
+            bars.show(stage, {"update": 1, "of": 40, **numbers})
+
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea"])
+    monkeypatch.setattr(launch, "be_quiet", lambda: None)
+    monkeypatch.setattr(processes, "prepare_home", lambda state: state)
+    monkeypatch.setattr(launch, "run_job", trained)
+    Pipeline().store.ensure_agent("tea")
+    launch.main()
+    told = capsys.readouterr().out
+    assert told.count("0:00:00 score_mean 0.5, kl_mean 0.125, loss 0.25, entropy 1.25") == 2
+    assert "…" not in told
+    Pipeline().database.close()
 
 
 def test_a_verdict_is_told_with_where_its_reasons_are(
