@@ -569,6 +569,19 @@ def test_an_agent_beside_others_is_told_to_be_new(rlhf: Run, tmp_path: Path) -> 
         assert rlhf("ingest", path, "--agent", agent).stderr == ""
 
 
+@pytest.mark.parametrize("name", ["suport.jsonl", "suport.csv", "suport"])
+def test_votes_sent_under_a_misspelt_name_are_taken_in_under_the_right_one(
+    rlhf: Run, tmp_path: Path, name: str
+) -> None:
+    path = str(write(tmp_path / "votes.jsonl", THUMBS))
+    rlhf("ingest", path, "--agent", "suport")
+    out = str(tmp_path / name)
+    rlhf("feedback", "export", out, "--agent", "suport")
+    assert "other_agent" in rlhf("ingest", out, "--agent", "support", code=3).stdout
+    told = rlhf("ingest", out, "--agent", "support", "--set", "agent_id=support").stdout
+    assert (cells(told)["stored"], cells(told)["quarantined"]) == ("1", "0")
+
+
 def test_votes_of_an_agent_that_cannot_be_are_not_read(rlhf: Run, tmp_path: Path) -> None:
     path = str(write(tmp_path / "votes.jsonl", THUMBS))
     told = rlhf("ingest", path, "--agent", "my agent", code=2).stderr
