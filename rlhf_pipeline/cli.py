@@ -43,7 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 feedback_out = typer.Typer(
-    no_args_is_help=True, help="Take feedback out of the store, and see what was set aside."
+    no_args_is_help=True,
+    help="Copy feedback out of the store, take a file's back, see what was set aside.",
 )
 access = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 people = typer.Typer(no_args_is_help=True, help="What is held about one person, shown or erased.")
@@ -110,6 +111,7 @@ for function, example in RATER_COMMANDS:
     people.command(cls=Command, epilog=f"Example: {example}")(function)
 FEEDBACK_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (feedback.export, "rlhf feedback export votes.jsonl --agent demo"),
+    (feedback.withdraw, "rlhf feedback withdraw --agent demo --file votes.jsonl"),
     (feedback.quarantine, "rlhf feedback quarantine --agent demo --rule value_out_of_range"),
 )
 for function, example in FEEDBACK_COMMANDS:

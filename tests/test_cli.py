@@ -1238,6 +1238,29 @@ def test_a_files_own_names_are_told_once_in_the_recipe(tmp_path: Path) -> None:
     assert "needed 'Question' among the columns" in " ".join(other.output.split())
 
 
+def test_a_file_that_was_read_by_wrong_names_is_taken_back(rlhf: Run, tmp_path: Path) -> None:
+    row = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "who": "ann"}
+    rows = "\n".join(json.dumps({**row, "prompt": f"Why {n}?"}) for n in range(3))
+    pairs = str(write(tmp_path / "pairs.jsonl", rows))
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    rlhf("ingest", pairs, "--agent", "tea")
+    back = ("feedback", "withdraw", "--agent", "tea", "--file")
+    told = " ".join(rlhf(*back, "pears.jsonl", code=1).stderr.split())
+    assert "found 'pears.jsonl'; they came from pairs.jsonl (3), votes.jsonl (1)" in told
+    rlhf(*back, "pairs.jsonl", typed="n\n", code=1)
+    assert cells(rlhf("status").stdout)["votes"].startswith("4")
+    assert rlhf(*back, "pairs.jsonl", "--yes").stdout == "votes of agent tea taken back: 3\n"
+    assert cells(rlhf("status").stdout)["votes"].startswith("1")
+    rlhf("ingest", pairs, "--agent", "tea")  # as it was read before
+    assert cells(rlhf("status").stdout)["votes"].startswith("1")
+    rlhf("ingest", pairs, "--agent", "tea", "--map", "rater=who")
+    assert cells(rlhf("status").stdout)["votes"].startswith("4")
+    out = tmp_path / "out.jsonl"
+    rlhf("feedback", "export", str(out), "--agent", "tea")
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(row["kind"] for row in found) == ["preference"] * 3 + ["thumbs"]
+
+
 # -- a person's data ----------------------------------------------------------------------------
 
 

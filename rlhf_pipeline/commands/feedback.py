@@ -1,4 +1,4 @@
-"""`rlhf ingest · feedback export · feedback quarantine`: feedback from files, out, set aside."""
+"""`rlhf ingest · feedback export, withdraw, quarantine`: votes from files, out, back, set aside."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlhf_pipeline.commands.common import (
     AsJson,
     Force,
     console,
+    inert,
     need_name,
     need_new,
     need_outside,
@@ -218,8 +219,8 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
         typer.echo(
             f"{summary.unsigned:,} of {summary.read:,} rows name no rater: each counts as another "
             f"person; not read were the columns {', '.join(shown)}{more}. If one of them says who "
-            "voted, tell it with --map rater=COLUMN, and a new --agent: beside these rows the same "
-            "ones signed would count again"
+            "voted, take these back (`rlhf feedback withdraw`), and the file in again with --map "
+            "rater=COLUMN"
         )
     if summary.read and lacks is not None:
         typer.echo(f"no reward yet: {lacks}")
@@ -278,6 +279,33 @@ def export(
         here.database, agent, out, what=what, history=history, by_interaction=by_interaction
     )
     typer.echo(f"{rows:,} {what} of agent {agent} in {out}", err=out == STDOUT)
+
+
+def withdraw(
+    agent: Agent,
+    file: Annotated[str, typer.Option("--file", help="The file's name, without its folder.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Take back the votes that came with a file, as where its columns were read by wrong names.
+
+    They count for nothing from now on; models that learnt from them stay as they are, and an export
+    with --history still has them. Ingest the file again as it should have been read: rows that are
+    read as they were stay taken back.
+    """
+    here = workspace()
+    here.need_agent(agent)
+    counts = here.store.origins(agent)
+    if file not in counts:
+        shown = ", ".join(f"{origin} ({count:,})" for origin, count in counts.items())
+        raise ConfigError(
+            f"needed a file that votes of agent {agent} came with, found {ascii(file)[:80]}; they "
+            f"came from {shown or 'nowhere: none counts'}"
+        )
+    if not yes:
+        typer.echo(f"agent {agent}: {counts[file]:,} votes that count came with {inert(file)}")
+        typer.confirm("Take them back? It cannot be undone", abort=True)
+    gone = here.store.withdraw(agent, here.store.keys_from(agent, file))
+    typer.echo(f"votes of agent {agent} taken back: {gone:,}")
 
 
 def quarantine(

@@ -401,6 +401,21 @@ class FeedbackStore:
         with self.database.read() as connection:
             return list(connection.execute(query).scalars())
 
+    def origins(self, agent_id: str) -> dict[str, int]:
+        """Return how many effective votes came from where: a file's name, or a way in."""
+        e = db.effective_feedback.c
+        query = sa.select(e.origin, sa.func.count()).where(e.agent_id == agent_id)
+        with self.database.read() as connection:
+            found = connection.execute(query.group_by(e.origin).order_by(e.origin))
+            return {str(origin): int(count) for origin, count in found}
+
+    def keys_from(self, agent_id: str, origin: str) -> list[str]:
+        """Return the idempotency keys of the effective votes of an origin."""
+        e = db.effective_feedback.c
+        query = sa.select(e.idempotency_key).where(e.agent_id == agent_id, e.origin == origin)
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())
+
     def votes_by_voter(
         self, agent_id: str, kinds: Collection[str], *, most: int
     ) -> dict[str, int] | None:
