@@ -5,6 +5,7 @@ Each is a child that ends with its parent, on Linux with one that was killed too
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.files import locked, make_private
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +48,16 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def prepare_home(state_dir: Path) -> Path:
-    """Return <state>/dagster with dagster.yaml in it, and point this process at it."""
+    """Return <state>/dagster with dagster.yaml in it, and point this process at it.
+
+    Raises ConfigError for a folder whose name Dagster would read otherwise in its databases' URLs.
+    """
     home = state_dir.absolute() / "dagster"
+    if re.search(r"\?|%[0-9A-Fa-f]{2}", str(home)):
+        raise ConfigError(
+            f"needed a state folder without ? and %41 in its path, found {home}: Dagster would "
+            "keep its databases elsewhere; name another with --state or RLHF_STATE_DIR"
+        )
     make_private(home.parent)
     home.mkdir(exist_ok=True)
     shutil.copyfile(ROOT / "dagster.yaml", home / "dagster.yaml")

@@ -11,8 +11,9 @@ import difflib
 import math
 import os
 import re
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -1056,6 +1057,16 @@ class Settings(Section):
         return self.agent_folder(agent_id) / "turns" / name
 
 
+def _is_ours(path: Path) -> bool:
+    """Say whether it is a database of votes, or of MLflow; whoever else writes may have one too."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = database.execute("SELECT name FROM sqlite_master").fetchall()
+    except sqlite3.Error:  # there is none
+        return False
+    return not {"feedback", "experiments"}.isdisjoint(name for (name,) in tables)
+
+
 def _embedded(path: Path) -> str:
     """Return the URL of an embedded database.
 
@@ -1063,7 +1074,7 @@ def _embedded(path: Path) -> str:
     which read %41 in a folder's name as A: an empty one would be begun beside it.
     """
     former = sqlite_path(f"{SQLITE}{path}")
-    if former is not None and former != path and former.is_file() and not path.exists():
+    if former is not None and former != path and not path.exists() and _is_ours(former):
         raise ConfigError(
             f"needed the database {path}, found {former}, where an earlier release kept it; end "
             "what uses it and move it there with its -wal and -shm, or name that folder with "

@@ -121,6 +121,7 @@ interactions = sa.Table(
     sa.Index("ix_interactions_person", "agent_id", "user_id", "session_id"),
 )
 
+WITHDRAWN = "withdrawn:"  # how the keys of rows begin that only take an earlier vote back
 FROM_MLFLOW = sa.text("origin = 'mlflow'")
 """Said of feedback; written out, as an index of some rows is used where its condition is."""
 

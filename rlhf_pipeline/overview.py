@@ -164,7 +164,9 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     days = [today - timedelta(days=n) for n in reversed(range(DAYS))]
     place = {day: n for n, day in enumerate(days)}
     by_kind: dict[str, list[int]] = defaultdict(lambda: [0] * DAYS)
-    newest = _newest(f, agent_id, f.kind, f.received_at, f.rater_id, f.source).subquery()
+    columns = (f.kind, f.received_at, f.rater_id, f.source)
+    said = _newest(f, agent_id, *columns).where(~f.idempotency_key.startswith(db.WITHDRAWN))
+    newest = said.subquery()
     # Counted by the database: tens of thousands of rows for each agent are a tick's whole time.
     moment = newest.c.received_at
     in_utc = moment if database.is_sqlite else sa.func.timezone("UTC", moment)

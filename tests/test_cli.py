@@ -33,10 +33,11 @@ from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
+from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.records import as_messages, user_prompt
+from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
 
 HEAVY = (
@@ -1236,6 +1237,44 @@ def test_a_files_own_names_are_told_once_in_the_recipe(tmp_path: Path) -> None:
     other = CliRunner().invoke(app, [*call, "--map", "prompt=Question"])
     assert other.exit_code == 1
     assert "needed 'Question' among the columns" in " ".join(other.output.split())
+
+
+def test_who_voted_is_read_where_a_tool_names_one_and_passed_over_where_it_does_not(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    row = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+    named: list[dict[str, object]] = [{"annotator_id": "w"}, {"rater": " ", "worker_id": 7}]
+    named += [{"annotator_id": ["w", "v"]}]
+    named += [{"rater_id": "0" * 32, "labeler": "w"}, {"worker_id": 1.5, "idempotency_key": ""}]
+    lines = (json.dumps({**row, **who, "prompt": f"Why {n}?"}) for n, who in enumerate(named))
+    rlhf("ingest", str(write(tmp_path / "pairs.jsonl", "\n".join(lines))), "--agent", "tea")
+    told = rlhf("feedback", "export", "-", "--agent", "tea").stdout.splitlines()
+    rows = [json.loads(line) for line in told]
+    found = {row["prompt"][0]["content"]: row.get("rater_id") for row in rows}
+    expected = [hash_rater("tea", "w"), hash_rater("tea", "7"), None, "0" * 32, None]
+    assert [found[f"Why {n}?"] for n in range(5)] == expected
+
+
+def test_a_row_whose_rater_is_known_by_now_is_the_row_that_was_there_before(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = '{"prompt": "Why?", "chosen": "So.", "rejected": "No.", "annotator_id": "w"}'
+    take_in = ("ingest", str(write(tmp_path / "pairs.jsonl", row)), "--agent", "tea")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(formats, "LABELLED", ())
+        rlhf(*take_in)
+    told = " ".join(rlhf(*take_in).stdout.split())
+    assert "already known │ 1" in told
+    assert cells(rlhf("status").stdout)["votes"].startswith("1")
+
+
+def test_a_recipes_zone_holds_beside_names_on_the_command_line(rlhf: Run, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "zone.yaml", "feedback: {names: {zone: Europe/Berlin}}")
+    row = json.dumps({**json.loads(THUMBS), "who": "ann", "occurred_at": "2026-01-02 03:04:05"})
+    votes = str(write(tmp_path / "votes.jsonl", row))
+    rlhf("--recipe", str(recipe), "ingest", votes, "--agent", "tea", "--map", "rater=who")
+    out = json.loads(rlhf("feedback", "export", "-", "--agent", "tea").stdout)
+    assert out["occurred_at"].startswith("2026-01-02T02:04:05")
 
 
 def test_a_file_that_was_read_by_wrong_names_is_taken_back(rlhf: Run, tmp_path: Path) -> None:

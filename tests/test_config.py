@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +338,10 @@ def test_embedded_state_lies_in_its_folder_whatever_its_name(name: str, tmp_path
 def test_no_empty_store_is_begun_beside_one_that_lies_elsewhere(tmp_path: Path) -> None:
     found, former = Settings(state_dir=tmp_path / "50%41"), tmp_path / "50A" / "feedback.db"
     former.parent.mkdir()
-    former.touch()
+    former.touch()  # another's
+    assert found.resolved_database_url.endswith("50%2541/feedback.db")
+    with closing(sqlite3.connect(former)) as database:
+        database.execute("CREATE TABLE feedback (seq INTEGER)")
     told = f"needed the database {found.state_dir}/feedback.db, found {former}, where"
     with pytest.raises(ConfigError, match=re.escape(told)):
         _ = found.resolved_database_url

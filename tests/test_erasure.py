@@ -279,7 +279,7 @@ def _turn(world: World) -> None:
     (done / "votes.jsonl.gz").write_bytes(
         gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
     )
-    (done.parent / ".votes.jsonl.new-0").write_text(json.dumps(rows[0]))
+    (done.parent / ".votes.jsonl.new-0123456789ab").write_text(json.dumps(rows[0]))
     ledger = world.registry.ledger
     lineage = {
         "fingerprint": mark,
@@ -352,7 +352,7 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
         "checkpoints/state.json",
         ".partial",
         ".samples.jsonl.new-0",
-        ".votes.jsonl.new-0",
+        ".votes.jsonl.new-0123456789ab",
         "evaluation/report.html",
         DRIFT_PAGE,
     )

@@ -115,9 +115,12 @@ def ingest(
     here = workspace(may_be_new=True)
     if not here.settings.feedback.enabled:
         raise ConfigError("feedback.enabled is off in this recipe; turn it on to take feedback in")
-    if not renaming:
+    try:
         own = here.settings_of(agent).feedback.names.renaming()
-        renaming = replace(own, zone=zone or own.zone)
+        renaming = replace(renaming or own, zone=zone or own.zone)
+    except ConfigError:
+        if not renaming:  # else the names are told, whatever has become of the recipe
+            raise
     others = here.store.agents()
     is_new = bool(others) and not here.knows(agent)
     with _bytes_bar(paths) as report:

@@ -86,9 +86,10 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
 def _need_utf8(path: Path) -> None:
     """Raise SourceError, with the line, where a file is not UTF-8; up to the damage if any."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    for piece in pieces(path):
+    whole = path.suffix != ".gz"  # of which may be read what comes out before its damage
+    for piece in chain(pieces(path), (b"",)):
         try:
-            line += decoder.decode(piece).count("\n")
+            line += decoder.decode(piece, final=whole and not piece).count("\n")
         except UnicodeDecodeError as error:
             line += error.object.count(b"\n", 0, error.start)
             raise SourceError(

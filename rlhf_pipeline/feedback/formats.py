@@ -92,9 +92,11 @@ STORE_FIELDS = {
     "target",
     "voter",
 }  # our own, ignored
-SIGNED = ("rater", "annotator", "evaluator", "annotator_id", "labeler", "labeler_id", "worker_id")
-"""The fields that may name the rater, as the sender does."""
-WHO = (*SIGNED, "rater_id")
+SIGNED = ("rater", "annotator", "evaluator")
+LABELLED = ("annotator_id", "labeler", "labeler_id", "worker_id")
+"""The fields that may name the rater, as the sender does; and those by which labelling tools do,
+where no other is there: they are passed over where they hold anything but a name."""
+WHO = (*SIGNED, *LABELLED, "rater_id")
 PROMPTS = ("prompt", "messages", "conversations", "question")  # the first that is there is it
 SCORES = ("chosen_score", "rejected_score", "score_chosen", "score_rejected")
 JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is_acceptable"))
@@ -216,12 +218,14 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
             value = {"up": 1.0, "down": 0.0}.get(value.lower(), value)
         elif isinstance(value, bool):
             value = float(value)
+        if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+            refuse(Rule.wrong_type, "up or down (1 or 0, and no text) as the thumbs value", value)
         if isinstance(value, str):
             refuse_word(Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value, "up")
     if kind is FeedbackKind.preference and isinstance(value, str) and value not in CHOICES:
         refuse_word(Rule.value_out_of_range, f"a choice out of {', '.join(CHOICES)}", value, "left")
     if value is not None and VALUE_FIELD[kind] == "number":
-        if isinstance(value, str) and not NUMBER.fullmatch(value):
+        if isinstance(value, str) and not _is_number(value):
             best = "5" if kind is FeedbackKind.rating else "1"
             refuse_word(Rule.wrong_type, f"{kind} value as a number", value, best)
         return _number(value, f"{kind} value")
@@ -251,11 +255,14 @@ def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
     if moment.tzinfo is None and zone is None:
         remedy = f"{MEND}, or say of which zone such moments are: rlhf ingest --zone Europe/Berlin"
         refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told, remedy)
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=zone)
-    if not MINYEAR < moment.year < MAXYEAR:  # in another zone it may be of no year that there is
-        refuse(Rule.bad_time, f"a moment after the year {MINYEAR} and before {MAXYEAR}", told)
-    return moment.astimezone(UTC)
+    try:
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=zone)
+        if MINYEAR < moment.year < MAXYEAR:  # in another zone it may be of no year that there is
+            return moment.astimezone(UTC)
+    except (OverflowError, ValueError):  # nanoseconds reach from 1677 to 2262
+        pass
+    refuse(Rule.bad_time, f"a moment after the year {MINYEAR} and before {MAXYEAR}", told)
 
 
 def _tags(values: Values) -> tuple[str, ...]:
@@ -315,7 +322,7 @@ def _preference(
     if this[0] != other[0] and this[0][-1].role != "user":
         this, other = other, this
     choice = "tie" if tie else "left" if this is chosen else "right"
-    key = _text(row.values, "idempotency_key")
+    key = row.values.get("idempotency_key")
     return row.event(
         FeedbackKind.preference,
         prompt=this[0],
@@ -324,7 +331,7 @@ def _preference(
         other_prompt=other[0] if other[0] != this[0] else None,
         choice=choice,
         rater_id=_rater(row),
-        **({} if key is None else {"idempotency_key": key}),
+        **({"idempotency_key": key} if isinstance(key, str) and key.strip() else {}),
     )
 
 
@@ -595,7 +602,7 @@ def _rater(row: Row) -> str | None:
     """Return the hashed rater, or None where nobody signed."""
     ready, named = row.values.get("rater_id"), _named_rater(row)
     if ready is None:
-        return named
+        return named or _labeller(row)
     if not isinstance(ready, str) or not HASHED_RATER.fullmatch(ready):
         refuse(Rule.wrong_type, "rater_id as 32 hex digits; else name it rater", type(ready))
     if named not in (None, ready):
@@ -607,12 +614,24 @@ def _named_rater(row: Row) -> str | None:
     rater = next((row.values[name] for name in SIGNED if row.values.get(name) is not None), None)
     if rater is None or (isinstance(rater, str) and not rater.strip()):  # a cell of blanks
         return None
-    if isinstance(rater, float) and rater.is_integer() and abs(rater) < 2**53:
-        rater = int(rater)  # pandas has 7 as 7.0 beside an empty cell; beyond, two may be one
-    if isinstance(rater, bool) or not isinstance(rater, str | int):
+    if (name := _as_name(rater)) is None:
         refuse(Rule.wrong_type, "rater as text", type(rater))
-    check_text("rater", str(rater), LONGEST_RATER)
-    return hash_rater(row.agent_id, str(rater))
+    check_text("rater", name, LONGEST_RATER)
+    return hash_rater(row.agent_id, name)
+
+
+def _labeller(row: Row) -> str | None:
+    for name in map(_as_name, map(row.values.get, LABELLED)):
+        if name is not None and name.strip():
+            check_text("rater", name, LONGEST_RATER)
+            return hash_rater(row.agent_id, name)
+    return None
+
+
+def _as_name(value: Any) -> str | None:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # pandas has 7 as 7.0 beside an empty cell; beyond, two may be one
+    return None if isinstance(value, bool) or not isinstance(value, str | int) else str(value)
 
 
 def _text(values: Values, name: str) -> str | None:
@@ -627,6 +646,14 @@ def _needed_text(values: Values, name: str) -> str:
     if text is None:
         refuse(Rule.missing_field, f"the field {name}", None)
     return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return NUMBER.fullmatch(text.strip()) is not None
+    return True
 
 
 def _number(value: Any, name: str) -> float:

@@ -307,7 +307,11 @@ def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[s
     """
     f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
     found = held(connection, person)
-    mine = f.select().where(f.c.agent_id == person.agent_id, f.c.voter == person.rater_id)
+    mine = f.select().where(
+        f.c.agent_id == person.agent_id,
+        f.c.voter == person.rater_id,
+        ~f.c.idempotency_key.startswith(db.WITHDRAWN),
+    )
     events: list[dict[str, Any]] = []
     for some in _chunks(found.interactions):
         events += _plain(connection, e.select().where(e.c.interaction_id.in_(some)))

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -223,7 +223,7 @@ class FeedbackStore:
                     e.agent_id == agent_id, e.idempotency_key.in_(some)
                 )
                 for row in connection.execute(query):
-                    new = {"feedback_id": uuid7(), "idempotency_key": f"withdrawn:{uuid7()}"}
+                    new = {"feedback_id": uuid7(), "idempotency_key": f"{db.WITHDRAWN}{uuid7()}"}
                     rows.append({**row._mapping, **blank, **moments, **new})
             if rows:
                 connection.execute(db.feedback.insert(), rows)
@@ -364,7 +364,7 @@ class FeedbackStore:
     def arrived(self, agent_id: str, watermark: int, count: int) -> datetime | None:
         """Return when so many votes had arrived since the watermark; None where fewer have."""
         f = db.feedback.c
-        new = (f.agent_id == agent_id, f.seq > watermark, _trains())
+        new = (f.agent_id == agent_id, f.seq > watermark, _trains(), f.erased_at.is_(None))
         query = sa.select(f.received_at).where(*new)
         with self.database.read() as connection:
             found = connection.execute(query.order_by(f.seq).offset(count - 1).limit(1))
@@ -578,7 +578,9 @@ def _insert_events(
         body = body_sha256(event)
         before = known.get((event.agent_id, event.idempotency_key))
         if before is not None and not (
-            _repeats(event, body, before) or _is_exported(event, body, before, stored)
+            _repeats(event, body, before)
+            or _is_exported(event, body, before, stored)
+            or _is_signed_now(event, before)
         ):
             outcomes.append(
                 IdempotencyConflict(
@@ -646,6 +648,14 @@ def _is_exported(event: Feedback, body: str, known: _Known, stored: Mapping[str,
     says_more = event.tags or event.comment or event.topic or event.occurred_at
     pair = None if says_more or event.rater_id != vote.rater_id else _pair_of(event)
     return pair is not None and pair == _pair_of(vote)
+
+
+def _is_signed_now(event: Feedback, known: _Known) -> bool:
+    """Say whether it is a file's row in which nobody's name was read when it was taken in."""
+    as_then = replace(event, rater_id=None)
+    return event.idempotency_key.startswith("row:") and _repeats(
+        as_then, body_sha256(as_then), known
+    )
 
 
 def _pair_of(event: Feedback) -> tuple[object, ...] | None:

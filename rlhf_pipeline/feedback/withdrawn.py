@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
+HALF_WRITTEN = re.compile(r"\..+\.new-[0-9a-f]{12}")  # as files.py names what it writes aside
 LONGEST_SIGNED = 8 << 10  # bytes: a field with the longest name of a rater, all of it escaped
 _OPENING = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")  # of an array, a byte-order mark before it
 _CLOSING = re.compile(rb"[\s,]*[\]}]?")  # of either kind: `elements` takes both for its end
@@ -152,7 +153,7 @@ def clean_inbox(
     """
     changed = 0
     for path in _files_in(inbox):
-        if path.name.startswith(".") and ".new-" in path.name:  # of an erasure that was killed
+        if HALF_WRITTEN.fullmatch(path.name):  # of an erasure that was killed
             path.unlink()
             changed += 1
     for taken in (False, True):

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from automation import processes
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 
 
 @pytest.fixture
@@ -257,3 +257,10 @@ def test_stopping_asks_first_and_kills_who_does_not_listen(
         assert time.monotonic() - began < 4  # one grace for both
         assert [child.returncode for child in deaf] == [-9, -9]
     assert not any(psutil.pid_exists(child.pid) for child in deaf)
+
+
+@pytest.mark.parametrize("name", ["what?", "50%41"])
+def test_a_folder_that_dagster_would_read_otherwise_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="Dagster would keep its databases elsewhere"):
+        processes.prepare_home(tmp_path / name)
+    assert not (tmp_path / name).exists()

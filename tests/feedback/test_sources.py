@@ -931,6 +931,10 @@ def test_nothing_is_taken_of_a_table_whose_last_row_is_in_another_encoding(
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(SourceError, match="0xfc in line 20002"):
         next(read(path, "tea"))
+    last = tmp_path / "last.csv"
+    last.write_bytes((TABLE + "thumbs,up,Why?,caf").encode() + b"\xe9")  # and there it ends
+    with pytest.raises(SourceError, match="0xe9 in line 2"):
+        next(read(last, "tea"))
     lines = write_lines(tmp_path / "f.jsonl", [THUMBS, "Grüße".encode("cp1252"), THUMBS])
     events, aside = read_all(lines)  # of which each stands for itself
     assert (len(events), rules_of(aside)) == (2, [(2, "not_utf8")])

@@ -30,6 +30,7 @@ from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, Id
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
+from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -42,6 +43,7 @@ from rlhf_pipeline.records import (
     user_prompt,
     uuid7,
 )
+from rlhf_pipeline.registry.ledger import PromotionLedger
 
 THUMBS = Feedback(
     agent_id="tea",
@@ -421,6 +423,9 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     assert store.withdraw("tea", ["one", "two"]) == 0  # nothing is left of them
     assert store.counts("tea") == {"thumbs": 1}
     assert store.new_since("tea", then).votes == 0
+    assert store.arrived("tea", then, 1) is None
+    told = overview(store, PromotionLedger(store.database), "tea").votes
+    assert (told.counted, told.voters) == (3, 2)  # as they were received
     newest = snapshot.newest_seq(store.database, "tea")
     taken = snapshot.take(store.database, "tea", newest, tmp_path / "votes.parquet")
     assert taken.rows == 1
