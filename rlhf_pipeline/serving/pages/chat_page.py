@@ -35,6 +35,7 @@ SHOWN_EVERY_SECONDS = 0.1  # what was written: each time costs more, the longer 
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 NO_ANSWER = "Not stored: no answer is known here; ask first, or again if one is shown."
+BEFORE = "Not stored: that was for the answer before this one."
 WHICH = "Which answer is better?"
 ALIKE = "This time no second answer says anything else."
 CUT_OFF = {
@@ -65,6 +66,8 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
         session = gr.State("")
         before = gr.State(None)  # the assistant that the conversation is with
         moves = gr.State(0)  # how often another one was chosen
+        # The id of the answer on the screen: a vote that is late may find another in `answer`.
+        seen = gr.Textbox(visible="hidden", label="What is judged", elem_id="seen")
         with gr.Row():
             # Which there are, it is told when it opens: the page is the same for every key.
             agent = gr.Dropdown([], value=None, label="Assistant", elem_id="agent")
@@ -154,7 +157,7 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
 
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
         asked = [question, history, agent, session, pair_mode]
-        said = [stars, better, comment, *sliders]
+        said = [stars, better, comment, *sliders, seen]
         answering = gr.on(  # one event, so that no second answer begins beside the first
             [send.click, question.submit],
             _say(gr, desk, visitors),
@@ -179,32 +182,32 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
         gr.on(
             begins,
             lambda: (
-                *([], [], None, uuid7()),
+                *([], [], None, uuid7(), ""),
                 *(_hidden(gr), _hidden(gr), _hidden(gr), "", _closed(gr)),
             ),
             None,
-            [talk, history, answer, session, thumbs, more, pair, notice, why],
+            [talk, history, answer, session, seen, thumbs, more, pair, notice, why],
             api_visibility="private",
         )
         why.expand(_why(gr, desk), answer, pieces, api_visibility="private")
         vote = _vote(desk)
-        judged = [answer, wishes]  # not the kept ones: they follow a moment later
+        judged = [answer, seen, wishes]  # not the kept ones: they follow a moment later
         for button, number in ((up, 1.0), (down, 0.0)):
             button.click(
-                lambda a, w, number=number: vote(a, w, FeedbackKind.thumbs, number=number),
+                lambda a, s, w, number=number: vote(a, s, w, FeedbackKind.thumbs, number=number),
                 judged,
                 notice,
                 api_visibility="private",
             )
         stars.input(
-            lambda a, w, n: vote(a, w, FeedbackKind.rating, number=float(n)),
+            _stars(gr, vote),
             [*judged, stars],
             notice,
             trigger_mode=LAST,
             api_visibility="private",
         )
         send_better.click(
-            lambda a, w, text: vote(a, w, FeedbackKind.correction, text=text),
+            lambda a, s, w, text: vote(a, s, w, FeedbackKind.correction, text=text),
             [*judged, better],
             notice,
             api_visibility="private",
@@ -213,8 +216,9 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
             _comment(vote), [*judged, comment], [notice, comment], api_visibility="private"
         )
         send_criteria.click(
-            lambda a, w, *values: vote(
+            lambda a, s, w, *values: vote(
                 a,
+                s,
                 w,
                 FeedbackKind.criteria,
                 criteria=dict(zip(CRITERIA, map(float, values), strict=True)),
@@ -321,7 +325,8 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             text, due = "", 0.0
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
-            rest = (history, None, same, *[hidden] * 3, *[same] * (2 + len(UNSAID)), _closed(gr))
+            nothing = (*[same] * (2 + len(UNSAID)), "", _closed(gr))
+            rest = (history, None, same, *[hidden] * 3, *nothing)
             yield (waiting, "", "", *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
@@ -342,14 +347,14 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                     if time.monotonic() < due:
                         continue
                     waiting[-1] = _said("assistant", text)
-                    yield (waiting, *[same] * (11 + len(UNSAID)))
+                    yield (waiting, *[same] * (12 + len(UNSAID)))
                     due = time.monotonic() + SHOWN_EVERY_SECONDS
         except (PipelineError, sa.exc.DatabaseError) as error:
             # What failed inside, addresses and paths in it, is for admins.
             tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"
             words = str(error)[:300] if tells and isinstance(error, PipelineError) else SORRY
             # What waits for an answer goes back into its box, out of the conversation.
-            yield (talk, question, words, *[same] * (9 + len(UNSAID)))
+            yield (talk, question, words, *[same] * (10 + len(UNSAID)))
 
     say.__annotations__["request"] = gr.Request  # Gradio passes one to who asks for it by type
     return say
@@ -387,6 +392,7 @@ def _finished(
         left,
         right,
         *UNSAID,
+        this.interaction_id,
         gr.skip(),
     )
 
@@ -394,6 +400,7 @@ def _finished(
 def _vote(desk: Desk) -> Callable[..., str]:
     def vote(
         answer: Answer | None,
+        seen: str | None,
         wants: list[str] | None,
         kind: FeedbackKind,
         **value: Any,
@@ -401,6 +408,8 @@ def _vote(desk: Desk) -> Callable[..., str]:
         """Store the vote and return what to tell the person."""
         if answer is None:  # none was given, or the session that knew it has ended
             return NO_ANSWER
+        if seen != answer.interaction.interaction_id:
+            return BEFORE
         try:
             chosen = [want for want in wants or () if want in WANTS]
             desk.vote(answer.interaction, kind, wants=chosen, **value)
@@ -411,10 +420,22 @@ def _vote(desk: Desk) -> Callable[..., str]:
     return vote
 
 
+def _stars(gr: Any, vote: Callable[..., str]) -> Callable[..., Any]:
+    def stars(answer: Answer | None, seen: str | None, wants: list[str], number: Any) -> Any:
+        """Store the stars; of an answer that has gone meanwhile there are none to be stored."""
+        if number is None:
+            return gr.skip()
+        return vote(answer, seen, wants, FeedbackKind.rating, number=float(number))
+
+    return stars
+
+
 def _comment(vote: Callable[..., str]) -> Callable[..., tuple[str, str]]:
-    def comment(answer: Answer | None, wants: list[str], text: str) -> tuple[str, str]:
+    def comment(
+        answer: Answer | None, seen: str | None, wants: list[str], text: str
+    ) -> tuple[str, str]:
         """Store the comment; what could not be stored stays in its box."""
-        words = vote(answer, wants, FeedbackKind.comment, text=text)
+        words = vote(answer, seen, wants, FeedbackKind.comment, text=text)
         return words, "" if words == THANKS else text
 
     return comment
@@ -434,6 +455,7 @@ def not_stored(error: PipelineError | sa.exc.DatabaseError) -> str:
 def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., tuple[Any, ...]]:
     def choose(
         answer: Answer | None,
+        seen: str | None,
         wants: list[str],
         first: Literal["this", "other"],
         history: list[tuple[str, str]],
@@ -444,9 +466,10 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
         """
         same = gr.skip()
         if answer is None or answer.other is None:
-            return "There is nothing to compare.", _hidden(gr), *[same] * (5 + len(UNSAID))
+            return "There is nothing to compare.", _hidden(gr), *[same] * (6 + len(UNSAID))
         words = vote(
             answer,
+            seen,
             wants,
             FeedbackKind.preference,
             other_interaction_id=answer.other.interaction_id,
@@ -454,12 +477,13 @@ def _choose(gr: Any, vote: Callable[..., str], choice: Choice) -> Callable[..., 
             shown_first=first,
         )
         if words != THANKS:
-            return words, *[same] * (6 + len(UNSAID))
+            return words, *[same] * (7 + len(UNSAID))
         other_won = choice == ("right" if first == "this" else "left")
         kept = answer.other if other_won else answer.interaction
         turns = [*history[:-1], (history[-1][0], kept.completion)] if history else []
         said, shown = Answer(kept, answer.asks), gr.update(visible=True)
-        return words, _hidden(gr), _messages(turns), turns, said, shown, shown, *UNSAID
+        unsaid = (*UNSAID, kept.interaction_id)
+        return words, _hidden(gr), _messages(turns), turns, said, shown, shown, *unsaid
 
     return choose
 

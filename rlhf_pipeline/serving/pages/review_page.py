@@ -89,7 +89,7 @@ def review_page(desk: Desk, kept_with: str) -> Any:
 
         shown = [waiting, skipped, seen, prompt, completion, notice, agreement, better]
         here = [waiting, skipped, seen, agent, who]
-        judge = _judge(desk)
+        judge = _judge(desk, gr.skip())
         start.click(_fetch(desk), [agent, who], shown, api_visibility="private").then(
             lambda given: given, who, name, api_visibility="private"
         )
@@ -140,7 +140,9 @@ def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
     return fetch
 
 
-def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
+def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return what stores a judgement; `keep` leaves the box of the better answer as it is."""
+
     def judge(
         waiting: list[Interaction],
         skipped: list[str],
@@ -153,20 +155,20 @@ def _judge(desk: Desk) -> Callable[..., tuple[Any, ...]]:
         """Store the judgement of the answer that was seen and show the next one."""
         if not seen or agent is None:
             return _fetch(desk)(agent, who, skipped)
-        typed = str(value.get("text", ""))  # what was not stored stays in its box
 
         def not_done(why: str) -> tuple[Any, ...]:
             words = review.agreement(desk.store.database, agent).words()
-            return _shown(waiting, skipped, why, words, typed)
+            *shown, _ = _shown(waiting, skipped, why, words)
+            return *shown, keep  # what is typed stays in its box, whichever button was pressed
 
         try:
-            if not waiting:  # they went with the session; what is on the screen is in the store
-                found = desk.store.interaction(seen)
-                waiting = [] if found is None else [found]
-            if not waiting:
-                return not_done("Not stored: this answer is no longer there; fetch answers.")
-            if waiting[0].interaction_id != seen:
+            if waiting and waiting[0].interaction_id != seen:
                 return not_done("Not stored: that was for the answer before this one.")
+            found = desk.store.interaction(seen)  # it may have been erased since
+            if found is None:
+                waiting = waiting[1:]
+                return not_done("Not stored: this answer is no longer there.")
+            waiting = waiting or [found]  # where they went with the session
             if problem := _unfit(who):
                 return not_done(f"Not stored: {problem}")
             if kind is not None:
@@ -206,11 +208,10 @@ def _shown(
     skipped: Sequence[str],
     notice: str,
     agreement: str,
-    typed: str = "",
 ) -> tuple[Any, ...]:
     if not waiting:
-        return [], list(skipped), "", "", "", notice, agreement, typed
+        return [], list(skipped), "", "", "", notice, agreement, ""
     first = waiting[0]
     turns = "\n".join(f"{m.role}: {m.content}" for m in first.prompt)
     ids = list(skipped), first.interaction_id
-    return waiting, *ids, turns, first.completion, notice, agreement, typed
+    return waiting, *ids, turns, first.completion, notice, agreement, ""

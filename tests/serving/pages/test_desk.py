@@ -66,6 +66,7 @@ from tests.serving.pages.world import made_desk
 
 ASKED: dict[str, Any] = {"session_id": "s", "person": "ann", "network": "home"}
 STOPPED = {"finish_reason": "stop"}
+KEEP = "as it was"  # what a page is told of a box that stays as it is
 EMPTY = "Not stored: nothing is written yet."
 
 
@@ -125,13 +126,17 @@ def test_what_is_said_after_a_choice_is_about_the_answer_that_was_chosen(
         ("tie", answer.interaction),
     ):
         choose = chat_page._choose(gr, vote, choice)  # type: ignore[arg-type]
-        words, pair, talk, turns, said, thumbs, *_ = choose(answer, [], first, [("how?", "?")])
+        words, pair, talk, turns, said, thumbs, *_ = choose(
+            answer, seen_of(answer), [], first, [("how?", "?")]
+        )
         assert (words, pair, thumbs) == (chat_page.THANKS, {"visible": False}, {"visible": True})
         assert turns == [("how?", kept.completion)]
         assert talk[-1] == chat_page._said("assistant", kept.completion)
         assert said.interaction == kept
-        assert choose(said, [], first, turns)[0] == "There is nothing to compare."  # only once
-    vote(said, [], FeedbackKind.thumbs, number=0.0)
+        assert (
+            choose(said, seen_of(said), [], first, turns)[0] == "There is nothing to compare."
+        )  # only once
+    vote(said, seen_of(said), [], FeedbackKind.thumbs, number=0.0)
     with desk.store.database.read() as connection:
         about = "SELECT interaction_id FROM feedback WHERE kind = 'thumbs'"
         assert connection.exec_driver_sql(about).scalar_one() == kept.interaction_id
@@ -259,7 +264,7 @@ def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_th
     first, *_, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
     assert len(first) == len(last)
     assert (first[1], last[1]) == ("", "same")
-    assert last[-1 - len(chat_page.UNSAID) : -1] == (None, "", "", 0.5, 0.5, 0.5)
+    assert last[-2 - len(chat_page.UNSAID) : -2] == (None, "", "", 0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("host", ["8.8.8.7", "10.0.0.7", None])
@@ -289,6 +294,24 @@ def test_what_is_shown_is_what_was_written() -> None:
     assert html.unescape(shown) == text
 
 
+def seen_of(answer: Answer) -> str:
+    """Return what the page holds of the answer that is on the screen."""
+    return answer.interaction.interaction_id
+
+
+def test_a_vote_that_is_late_is_not_one_on_the_answer_after(desk: Desk) -> None:
+    gr = SimpleNamespace(skip=lambda: "same")
+    (_, first), (_, second) = ask(desk), ask(desk)
+    vote = chat_page._vote(desk)
+    stars = chat_page._stars(gr, vote)
+    assert stars(second, seen_of(first), [], 5) == chat_page.BEFORE
+    assert stars(second, "", [], 5) == chat_page.BEFORE  # while the answer is written
+    assert stars(second, seen_of(second), [], None) == "same"  # the next one has none yet
+    assert desk.store.counts("shop") == {}
+    assert stars(second, seen_of(second), [], 5) == chat_page.THANKS
+    assert judged(desk) == [(seen_of(second), "rating")]
+
+
 def test_a_vote_that_the_store_cannot_take_is_told(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,9 +321,9 @@ def test_a_vote_that_the_store_cannot_take_is_told(
         raise sa.exc.OperationalError("INSERT", {}, Exception("database is locked"))
 
     monkeypatch.setattr(desk, "vote", locked)
-    told = chat_page._vote(desk)(answer, [], FeedbackKind.thumbs, number=1.0)
+    told = chat_page._vote(desk)(answer, seen_of(answer), [], FeedbackKind.thumbs, number=1.0)
     assert told == "Not stored: the store cannot be written now; please vote again."
-    waiting, *_, notice, _, _ = review_page._judge(desk)(
+    waiting, *_, notice, _, _ = review_page._judge(desk, KEEP)(
         *on_screen([answer.interaction]), "shop", "bea", FeedbackKind.thumbs, number=1.0
     )
     assert (waiting, notice) == ([answer.interaction], told)
@@ -325,11 +348,11 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
 
 def test_a_comment_is_a_vote_that_stays_in_its_box_until_it_is_stored(desk: Desk) -> None:
     comment = chat_page._comment(chat_page._vote(desk))
-    assert comment(None, [], "so so") == (chat_page.NO_ANSWER, "so so")
+    assert comment(None, "", [], "so so") == (chat_page.NO_ANSWER, "so so")
     assert "Not stored" in chat_page.NO_ANSWER
     _, answer = ask(desk)
-    assert comment(answer, [], " ") == (EMPTY, " ")
-    assert comment(answer, [], "so so") == (chat_page.THANKS, "")
+    assert comment(answer, seen_of(answer), [], " ") == (EMPTY, " ")
+    assert comment(answer, seen_of(answer), [], "so so") == (chat_page.THANKS, "")
     assert desk.store.counts("shop") == {"comment": 1}
 
 
@@ -339,8 +362,8 @@ def test_who_sends_a_better_answer_without_words_is_told_so_in_plain_ones(
 ) -> None:
     _, answer = ask(desk)
     empty = {"kind": FeedbackKind.correction, "text": text}
-    assert chat_page._vote(desk)(answer, [], **empty) == EMPTY
-    waiting, *_, notice, _, _ = review_page._judge(desk)(
+    assert chat_page._vote(desk)(answer, seen_of(answer), [], **empty) == EMPTY
+    waiting, *_, notice, _, _ = review_page._judge(desk, KEEP)(
         *on_screen([answer.interaction]), "shop", "bea", **empty
     )
     assert (waiting, notice) == ([answer.interaction], EMPTY)
@@ -354,14 +377,14 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
     sent = Feedback("shop", FeedbackKind.comment, "k", rater_id=hash_rater("shop", "ann"))
     desk.limit.admit([sent])  # as the API's inbox does, which has the same limit
     chat = chat_page._vote(desk)
-    thumb = (answer, ["shorter"], FeedbackKind.thumbs)
+    thumb = (answer, seen_of(answer), ["shorter"], FeedbackKind.thumbs)
     bobs = replace(answer, interaction=replace(answer.interaction, user_id="b" * 32))
     said = [chat(*thumb, number=n) for n in (0.0, 1.0, 0.0)]
     assert said[:2] == [chat_page.THANKS] * 2
     assert said[2] == "Thank you, but that was too fast to count. Please vote again in 20 s."
-    assert chat(bobs, [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
+    assert chat(bobs, seen_of(bobs), [], FeedbackKind.thumbs, number=1.0) == chat_page.THANKS
     assert desk.store.counts("shop") == {"thumbs": 2}
-    judge, waiting = review_page._judge(desk), [answer.interaction] * 5
+    judge, waiting = review_page._judge(desk, KEEP), [answer.interaction] * 5
     for _ in range(4):
         waiting, *_, notice, _, _ = judge(
             *on_screen(waiting), "shop", "Eve", FeedbackKind.thumbs, number=1.0
@@ -375,7 +398,7 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
 @pytest.mark.parametrize("name", ["", "   ", None, "\ud800", "a\x00b", "x" * 65])
 def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     _, answer = ask(desk)
-    fetch, judge = review_page._fetch(desk), review_page._judge(desk)
+    fetch, judge = review_page._fetch(desk), review_page._judge(desk, KEEP)
     assert fetch("shop", name)[0] == []
     assert fetch(None, "Eve")[-3].startswith("No assistant has a model yet")
     [first, *_] = waiting = fetch("shop", "Eve")[0]
@@ -388,7 +411,7 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
         still, *_, notice, _, typed = judge(*on_screen(waiting), "shop", name, kind, **value)
         assert still == waiting
         assert ("Not stored" in notice, "name" in notice) == (True, True)
-        assert typed == value.get("text", "")  # it need not be written again
+        assert typed == KEEP  # it need not be written again
     assert desk.store.counts("shop") == {}
     judge(*on_screen(waiting), "shop", " Eve ", FeedbackKind.thumbs, number=1.0)
     assert desk.store.counts("shop") == {"thumbs": 1}
@@ -403,7 +426,7 @@ def judged(desk: Desk) -> list[tuple[str, str]]:
 
 def test_only_what_was_on_the_screen_is_judged(desk: Desk) -> None:
     answers = [ask(desk)[1].interaction for _ in range(3)]
-    judge, first = review_page._judge(desk), on_screen(answers)
+    judge, first = review_page._judge(desk, KEEP), on_screen(answers)
     waiting, *_ = judge(*first, "shop", "Eve", FeedbackKind.thumbs, number=1.0)
     assert waiting == answers[1:]
     # A second press, before the page has drawn the next one: the session is there already.
@@ -417,29 +440,41 @@ def test_only_what_was_on_the_screen_is_judged(desk: Desk) -> None:
         )
         assert (still, skipped, seen) == (answers[1:], [], answers[1].interaction_id)
         assert notice == "Not stored: that was for the answer before this one."
-        assert typed == value.get("text", "")
+        assert typed == KEEP
     assert judged(desk) == [(answers[0].interaction_id, "thumbs")]
+
+
+def test_an_answer_that_was_erased_meanwhile_leaves_the_queue(desk: Desk) -> None:
+    answers = [ask(desk)[1].interaction for _ in range(2)]
+    with desk.store.database.write(alone=True) as connection:
+        gone = answers[0].interaction_id
+        connection.exec_driver_sql(f"DELETE FROM interactions WHERE interaction_id = '{gone}'")
+    waiting, _, seen, *_, notice, _, typed = review_page._judge(desk, KEEP)(
+        *on_screen(answers), "shop", "Eve", FeedbackKind.thumbs, number=1.0
+    )
+    assert (waiting, seen, typed) == (answers[1:], answers[1].interaction_id, KEEP)
+    assert notice == "Not stored: this answer is no longer there."
 
 
 def test_a_judgement_after_the_session_has_ended_is_of_what_is_on_the_screen(desk: Desk) -> None:
     one, other = (ask(desk)[1].interaction for _ in range(2))
-    judge = review_page._judge(desk)
+    judge = review_page._judge(desk, KEEP)
     gone: tuple[Any, ...] = ([], [], one.interaction_id)
     nameless = judge(*gone, "shop", "", FeedbackKind.correction, text="Nine.")
-    assert (nameless[0], nameless[-1]) == ([one], "Nine.")
+    assert (nameless[0], nameless[-1]) == ([one], KEEP)
     waiting, *_ = judge(*gone, "shop", "Eve", FeedbackKind.correction, text="Nine.")
     assert judged(desk) == [(one.interaction_id, "correction")]
     assert waiting == [other]  # and the page goes on
     erased = judge([], [], "gone", "shop", "Eve", FeedbackKind.correction, text="Ten.")
     assert "Not stored: this answer is no longer there" in erased[-3]
-    assert erased[-1] == "Ten."
+    assert erased[-1] == KEEP
     assert judge([], [], "", "shop", "Eve", FeedbackKind.thumbs, number=1.0)[0] == [other]
     assert len(judged(desk)) == 1
 
 
 def test_what_was_skipped_comes_back_only_when_answers_are_fetched(desk: Desk) -> None:
     answers = [ask(desk)[1].interaction for _ in range(2)]
-    fetch, judge = review_page._fetch(desk), review_page._judge(desk)
+    fetch, judge = review_page._fetch(desk), review_page._judge(desk, KEEP)
     waiting, skipped, seen, *_ = fetch("shop", "Eve")
     for left in (1, 0):
         waiting, skipped, seen, *_, notice, _, _ = judge(
