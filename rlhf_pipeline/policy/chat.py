@@ -217,5 +217,6 @@ def _broken(text: str, tokens: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=32)
 def _spelled(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    spelled = [re.escape(t) for t in sorted(tokens, key=len, reverse=True) if len(t) > 1]
+    kept = (t for t in tokens if len(t) > 1 and not t.isspace())  # a run of blanks steers nothing
+    spelled = [re.escape(t) for t in sorted(kept, key=len, reverse=True)]
     return re.compile("|".join(spelled)) if spelled else None
