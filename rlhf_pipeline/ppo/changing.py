@@ -51,8 +51,12 @@ class Curriculum:
     def in_one_unit(self, first: Mapping[str, Any], updates: int) -> Iterator[None]:
         """Score as nothing changed: by the scales of `first`, and the weights `updates` end with.
 
-        What is scored meanwhile is not learnt from.
+        What is scored meanwhile is not learnt from. Without `first` (a checkpoint of a release that
+        looked as the update was) as it is now.
         """
+        if not first:
+            yield
+            return
         was = self.state()
         self.restore(first)
         self.begin(updates - 1)
