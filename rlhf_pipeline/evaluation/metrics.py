@@ -157,7 +157,13 @@ def win_rate(candidate: Floats, other: Floats, *, groups: Groups | None = None) 
     rate, n = float(won.mean()), len(won)
     effect = 1.0
     if groups is not None:
-        effect = design_effect(won.tolist(), [(str(group),) for group in groups])
+        many = len(np.unique(groups))
+        if many < 2:
+            return Number(rate, n=n)
+        # Where all are alike, that each group agrees with itself is all that is known.
+        effect = n / many
+        if np.ptp(won) > 0:
+            effect = design_effect(won.tolist(), [(str(group),) for group in groups])
     low, high = wilson_interval(rate * n / effect, n / effect)
     return Number(rate, low, high, n)
 

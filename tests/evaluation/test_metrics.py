@@ -250,6 +250,9 @@ def test_groups_of_one_are_no_groups() -> None:
     assert metrics.win_rate(values, -values, groups=each) == rate
     one = metrics.bootstrap_mean(values, samples=200, seed=0, groups=np.zeros(30, dtype=np.int64))
     assert (one.value, one.low) == (plain.value, None)
+    assert metrics.win_rate(values, -values, groups=np.zeros(30, dtype=np.int64)).low is None
+    four = metrics.win_rate(np.ones(40), np.zeros(40), groups=np.arange(40) // 10)
+    assert four.low == metrics.win_rate(np.ones(4), np.zeros(4)).low  # not of forty tries
     prompts = [(Message("user", "a"),), (Message("user", "b"),)]
     later = (*prompts[0], Message("assistant", "x"), Message("user", "c"))
     assert conversations_of([*prompts, later]) == [0, 1, 0]
