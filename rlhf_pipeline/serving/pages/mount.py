@@ -73,6 +73,7 @@ STYLE = """
 footer { display: none !important }
 .gradio-container { width: 100%; max-width: 60rem !important; margin: 0 auto }
 #agent:not(:focus-within) [role=listbox] { display: none }
+#agent input { text-overflow: ellipsis; padding-right: 1.6rem }
 #talk .md { white-space: pre-wrap }
 #talk .md, textarea { unicode-bidi: plaintext }
 input:focus-visible, textarea:focus-visible { outline: auto !important }
