@@ -20,7 +20,7 @@ from rlhf_pipeline.feedback.agreement import Agreement, agreement_of
 from rlhf_pipeline.records import Interaction, prompt_from_json
 
 NEWEST = 500  # answers among which the most uncertain are looked for
-AMONG = 20_000  # newest answers among which random ones are drawn
+AMONG = 5_000  # newest answers among which random ones are drawn
 AT_ONCE = 10
 
 
