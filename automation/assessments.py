@@ -63,7 +63,7 @@ def _taken_back(pipeline: Pipeline, agent_id: str, found: "Read") -> int:
     if not found.revised:
         return 0
     return pipeline.store.withdraw(
-        agent_id, found.outdated(pipeline.store.keys_from_mlflow(agent_id))
+        agent_id, found.outdated(pipeline.store.keys_from(agent_id, "mlflow"))
     )
 
 

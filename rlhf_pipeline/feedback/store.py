@@ -394,13 +394,6 @@ class FeedbackStore:
             found = connection.execute(query.group_by(e.kind).order_by(e.kind))
             return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
 
-    def keys_from_mlflow(self, agent_id: str) -> list[str]:
-        """Return the idempotency keys of the effective votes that came from MLflow."""
-        e = db.effective_feedback.c
-        query = sa.select(e.idempotency_key).where(e.agent_id == agent_id, db.FROM_MLFLOW)
-        with self.database.read() as connection:
-            return list(connection.execute(query).scalars())
-
     def origins(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes came from where: a file's name, or a way in."""
         e = db.effective_feedback.c
@@ -412,7 +405,9 @@ class FeedbackStore:
     def keys_from(self, agent_id: str, origin: str) -> list[str]:
         """Return the idempotency keys of the effective votes of an origin."""
         e = db.effective_feedback.c
-        query = sa.select(e.idempotency_key).where(e.agent_id == agent_id, e.origin == origin)
+        # As its index has the condition, which it would not be known by with a value beside it.
+        came = db.FROM_MLFLOW if origin == "mlflow" else e.origin == origin
+        query = sa.select(e.idempotency_key).where(e.agent_id == agent_id, came)
         with self.database.read() as connection:
             return list(connection.execute(query).scalars())
 
