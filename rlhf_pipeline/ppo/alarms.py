@@ -23,7 +23,7 @@ REPETITION_GROWTH = 1.0  # twice the first update's, to at least 2 %
 SPREAD_SHARE = 0.1  # of the first update's deviation of scores
 CRITIC_PATIENCE = 5  # updates in a row with explained variance below 0
 GIVEN_BACK = 0.5  # of what the stopping score had gained
-NOISE = 0.2  # deviations of scores: a mean over a hundred prompts strays by half of that
+NOISE = 0.2  # deviations of stopping scores: a mean over a hundred strays by half of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def over_optimisation(looks: Sequence[Evaluation]) -> list[Alarm]:
         return []
     highest, best = max(judged, key=lambda pair: pair[0])
     fell, gained = highest - now.stopping_mean, highest - first.stopping_mean
-    if now.score_mean <= best.score_mean or fell <= max(
-        GIVEN_BACK * gained, NOISE * first.score_std
-    ):
+    # The proxy's unit may be another; results of old know no deviation but its.
+    spread = first.score_std if first.stopping_std is None else first.stopping_std
+    if now.score_mean <= best.score_mean or fell <= max(GIVEN_BACK * gained, NOISE * spread):
         return []
     return [
         Alarm(
@@ -76,6 +76,25 @@ def over_optimisation(looks: Sequence[Evaluation]) -> list[Alarm]:
             "The policy learns what the proxy alone rewards: it has left what people voted on",
             "The best update is kept; set ppo.patience or ppo.max_kl to stop there, raise "
             "ppo.kl_coef, and collect votes on this policy",
+        )
+    ]
+
+
+def reward_saturation(looks: Sequence[Evaluation]) -> list[Alarm]:
+    """Return the alarm, if any, for scores that no longer tell completions apart.
+
+    Looks are all in one unit; an update's scores are in that of its functions' weights then.
+    """
+    first, now = looks[0].score_std, looks[-1].score_std
+    if now >= SPREAD_SHARE * first:
+        return []
+    return [
+        Alarm(
+            "reward_saturation",
+            looks[-1].update,
+            f"scores spread {now:.2g} around their mean, {first:.2g} at first",
+            "All completions earn the same: the reward is at its end, or they are all alike",
+            "Stop here and collect votes on this policy; raise ppo.score_clip where it is set",
         )
     ]
 
@@ -151,17 +170,6 @@ def find_alarms(
                 "The reward likes a phrase, and twice the better: it has seldom seen it twice",
                 "Name the function repetition with a floor in reward.functions; max_repetition "
                 "keeps such an update from being chosen",
-            )
-        )
-    spread, first_spread = now["rollout/score_std"], first["rollout/score_std"]
-    if spread < SPREAD_SHARE * first_spread:
-        alarms.append(
-            Alarm(
-                "reward_saturation",
-                update,
-                f"scores spread {spread:.2g} around their mean, {first_spread:.2g} at first",
-                "All completions earn the same: the reward is at its end, or they are all alike",
-                "Stop here and collect votes on this policy; raise ppo.score_clip where it is set",
             )
         )
     recent = [m.get("critic/explained_variance", 1.0) for m in history[-CRITIC_PATIENCE:]]

@@ -24,6 +24,7 @@ class Evaluation:
     length_mean: float  # tokens
     eos_share: float  # 0 to 1
     repetition: float | None = None  # share of 4-grams said before; None in results of old
+    stopping_std: float | None = None  # None without a stopping reward, and in results of old
     samples: tuple[Mapping[str, Any], ...] = ()  # prompt, baseline, completion, score of a few
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import CheckpointDamaged
 from rlhf_pipeline.evaluation.metrics import repetition, repetition_change
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.alarms import find_alarms, over_optimisation
+from rlhf_pipeline.ppo.alarms import find_alarms, over_optimisation, reward_saturation
 from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for, score_together
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
@@ -55,17 +55,15 @@ def evaluate(
     tokens, mask = sampled.tokens, sampled.tokens.completion_mask
     reference_logprobs = measure_together(learner, learner.reference_logprobs, tokens)
     scores = episodes.judged_scores
-    stopping_mean = None
+    stopping_scores = []
     if stopping is not None:
         judged = [i for i, flag in enumerate(episodes.judged) if flag]
-        stopping_mean = statistics.fmean(
-            score_together(
-                learner,
-                stopping,
-                [episodes.prompts[i] for i in judged],
-                [sampled.texts[i] for i in judged],
-                name="stopping",
-            )
+        stopping_scores = score_together(
+            learner,
+            stopping,
+            [episodes.prompts[i] for i in judged],
+            [sampled.texts[i] for i in judged],
+            name="stopping",
         )
     ended = ends_with_stop_token(tokens, learner.policy.eos_id)
     baselines = baselines or sample_baselines(learner, task)
@@ -85,7 +83,8 @@ def evaluate(
         update=update,
         score_mean=statistics.fmean(scores),
         score_std=statistics.pstdev(scores),
-        stopping_mean=stopping_mean,
+        stopping_mean=statistics.fmean(stopping_scores) if stopping_scores else None,
+        stopping_std=statistics.pstdev(stopping_scores) if stopping_scores else None,
         kl=float(estimate_kl(sampled.logprobs, reference_logprobs, "k1").sum(1).mean()),
         length_mean=float(mask.sum(1).float().mean()),
         eos_share=float(ended.float().mean()),
@@ -210,7 +209,8 @@ def raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> No
         max_completion_tokens=settings.max_completion_tokens,
         update=now.update,
     )
-    for alarm in [*found, *over_optimisation(now.evaluations)]:
+    looks = now.evaluations
+    for alarm in [*found, *reward_saturation(looks), *over_optimisation(looks)]:
         if alarm.name not in {known.name for known in now.alarms}:
             now.alarms.append(alarm)
             report(
@@ -230,5 +230,4 @@ def as_rollouts(look: Evaluation) -> dict[str, float]:
         "rollout/length_mean": look.length_mean,
         "rollout/eos_share": look.eos_share,
         "rollout/repetition": look.repetition or 0.0,
-        "rollout/score_std": look.score_std,
     }

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import TrainingError
-from rlhf_pipeline.ppo.alarms import Alarm, find_alarms, not_finite, over_optimisation
+from rlhf_pipeline.ppo.alarms import (
+    Alarm,
+    find_alarms,
+    not_finite,
+    over_optimisation,
+    reward_saturation,
+)
 from rlhf_pipeline.ppo.metrics import METRICS, as_markdown, checked
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 
@@ -20,7 +26,6 @@ HEALTHY = {
     "rollout/length_mean": 10.0,
     "rollout/eos_share": 0.9,
     "rollout/repetition": 0.01,
-    "rollout/score_std": 1.0,
     "critic/explained_variance": 0.4,
 }
 
@@ -44,7 +49,6 @@ def alarms_after(**changes: float) -> list[str]:
         ({"rollout__eos_share": 0.4}, ["eos_loss"]),
         ({"rollout__repetition": 0.05}, ["repetition"]),
         ({"rollout__repetition": 0.03}, []),
-        ({"rollout__score_std": 0.09}, ["reward_saturation"]),
         ({"critic__explained_variance": -0.1}, ["critic_useless"]),
     ],
 )
@@ -62,9 +66,9 @@ def test_a_critic_is_given_five_updates_and_none_is_asked_of_rloo() -> None:
 
 
 def looks_at(*scores: tuple[float, float]) -> list[Evaluation]:
-    """Return looks with these proxy and stopping scores, a deviation of 1 between completions."""
+    """Return looks with these mean proxy and stopping scores, both of a deviation of 1."""
     return [
-        Evaluation(5 * i, proxy, 1.0, stopping, 1.0, 5.0, 1.0)
+        Evaluation(5 * i, proxy, 1.0, stopping, 1.0, 5.0, 1.0, stopping_std=1.0)
         for i, (proxy, stopping) in enumerate(scores)
     ]
 
@@ -84,6 +88,24 @@ def test_a_proxy_that_rises_while_the_stopping_reward_falls_is_told() -> None:
         [replace(look, stopping_mean=None) for look in hacked],
     ):
         assert over_optimisation(harmless) == []
+
+
+@pytest.mark.parametrize("unit", [0.01, 1.0, 100.0])
+def test_whether_the_stopping_score_fell_does_not_hang_on_the_proxys_unit(unit: float) -> None:
+    def in_unit(*scores: tuple[float, float]) -> list[Evaluation]:
+        looks = looks_at(*scores)
+        return [replace(k, score_mean=unit * k.score_mean, score_std=unit) for k in looks]
+
+    assert over_optimisation(in_unit((0.0, 0.0), (1.0, 2.0), (2.0, 0.9)))
+    assert not over_optimisation(in_unit((0.0, 0.0), (1.0, -0.1)))
+
+
+def test_scores_that_no_longer_tell_completions_apart_are_told() -> None:
+    first, later = looks_at((0.0, 0.0), (1.0, 1.0))
+    (alarm,) = reward_saturation([first, replace(later, score_std=0.09)])
+    assert (alarm.name, alarm.update) == ("reward_saturation", 5)
+    assert reward_saturation([first, replace(later, score_std=0.1)]) == []
+    assert reward_saturation([replace(first, score_std=0.0)]) == []  # one watch prompt
 
 
 def test_an_alarm_names_cause_and_remedy() -> None:
