@@ -30,7 +30,7 @@ from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.evaluation.compare import Answer, Answers, summarise
 from rlhf_pipeline.evaluation.facts import reward_facts
 from rlhf_pipeline.evaluation.gate import GateDecision, decide
-from rlhf_pipeline.evaluation.metrics import Floats, bootstrap_mean, words
+from rlhf_pipeline.evaluation.metrics import Floats, bootstrap_mean, wilson_interval, words
 from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.records import EvaluationPrompt, Interaction, now
 from rlhf_pipeline.reward import calibration
@@ -128,7 +128,7 @@ def worth(reward: Reward, pairs: Sequence[Pair]) -> dict[str, float]:
         {
             "n": len(margins),
             "accuracy": accuracy,
-            "interval": calibration.wilson_interval(accuracy, len(margins)),
+            "interval": wilson_interval(accuracy, len(margins)),
             "floors": {"longer": longer, "random": 0.5},
             "ece": calibration.calibration_error(bins),
             "ece_noise": calibration.calibration_noise(bins),

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.database import open_database
+from rlhf_pipeline.evaluation.metrics import wilson_interval
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.feedback.validation import validate
-from rlhf_pipeline.reward.calibration import wilson_interval
 
 if TYPE_CHECKING:
     import pandas as pd

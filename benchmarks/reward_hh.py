@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from rlhf_pipeline.database import open_database
+from rlhf_pipeline.evaluation.metrics import wilson_interval
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -38,7 +39,6 @@ from rlhf_pipeline.reward.calibration import (
     fit_confidence,
     pair_accuracy,
     reliability,
-    wilson_interval,
 )
 from rlhf_pipeline.reward.fitting import opening_digest
 from rlhf_pipeline.reward.held_out import of_like_length

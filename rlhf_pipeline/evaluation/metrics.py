@@ -164,22 +164,22 @@ def win_rate(candidate: Floats, other: Floats, *, groups: Groups | None = None) 
         effect = n / many
         if np.ptp(won) > 0:
             effect = design_effect(won.tolist(), [(str(group),) for group in groups])
-    low, high = wilson_interval(rate * n / effect, n / effect)
-    return Number(rate, low, high, n)
+    return Number(rate, *wilson_interval(rate, n / effect), n)
 
 
-def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """Return the 95 % interval of a proportion; never empty, also at 0 of n and n of n.
+def wilson_interval(share: float, n: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share seen in n tries; never empty, also of none and of all.
 
     With ties counted half it is wider than it need be: ties vary less than wins and losses.
     Source: Wilson 1927, doi:10.1080/01621459.1927.10502953.
     """
     if n == 0:
         raise EvaluationError("an interval needs at least one outcome, found none; add prompts")
-    rate = successes / n
-    spread = Z * math.sqrt(rate * (1 - rate) / n + Z * Z / (4 * n * n))
-    centre, scale = rate + Z * Z / (2 * n), 1 + Z * Z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    spread = Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    centre, scale = share + Z * Z / (2 * n), 1 + Z * Z / n
+    # At 0 and 1 the interval ends at the share itself, which rounding would miss by 1e-16.
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.evaluation.metrics import design_effect
+from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
 
 BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration error
 KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
@@ -84,16 +84,6 @@ def accuracy_interval(
 def highest_floor(floors: Mapping[str, float]) -> float:
     """Return the best accuracy of what knows nothing, of a report's floors."""
     return max(floors[name] for name in KNOW_NOTHING)
-
-
-def wilson_interval(share: float, n: float, z: float = 1.959964) -> tuple[float, float]:
-    """Return the 95 % score interval of a share seen in n trials. Source: Wilson 1927."""
-    centre = share + z * z / (2 * n)
-    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    low, high = (centre - spread) / scale, (centre + spread) / scale
-    # At 0 and 1 the interval ends at the share itself, which rounding would miss by 1e-16.
-    return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def reliability(

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.evaluation.metrics import design_effect
+from rlhf_pipeline.evaluation.metrics import Z, design_effect, wilson_interval
 from rlhf_pipeline.feedback.agreement import agreement_of
 from rlhf_pipeline.feedback.datasets import cohort_of, unit_interval
 from rlhf_pipeline.records import (
@@ -30,11 +30,7 @@ from rlhf_pipeline.records import (
     RewardExample,
     prompt_to_json,
 )
-from rlhf_pipeline.reward.calibration import (
-    accuracy_interval,
-    pair_accuracy,
-    wilson_interval,
-)
+from rlhf_pipeline.reward.calibration import accuracy_interval, pair_accuracy
 from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.raters import WIDEST
 from rlhf_pipeline.reward.rules import words_of
@@ -51,7 +47,6 @@ CURVE_PAIRS = 1000  # training pairs or votes at most, and half as many held-out
 CURVE_RIDGE = 10.0
 CONSTANT = 10.0  # a feature of every vote, for how many are good; so large that no ridge shrinks it
 MOST_SINGLES = 400  # held-out votes of a kind that are scored
-Z = 1.959964  # 95 %
 
 
 @dataclass(frozen=True)

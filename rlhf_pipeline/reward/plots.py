@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.reward.calibration import wilson_interval
+from rlhf_pipeline.evaluation.metrics import wilson_interval
 from rlhf_pipeline.reward.held_out import Findings, Measured
 
 if TYPE_CHECKING:

@@ -74,5 +74,5 @@ def hidden_accuracy(
         (scores[2 * n] > scores[2 * n + 1]) == (hidden[i][0] > hidden[i][1])
         for n, i in enumerate(decided)
     )
-    low, high = wilson_interval(right, len(decided))
-    return Number(right / len(decided), low, high, len(decided))
+    share = right / len(decided)
+    return Number(share, *wilson_interval(share, len(decided)), len(decided))

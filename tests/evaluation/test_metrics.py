@@ -130,14 +130,21 @@ def test_wilson_agrees_with_statsmodels() -> None:
     proportion = pytest.importorskip("statsmodels.stats.proportion")
     for successes, n in ((0, 10), (3, 10), (10, 10), (137, 400)):
         expected = proportion.proportion_confint(successes, n, method="wilson")
-        assert metrics.wilson_interval(successes, n) == pytest.approx(expected, abs=1e-9)
+        assert metrics.wilson_interval(successes / n, n) == pytest.approx(expected, abs=1e-9)
     with pytest.raises(EvaluationError):
         metrics.wilson_interval(0, 0)
 
 
+def test_the_wilson_interval_is_the_published_one() -> None:
+    low, high = metrics.wilson_interval(0.8, 10)  # 8 of 10: 0.490 to 0.943
+    assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert metrics.wilson_interval(0.0, 5)[0] == 0
+    assert metrics.wilson_interval(1.0, 5)[1] == 1
+
+
 def test_wilson_solves_its_quadratic() -> None:
-    # Its ends are where (p - rate)^2 = z^2 p (1 - p) / n.
-    for p in metrics.wilson_interval(7, 20):
+    # Its ends are where (p - share)^2 = z^2 p (1 - p) / n.
+    for p in metrics.wilson_interval(7 / 20, 20):
         assert (p - 7 / 20) ** 2 == pytest.approx(metrics.Z**2 * p * (1 - p) / 20)
 
 
