@@ -76,41 +76,6 @@ class Completion:
     finished: bool  # False: cut off at the token limit
 
 
-def sample(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    *,
-    max_completion_tokens: int,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_id: int,
-    pad_id: int,
-    generator: torch.Generator,
-) -> Sampled:
-    """Return one completion for each left-padded prompt; T is the longest one's length.
-
-    Shapes: prompt_ids and prompt_mask (B, P). Each row draws its own T uniform numbers from
-    `generator` beforehand, so a row's completion does not depend on when other rows end.
-    temperature 0 takes the likeliest token; its log-probabilities are at temperature 1.
-    top_k 0 and top_p 1 leave the distribution whole. Raises ModelError on settings out of range.
-    """
-    shape = (prompt_ids.shape[0], max(max_completion_tokens, 0))
-    uniforms = torch.rand(shape, generator=generator, device=generator.device)
-    return decode(
-        model,
-        prompt_ids,
-        prompt_mask,
-        uniforms.to(prompt_ids.device),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_id=eos_id,
-        pad_id=pad_id,
-    )
-
-
 @torch.no_grad()
 @rounding_once()
 def decode(
@@ -126,10 +91,14 @@ def decode(
     pad_id: int,
     keeps_support: bool = False,
 ) -> Sampled:
-    """Return the completions that `uniforms` (B, T), numbers in [0, 1), choose.
+    """Return one completion for each left-padded prompt; T shrinks to the longest one's length.
 
-    With keeps_support, what top_k and top_p left in reach is returned too, and log-probabilities
-    are those within it. Raises ModelError where the model's logits are not finite.
+    Shapes: prompt_ids and prompt_mask (B, P). A row's own `uniforms` (B, T), numbers in [0, 1),
+    choose its tokens, so its completion does not depend on when other rows end.
+    temperature 0 takes the likeliest token; its log-probabilities are at temperature 1.
+    top_k 0 and top_p 1 leave the distribution whole. With keeps_support, what they left in reach is
+    returned too, and log-probabilities are those within it. Raises ModelError on settings out of
+    range, and where the model's logits are not finite.
 
     1. Run the prompts once; 2. draw a token for each row from the last position's logits;
     3. now and then, drop rows that have ended from the batch and the cache; 4. run the new tokens;

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_pipeline.policy.sampling import completion_logprobs, pad_left, sample
+from rlhf_pipeline.policy.sampling import completion_logprobs, decode, pad_left
 
 V, PAD, EOS = 23, 0, 1
 SIZES: dict[str, Any] = {
@@ -56,14 +56,13 @@ PROMPTS = [[5, 6], [7, 8, 9, 10, 11, 12], [13]]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_is_the_familys_own_generation(family: str) -> None:
     model = family_model(family)
-    sampled = sample(
+    sampled = decode(
         model,
         *pad_left(PROMPTS, PAD),
-        max_completion_tokens=10,
+        torch.zeros(len(PROMPTS), 10),
         temperature=0.0,
         eos_id=EOS,
         pad_id=PAD,
-        generator=torch.Generator(),
     )
     for i, prompt in enumerate(PROMPTS):  # alone: without any padding
         wanted = model.generate(

@@ -37,7 +37,6 @@ from rlhf_pipeline.policy.sampling import (
     output_head,
     pack_bits,
     pad_left,
-    sample,
     state_logprobs,
     trunk_of,
     unpack_bits,
@@ -149,18 +148,17 @@ def naive_sample(
 def test_sampling_equals_a_naive_uncached_loop_and_recomputed_logprobs(name: str) -> None:
     model = make_model(name)
     prompt_ids, prompt_mask = pad_left(PROMPTS, PAD)
-    T, temperature = 12, 0.7
-    got = sample(
+    temperature = 0.7
+    uniforms = torch.rand(len(PROMPTS), 12, generator=torch.Generator().manual_seed(3))
+    got = decode(
         model,
         prompt_ids,
         prompt_mask,
-        max_completion_tokens=T,
+        uniforms,
         temperature=temperature,
         eos_id=EOS,
         pad_id=PAD,
-        generator=torch.Generator().manual_seed(3),
     )
-    uniforms = torch.rand(len(PROMPTS), T, generator=torch.Generator().manual_seed(3))
     for i, prompt in enumerate(PROMPTS):
         tokens, logprobs = naive_sample(model, prompt, uniforms[i], temperature)
         mask = got.completion_mask[i]
@@ -257,16 +255,8 @@ def test_rows_leave_the_batch_when_they_have_ended(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sampling, "run_trunk", counting)
     ids, mask = pad_left([[5, 6]] * 64, PAD)
-    got = sample(
-        model,
-        ids,
-        mask,
-        max_completion_tokens=40,
-        temperature=1.5,
-        eos_id=EOS,
-        pad_id=PAD,
-        generator=torch.Generator().manual_seed(0),
-    )
+    uniforms = torch.rand(64, 40, generator=torch.Generator().manual_seed(0))
+    got = decode(model, ids, mask, uniforms, temperature=1.5, eos_id=EOS, pad_id=PAD)
     lengths, batch, expected = got.completion_mask.sum(1), 64, []
     for t in range(int(lengths.max())):
         expected.append(batch)
@@ -279,18 +269,8 @@ def test_rows_leave_the_batch_when_they_have_ended(monkeypatch: pytest.MonkeyPat
 def test_top_k_narrows_the_draw_but_not_the_logprobs() -> None:
     model = make_model("llama")
     ids, mask = pad_left(PROMPTS, PAD)
-    got = sample(
-        model,
-        ids,
-        mask,
-        max_completion_tokens=8,
-        temperature=1.3,
-        top_k=3,
-        eos_id=EOS,
-        pad_id=PAD,
-        generator=torch.Generator().manual_seed(5),
-    )
     uniforms = torch.rand(len(PROMPTS), 8, generator=torch.Generator().manual_seed(5))
+    got = decode(model, ids, mask, uniforms, temperature=1.3, top_k=3, eos_id=EOS, pad_id=PAD)
     for i, prompt in enumerate(PROMPTS):
         tokens, logprobs = naive_sample(model, prompt, uniforms[i], 1.3, top_k=3)
         assert got.completion_ids[i][got.completion_mask[i]].tolist() == tokens
@@ -307,11 +287,10 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
 def test_temperature_zero_takes_the_likeliest_token_every_time() -> None:
     model = make_model("gpt2")
     ids, mask = pad_left([[5, 6, 7]], PAD)
-    settings: dict[str, Any] = {"max_completion_tokens": 6, "eos_id": EOS, "pad_id": PAD}
-    seeds = [torch.Generator().manual_seed(s) for s in (1, 2)]
+    draws = [torch.rand(1, 6, generator=torch.Generator().manual_seed(s)) for s in (1, 2)]
     one, two = (
-        sample(model, ids, mask, temperature=0, generator=g, **settings).completion_ids
-        for g in seeds
+        decode(model, ids, mask, uniforms, temperature=0, eos_id=EOS, pad_id=PAD).completion_ids
+        for uniforms in draws
     )
     assert torch.equal(one, two)
     with torch.no_grad():
@@ -489,19 +468,18 @@ def test_refusals_say_what_is_wrong() -> None:
     policy = tiny_policy()
     ids, mask = pad_left([[5, 6], [7]], PAD)
     good: dict[str, Any] = {
-        "max_completion_tokens": 4,
+        "uniforms": torch.zeros(2, 4),
         "temperature": 1.0,
         "eos_id": EOS,
         "pad_id": PAD,
-        "generator": torch.Generator(),
     }
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_completion_tokens": 0}):
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"uniforms": torch.zeros(2, 0)}):
         with pytest.raises(ModelError, match="sampling needs"):
-            sample(policy.model, ids, mask, **{**good, **wrong})
+            decode(policy.model, ids, mask, **{**good, **wrong})
     with pytest.raises(ShapeMismatch, match="padded on the left"):
-        sample(policy.model, ids.flip(1), mask.flip(1), **good)
+        decode(policy.model, ids.flip(1), mask.flip(1), **good)
     with pytest.raises(ShapeMismatch, match="agree in shape"):
-        sample(policy.model, ids, mask[:, :1], **good)
+        decode(policy.model, ids, mask[:, :1], **good)
     with pytest.raises(ShapeMismatch, match="pass pairs"):
         completion_hidden(policy.model, ids, mask, ids, mask[:1])
     with pytest.raises(ModelError, match="must fit a context of 64 tokens, found 60 \\+ 10"):
