@@ -93,11 +93,6 @@ def add_approval_page(
             words += f"<p>MLflow's aliases will follow: {inert(str(error))}</p>"
         return shown(agent_id, None, words)
 
-    def nobody() -> Response:
-        nonce = new_nonce()
-        body = "<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
-        return answer(_whole("No agent yet", body, nonce), nonce)
-
     async def page(agent_id: str, version: str | None = None) -> Response:
         """Show the newest version that waits for a person, or the one that is named."""
         return await run_in_threadpool(shown, agent_id, version)
@@ -111,7 +106,7 @@ def add_approval_page(
         )
         return await run_in_threadpool(decided, agent_id, typed, actor)
 
-    app.add_api_route(PATH, to_first(PATH, agents, nobody), include_in_schema=False)
+    app.add_api_route(PATH, to_first(PATH, agents), include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", page, include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", decide, methods=["POST"], include_in_schema=False)
 

@@ -28,6 +28,7 @@ from rlhf_pipeline.serving.pages.parts import (
     answer,
     inert,
     new_nonce,
+    no_agent_yet,
     no_such_agent,
     picture,
     table,
@@ -87,9 +88,7 @@ def add_dashboard(
         return answer(page, nonce)
 
     def nobody() -> Response:
-        nonce = new_nonce()
-        body = f"{_nav('', [], links)}<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
-        return answer(whole("No agent yet", body, nonce), nonce)
+        return no_agent_yet(above=_nav("", [], links))
 
     async def one(agent_id: str) -> Response:
         """Show where an agent stands."""

@@ -90,11 +90,6 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
             return no_such_agent()
         return answer(_list(gateway.store.database, agent_id, known, nonce), nonce)
 
-    def nobody() -> Response:
-        nonce = new_nonce()
-        body = "<h1>No agent yet</h1><p>Nobody has sent feedback.</p>"
-        return answer(_whole("No agent yet", body, nonce), nonce)
-
     async def newest(agent_id: str) -> Response:
         """List an agent's newest interactions."""
         return await run_in_threadpool(listed, agent_id)
@@ -103,7 +98,7 @@ def add_explain_page(app: FastAPI, gateway: Gateway, agents: Callable[[], Sequen
         """Show why a version prefers what was said."""
         return await run_in_threadpool(made, interaction_id, version)
 
-    app.add_api_route(PATH, to_first(PATH, agents, nobody), include_in_schema=False)
+    app.add_api_route(PATH, to_first(PATH, agents), include_in_schema=False)
     app.add_api_route(PATH + "/{agent_id}", newest, include_in_schema=False)
     app.add_api_route(PATH + "/interaction/{interaction_id}", one, include_in_schema=False)
 

@@ -84,22 +84,29 @@ def answer(page: str, nonce: str, status: int = 200, *, forms: bool = False) -> 
 def no_such_agent() -> HTMLResponse:
     """Return the page of an agent that nobody knows."""
     there = "<p>Those that there are stand on the dashboard; feedback makes one known.</p>"
-    return _missing("No such agent", there, above='<nav><a href="/dashboard">Agents</a></nav>')
+    return _short("No such agent", there, 404, above='<nav><a href="/dashboard">Agents</a></nav>')
+
+
+def no_agent_yet(above: str = "") -> HTMLResponse:
+    """Return the page of a service that no feedback has made an agent known to."""
+    return _short("No agent yet", "<p>Nobody has sent feedback.</p>", 200, above=above)
 
 
 def no_such_page() -> HTMLResponse:
     """Return the page of an address at which there is none."""
     there = '<p>Correct the address, or go to the <a href="/ui/">chat</a>.</p>'
-    return _missing("No such page", there)
+    return _short("No such page", there, 404)
 
 
-def _missing(title: str, words: str, *, above: str = "") -> HTMLResponse:
+def _short(title: str, words: str, status: int, *, above: str = "") -> HTMLResponse:
     nonce = new_nonce()
-    return answer(whole(title, f"{above}<h1>{title}</h1>{words}", nonce), nonce, 404)
+    return answer(whole(title, f"{above}<h1>{title}</h1>{words}", nonce), nonce, status)
 
 
 def to_first(
-    path: str, agents: Callable[[], Sequence[str]], nobody: Callable[[], Response]
+    path: str,
+    agents: Callable[[], Sequence[str]],
+    nobody: Callable[[], Response] = no_agent_yet,
 ) -> Callable[[], Awaitable[Response]]:
     """Return what leads from a page's path to the first agent's, or shows that there is none."""
 
