@@ -1120,7 +1120,7 @@ SHARED_WITH_PPO: Mapping[str, str] = {
 
 
 _PPO = TypeAdapter(PpoSettings)
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 SECRETS = ("database_url", "mlflow_uri", "notifications")  # their values stand in no message
 PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 
@@ -1210,19 +1210,20 @@ def _validated(
         faults.append(str(error))
     except ValidationError as error:
         problems = error.errors()
-        unknown = [problem for problem in problems if problem["type"] in _UNKNOWN]
+        unknown = [problem for problem in problems if problem["type"] in UNKNOWN]
         faults += [_explain(problem, section) for problem in unknown or problems]
-        known = _without(tree, [problem["loc"] for problem in unknown])
+        known = without(tree, [problem["loc"] for problem in unknown])
         if unknown and known != tree:
             return _validated(validate, known, faults, section)
     return None
 
 
-def _without(tree: Any, places: Sequence[tuple[Any, ...]]) -> Any:
+def without(tree: Any, places: Sequence[tuple[Any, ...]]) -> Any:
+    """Return the tree without the keys at these places, as pydantic names them."""
     if not isinstance(tree, Mapping):
         return tree
     return {
-        key: _without(value, [place[1:] for place in places if place[0] == key and place[1:]])
+        key: without(value, [place[1:] for place in places if place[0] == key and place[1:]])
         for key, value in tree.items()
         if (key,) not in places
     }
@@ -1415,7 +1416,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def _explain(problem: ErrorDetails, section: str = "") -> str:
     """Return a problem in words, with the nearest right key for an unknown one."""
     where = section + ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in _UNKNOWN:
+    if problem["type"] in UNKNOWN:
         near = nearest_settings(where)
         hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
         return f"unknown setting {where!r}{hint}"

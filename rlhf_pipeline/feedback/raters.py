@@ -22,10 +22,9 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import UnknownRater
 from rlhf_pipeline.feedback.claims import check_token
-from rlhf_pipeline.feedback.formats import WHO
+from rlhf_pipeline.feedback.formats import HASHED_RATER, WHO
 from rlhf_pipeline.records import hash_rater, hashed, now, uuid7
 
-HASH = re.compile(r"[0-9a-f]{32}")
 SIGNATURE = re.compile(rf'"({"|".join(WHO)})"\s*:\s*("(?:[^"\\]|\\.)*"|-?[0-9]+)')
 MENTION = re.compile(r'"(?:other_)?interaction_id"\s*:\s*"([^"\\]*)"')
 CELL = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -98,7 +97,7 @@ def find(
 
 def persons(given: str, agent_id: str, *, unsigned: bool = False) -> list[Person]:
     """Return whom an agent may mean by an id: its hash, and itself where it looks like one."""
-    hashes = [hash_rater(agent_id, given), *([given] if HASH.fullmatch(given) else [])]
+    hashes = [hash_rater(agent_id, given), *([given] if HASHED_RATER.fullmatch(given) else [])]
     return [Person(agent_id, rater_id, unsigned) for rater_id in hashes]
 
 
@@ -179,7 +178,7 @@ def _rater_of(agent_id: str, name: str, value: str) -> str | None:
     told = _loaded(value)
     if name != "rater_id":
         return None if told is None else hash_rater(agent_id, told)
-    return told if told is not None and HASH.fullmatch(told) else None
+    return told if told is not None and HASHED_RATER.fullmatch(told) else None
 
 
 def _loaded(value: str) -> str | None:

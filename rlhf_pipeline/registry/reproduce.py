@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import structlog
 from pydantic import ValidationError
 
 from rlhf_pipeline import stages
-from rlhf_pipeline.config import Settings
+from rlhf_pipeline.config import UNKNOWN, Settings, without
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.raters import erased_rows
@@ -20,7 +19,6 @@ from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 WEIGHTS = ".safetensors"
-GONE = ("extra_forbidden", "unexpected_keyword_argument")  # what pydantic calls an unknown setting
 
 log = structlog.get_logger(__name__)
 
@@ -190,23 +188,14 @@ def _recorded_settings(version: ModelVersion, today: Settings, *, exact: bool) -
     except ValidationError as error:
         problems = error.errors()
     names = ", ".join(sorted(".".join(map(str, problem["loc"])) for problem in problems))
-    if exact or any(problem["type"] not in GONE for problem in problems):
+    if exact or any(problem["type"] not in UNKNOWN for problem in problems):
         raise RegistryError(
             f"version {version.version} of {version.agent_id} needs the settings it was trained "
             f"with, found {names} not among those of this release; install the release it was "
             "trained with, or train a new version"
         )
     log.warning("settings left out that are no more", version=version.version, settings=names)
-    for problem in problems:
-        recipe = _without(recipe, problem["loc"])
-    return Settings.model_validate(recipe)
-
-
-def _without(tree: Mapping[str, Any], place: Sequence[int | str]) -> dict[str, Any]:
-    """Return the tree without the key at this place."""
-    key, *deeper = place
-    kept = {name: value for name, value in tree.items() if name != key}
-    return {**kept, str(key): _without(tree[str(key)], deeper)} if deeper else kept
+    return Settings.model_validate(without(recipe, [problem["loc"] for problem in problems]))
 
 
 def _moved(path: str | None, old_state: str, settings: Settings) -> Path | None:

@@ -16,6 +16,7 @@ from rlhf_pipeline.records import Interaction, RewardInput
 from rlhf_pipeline.registry.reasons import turn_of, with_references
 from rlhf_pipeline.registry.reasons_told import FLOORED
 from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.settings import LEARNED
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.reward.model import LearnedReward
 
 SHOWN = 60  # characters of an answer
-LEARNED = "learned"
 
 
 @dataclass(frozen=True, slots=True)

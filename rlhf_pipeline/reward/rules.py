@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.evaluation.metrics import ngrams
 from rlhf_pipeline.records import RewardFunction, RewardInput
 
 WORD = re.compile(r"[\w']+")
@@ -37,7 +38,7 @@ def distinct_share(text: str, n: int) -> float:
     A text with fewer than n words has said nothing, and has 0.
     Source: arXiv:1510.03055 section 4.2, which counts over a corpus; here over one completion.
     """
-    grams = _ngrams(words_of(text), n)
+    grams = ngrams(words_of(text), n)
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -63,7 +64,7 @@ def unrepeated_share(text: str) -> float:
     words = [*chain.from_iterable(sentences)]
     if not words:
         return 1.0
-    grams = _ngrams(words, REPEATED)
+    grams = ngrams(words, REPEATED)
     new = len(set(grams)) / len(grams) if grams else 1.0
     return min(new, sum(map(len, set(sentences))) / len(words))
 
@@ -176,10 +177,6 @@ RULES: Mapping[str, RewardFunction] = {
 }
 """Every rule that takes no options, by the name a person asks for it with."""
 NEED_REFERENCES = ("rouge-l", "bleu")
-
-
-def _ngrams(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
 def _longest_common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:

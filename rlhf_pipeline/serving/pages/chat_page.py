@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError, TooManyVotes
 from rlhf_pipeline.feedback.rules import LONGEST_COMMENT, Rule
-from rlhf_pipeline.records import FeedbackKind, uuid7
+from rlhf_pipeline.records import Choice, FeedbackKind, uuid7
 from rlhf_pipeline.serving.access import SIGN_OUT, Right, right_in
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.pages.data_page import MINE
@@ -45,7 +45,6 @@ CUT_OFF = {
 LAST = "always_last"
 """How often what is chosen is told: Gradio's own way drops a choice made while the one before it is
 under way, and the page would show what was not stored."""
-Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
     ("right", "Right is better"),
