@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-def held_about(
-    settings: Settings, registry: ModelRegistry, rater: str, agent_id: str | None = None
-) -> dict[str, Any]:
+def held_about(registry: ModelRegistry, rater: str, agent_id: str | None = None) -> dict[str, Any]:
     """Return everything that is held about a person, as plain JSON values, by agent.
 
     `rater` is the id as it was sent, or the stored hash. Raises UnknownRater where there is

@@ -233,7 +233,7 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     from rlhf_pipeline.reward.training import check_judge, train_reward_model
 
     settings = turn.settings
-    baseline = _need(turn.baseline, "a baseline", "sft_policy")
+    baseline = _need(turn.baseline, "a baseline")
     check_before_training(turn)
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)
     again = _used_again(turn, pairs)
@@ -307,7 +307,7 @@ def _made_by(turn: Turn) -> dict[str, Any]:
 
     The baseline too, which scores 0 on average and, without reward.base, is what they begin from.
     """
-    settings, baseline = turn.settings, _need(turn.baseline, "a baseline", "sft_policy")
+    settings, baseline = turn.settings, _need(turn.baseline, "a baseline")
     return {
         "baseline": os.path.relpath(baseline.resolve(), settings.state_dir.resolve()),
         **settings.reward.model_dump(mode="json", exclude=set(MAKES_NONE)),
@@ -431,8 +431,8 @@ def check_memory(turn: Turn, ppo: PpoSettings) -> None:
     """Raise TrainingError where training the turn's champion under `ppo` cannot fit into memory."""
     from rlhf_pipeline.ppo.plan import check_fits
 
-    baseline = _need(turn.baseline, "a baseline", "sft_policy")
-    champion = _need(turn.champion, "a champion", "sft_policy")
+    baseline = _need(turn.baseline, "a baseline")
+    champion = _need(turn.champion, "a champion")
     config, shares = next_policy(champion, baseline, ppo)
     check_fits(config, ppo, reward_models_of(turn.settings), shares_reference=shares)
 
@@ -498,8 +498,8 @@ def improve(
     from rlhf_pipeline.reward.model import load_reward_model
     from rlhf_pipeline.simulation.people import customers
 
-    baseline = _need(turn.baseline, "a baseline", "sft_policy")
-    champion = _need(turn.champion, "a champion", "sft_policy")
+    baseline = _need(turn.baseline, "a baseline")
+    champion = _need(turn.champion, "a champion")
     settings = turn.settings
     prompts, watch_prompts, references = asked_prompts(turn)
     reward_folder = turn.work / "reward"
@@ -632,8 +632,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     from rlhf_pipeline.reward.named import needs_references
 
     settings = turn.settings
-    baseline = _need(turn.baseline, "a baseline", "sft_policy")
-    champion = _need(turn.champion, "a champion", "sft_policy")
+    baseline = _need(turn.baseline, "a baseline")
+    champion = _need(turn.champion, "a champion")
     prompts = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
     if not prompts:
         raise EvaluationError(
@@ -723,7 +723,7 @@ def judges_of(turn: Turn) -> dict[Job, LearnedReward]:
     from rlhf_pipeline.policy.adapters import bare_base
     from rlhf_pipeline.reward.model import load_reward_model
 
-    settings, baseline = turn.settings, _need(turn.baseline, "a baseline", "sft_policy")
+    settings, baseline = turn.settings, _need(turn.baseline, "a baseline")
     device, dtype = settings.policy.device, settings.policy.frozen_dtype
     shares = settings.reward.lora_rank > 0 and settings.reward.base is None
     base = bare_base(baseline, device=device, dtype=dtype) if shares else None
@@ -940,7 +940,9 @@ def _read_conversations(path: Path) -> list[SftExample]:
     return examples
 
 
-def _need(path: Path | None, what: str, asset: str) -> Path:
+def _need(path: Path | None, what: str) -> Path:
     if path is None:
-        raise TrainingError(f"needed {what} of this agent, found none; materialise {asset} first")
+        raise TrainingError(
+            f"needed {what} of this agent, found none; materialise sft_policy first"
+        )
     return path

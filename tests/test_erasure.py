@@ -551,7 +551,7 @@ def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: Worl
         assert copied.erase() == first
         assert copied.erase(ANN) == first  # the hash that an export shows
     assert [log["agents"] for log in logs if log["event"] == "a person was erased"] == [["tea"]]
-    shown = held_about(copied.settings, copied.registry, "ann")
+    shown = held_about(copied.registry, "ann")
     assert (shown["agents"], shown["erased_before"]) == ([], first["erasures"])
     copied.store.append(
         [vote("back", FeedbackKind.comment, "ann", interaction_id="b-1", text="again")]
@@ -653,7 +653,7 @@ def test_an_unknown_person_is_refused_and_nothing_changes(copied: World) -> None
             copied.erase("customer-4711", **wishes)
         assert "4711" not in str(refusal.value)
         with pytest.raises(UnknownRater):
-            held_about(copied.settings, copied.registry, "customer-4711", **wishes)
+            held_about(copied.registry, "customer-4711", **wishes)
     assert copied.everything() == before
 
 
@@ -699,7 +699,7 @@ def test_nobody_is_erased_while_a_dropped_file_is_taken_in(copied: World) -> Non
 
 
 def test_an_export_has_all_of_theirs_and_nobody_elses_words(copied: World) -> None:
-    shown = held_about(copied.settings, copied.registry, "ann")
+    shown = held_about(copied.registry, "ann")
     json.dumps(shown, allow_nan=False)
     [tea] = shown["agents"]
     assert tea["rater_id"] == ANN
@@ -908,7 +908,7 @@ def test_a_rating_in_a_table_is_nobodys_name() -> None:
 
 
 def quarantined_of(copied: World, rater: str) -> list[str]:
-    shown = held_about(copied.settings, copied.registry, rater)["agents"]
+    shown = held_about(copied.registry, rater)["agents"]
     return [str(one["raw"]) for agent in shown for one in agent["quarantined"]]
 
 

@@ -44,7 +44,7 @@ def export(
         need_new(out, force=force)
         need_outside(out, here.settings.state_dir)
     with _telling_where(here):
-        told = held_about(here.settings, here.registry, rater, agent)
+        told = held_about(here.registry, rater, agent)
         tables = tables_beside(here.settings, here.registry, rater, agent)
     for table in tables:
         typer.echo(f"not looked into: {table}; look for their rows in it", err=True)
@@ -83,7 +83,7 @@ def erase(
     here = workspace()
     if not yes:
         with _telling_where(here):
-            found = held_about(here.settings, here.registry, rater, agent)
+            found = held_about(here.registry, rater, agent)
         for one in found["agents"]:
             typer.echo(
                 f"agent {one['agent_id']}: {len(one['feedback'])} votes, "

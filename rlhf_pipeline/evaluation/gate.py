@@ -72,11 +72,6 @@ class GateDecision:
         """Return why a person has to decide although it passed."""
         return tuple(r.words for r in self.results if r.verdict == "pause")
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Return what a person should look at although it blocks nothing."""
-        return tuple(r.words for r in self.results if r.verdict == "warn")
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the ledger keeps them."""
         return {"passed": self.passed, "results": [asdict(r) for r in self.results]}

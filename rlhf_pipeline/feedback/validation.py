@@ -125,15 +125,6 @@ class ValidationReport:
             for row, origin, agent in zip(self.quarantined, self.origins, self.agents, strict=True)
         ]
 
-    def require_fit(self) -> None:
-        """Raise ValidationFailed if a blocking check failed."""
-        if self.blocked:
-            found = "; ".join(f"{c.name} failed with {dict(c.numbers)}" for c in self.blocked)
-            raise ValidationFailed(
-                f"needed a snapshot fit for training, found: {found}; look at the quarantine, "
-                "collect more feedback, or change the `validation` settings"
-            )
-
 
 def validate(
     frame: pd.DataFrame,

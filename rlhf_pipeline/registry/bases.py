@@ -24,8 +24,6 @@ from rlhf_pipeline.registry.models import (
 )
 from rlhf_pipeline.registry.tracking import mlflow_refusals
 
-SCHEME = "models:/"
-
 
 def base_folder(registry: ModelRegistry, uri: str) -> Path:
     """Return the local folder of the model that a `models:/` URI names at this moment.

@@ -42,7 +42,6 @@ from rlhf_pipeline.reward.model import (
     encode_rows,
     features_of,
     new_criteria,
-    score_rows,
 )
 from rlhf_pipeline.reward.raters import RaterWeight, rater_weights, vote_weights
 from rlhf_pipeline.reward.tuning import Descent, EncodedPairs, Fit, fit_model, tune_to_kinds
@@ -165,13 +164,6 @@ def encode_pairs(
         rejected=rows([pair.rejected for pair in pairs]),
         targets=[1.0 if pair.decided else 0.5 for pair in pairs],
     )
-
-
-def margins_of(model: RewardModel, pairs: EncodedPairs) -> list[float]:
-    """Return score(chosen) - score(rejected) of each pair, without gradients."""
-    scores = score_rows(model, [*pairs.chosen, *pairs.rejected])
-    n = len(pairs)
-    return [chosen - rejected for chosen, rejected in zip(scores[:n], scores[n:], strict=True)]
 
 
 def all_features(model: RewardModel, rows: Sequence[Row], report: Progress) -> Tensor:

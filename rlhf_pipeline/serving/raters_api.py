@@ -61,7 +61,7 @@ def add_rater_routes(app: FastAPI, settings: Settings, registry: ModelRegistry) 
         """Return everything that is held about a person, and the tables that nobody looked into."""
 
         def told() -> dict[str, Any]:
-            held = held_about(settings, registry, rater, asked.agent)
+            held = held_about(registry, rater, asked.agent)
             return {**held, "tables": tables_beside(settings, registry, rater, asked.agent)}
 
         return await run_in_threadpool(_told, told)

@@ -97,7 +97,7 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     folder = settings.state_dir / "mlflow"
     assert len(bytes_under(folder)) == 7
 
-    [shown] = held_about(settings, registry, "ann", AGENT)["agents"]
+    [shown] = held_about(registry, "ann", AGENT)["agents"]
     assert (len(shown["traces"]), len(shown["assessments"])) == (1, 1)
     [done] = erase(settings, registry, "ann", AGENT)["erasures"]
     assert (done["counts"]["traces"], done["counts"]["assessments"]) == (1, 1)

@@ -18,10 +18,10 @@ from rlhf_pipeline.files import folder_sha256, read_json
 from rlhf_pipeline.records import FeedbackKind, Message, PreferencePair, RewardExample, RewardInput
 from rlhf_pipeline.reward import tuning
 from rlhf_pipeline.reward.calibration import highest_floor
-from rlhf_pipeline.reward.fitting import encode_pairs, fit_head, margins_of
+from rlhf_pipeline.reward.fitting import encode_pairs, fit_head
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
-from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model
+from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model, score_rows
 from rlhf_pipeline.reward.training import RewardModelReport, halves, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
@@ -133,8 +133,13 @@ def test_swapping_chosen_and_rejected_flips_the_margins(planted: Planted) -> Non
     limits = Limits(32, 40)
     pairs = planted.test[:20]
     swapped = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in pairs]
-    margins = margins_of(model, encode_pairs(tokenizer, pairs, limits))
-    flipped = margins_of(model, encode_pairs(tokenizer, swapped, limits))
+
+    def margins_of(pairs: Sequence[PreferencePair]) -> list[float]:
+        encoded = encode_pairs(tokenizer, pairs, limits)
+        sides = (score_rows(model, encoded.chosen), score_rows(model, encoded.rejected))
+        return [chosen - rejected for chosen, rejected in zip(*sides, strict=True)]
+
+    margins, flipped = margins_of(pairs), margins_of(swapped)
     assert margins == pytest.approx([-m for m in flipped], abs=1e-6)
     assert max(map(abs, margins)) > 1e-3
 

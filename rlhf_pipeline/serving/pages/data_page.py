@@ -205,7 +205,7 @@ class _DataPage:
 
     def _look(self, asked: Asked) -> dict[str, Any]:
         try:
-            return held_about(self.settings, self.registry, asked["rater"], asked["agent"] or None)
+            return held_about(self.registry, asked["rater"], asked["agent"] or None)
         except UnknownRater as error:
             if self.path == MINE:
                 raise UnknownRater(NOTHING_HELD) from error
