@@ -27,11 +27,12 @@ import numpy as np
 
 from benchmarks.promises import tell
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.evaluation.compare import Answer, Answers, summarise
+from rlhf_pipeline.evaluation.compare import Answers, summarise
 from rlhf_pipeline.evaluation.facts import reward_facts
 from rlhf_pipeline.evaluation.gate import GateDecision, decide
 from rlhf_pipeline.evaluation.metrics import Floats, bootstrap_mean, wilson_interval, words
 from rlhf_pipeline.evaluation.report import GATE_SCORE
+from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.records import EvaluationPrompt, Interaction, now
 from rlhf_pipeline.reward import calibration
 from rlhf_pipeline.simulation.people import Person, compare, population
@@ -152,7 +153,7 @@ def answers(questions: Sequence[Question], texts: Sequence[str], n: int, judged:
     """
     zeros = np.zeros(len(texts))
     return Answers(
-        [Answer(text, list(range(len(words(text)) + 1)), True) for text in texts],
+        [Completion(text, list(range(len(words(text)) + 1)), True) for text in texts],
         {},
         zeros,
         zeros,

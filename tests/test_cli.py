@@ -345,7 +345,7 @@ def test_what_a_model_writes_at_the_terminal_is_not_obeyed_and_is_kept_as_it_was
 ) -> None:
     from rlhf_pipeline.policy.sampling import Completion
 
-    said = Completion(text=f"hi {HOSTILE}", tokens=3, finished=True)
+    said = Completion(text=f"hi {HOSTILE}", ids=[1, 2, 3], finished=True)
     monkeypatch.setattr(conversation, "answer", lambda *_: iter([said.text, said]))
     nobody: Any = None
     talk = Conversation("tea", 1, nobody, nobody, 1.0, 0, nobody)

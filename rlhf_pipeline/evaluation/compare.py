@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhf_pipeline.policy.loading import Policy
+    from rlhf_pipeline.policy.sampling import Completion
     from rlhf_pipeline.reward.composite import Breakdown, CompositeReward
 
 SCORING_BATCH = 32  # completions per forward pass where log-probabilities are looked up
@@ -71,19 +72,10 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One completion, with the very tokens that were drawn (their text may encode otherwise)."""
-
-    text: str
-    ids: list[int]  # eos counts
-    finished: bool  # False: cut off at the token limit
-
-
-@dataclass(frozen=True, slots=True)
 class Answers:
     """What one system wrote, and what it thinks of it and of the references."""
 
-    completions: list[Answer]
+    completions: list[Completion]
     vocabulary: Mapping[str, int]
     logprobs: Floats  # (n,) nats of each of its own completions, at the sampling temperature
     reference_logprobs: Floats  # (n,) nats of each prompt's references together
@@ -264,15 +256,10 @@ def _visit(
         )
     forget_peak(policy.device)
     begun = time.monotonic()
-    completions = _answer(policy, starts, how, report)
+    completions = _answers(policy, [p.prompt for p in prompts], how, report)
     seconds = (time.monotonic() - begun) / len(completions)
     memory = memory_mib(policy.device)
-    said = _answer(
-        policy,
-        encode_prompts(policy.tokenizer, asked, max_tokens=how.max_prompt_tokens),
-        how,
-        report,
-    )
+    said = _answers(policy, asked, how, report)
     written = [c.ids for c in completions]
     vocabulary = policy.tokenizer.get_vocab()
     for other, found in others.items():
@@ -307,38 +294,21 @@ def _visit(
     )
 
 
-def _answer(
-    policy: Policy, starts: Sequence[Sequence[int]], how: Sampling, report: Progress
-) -> list[Answer]:
-    """Return what `policy.sampling.complete` would, with the tokens kept."""
-    import torch
+def _answers(
+    policy: Policy, prompts: Sequence[Prompt], how: Sampling, report: Progress
+) -> list[Completion]:
+    from rlhf_pipeline.policy.sampling import complete
 
-    from rlhf_pipeline.policy.chat import decode_completions
-    from rlhf_pipeline.policy.sampling import decode, pad_left
-
-    generator = torch.Generator().manual_seed(how.seed)
-    uniforms = torch.rand(len(starts), how.max_completion_tokens, generator=generator)
-    order = sorted(range(len(starts)), key=lambda i: len(starts[i]))
-    answers: dict[int, Answer] = {}
-    for first in range(0, len(order), how.batch_size):
-        members = order[first : first + how.batch_size]
-        ids, mask = pad_left([starts[i] for i in members], policy.pad_id)
-        drawn = decode(
-            policy.model,
-            ids.to(policy.device),
-            mask.to(policy.device),
-            uniforms[members].to(policy.device),
-            temperature=how.temperature,
-            eos_id=policy.eos_id,
-            pad_id=policy.pad_id,
-        )
-        lengths = drawn.completion_mask.sum(1).tolist()
-        rows = [r[:n] for r, n in zip(drawn.completion_ids.tolist(), lengths, strict=True)]
-        texts = decode_completions(policy.tokenizer, rows)
-        for i, text, row, ended in zip(members, texts, rows, drawn.finished.tolist(), strict=True):
-            answers[i] = Answer(text, row, ended)
-        report({"completions": len(answers), "of": len(order)})
-    return [answers[i] for i in range(len(starts))]
+    return complete(
+        policy,
+        prompts,
+        max_completion_tokens=how.max_completion_tokens,
+        max_prompt_tokens=how.max_prompt_tokens,
+        temperature=how.temperature,
+        seed=how.seed,
+        batch_size=how.batch_size,
+        report=report,
+    )
 
 
 def _logprobs(
@@ -519,7 +489,7 @@ def _by_group(
 
 
 def _to_references(
-    prompts: Sequence[EvaluationPrompt], completions: Sequence[Answer]
+    prompts: Sequence[EvaluationPrompt], completions: Sequence[Completion]
 ) -> dict[str, Floats]:
     """Return how near the completions are to the references, by metric; nothing without any."""
     if not any(prompt.references for prompt in prompts):

@@ -69,11 +69,16 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a policy wrote."""
+    """What a policy wrote, with the very tokens that were drawn (its text may encode otherwise)."""
 
     text: str
-    tokens: int  # eos counts
+    ids: list[int]  # eos counts
     finished: bool  # False: cut off at the token limit
+
+    @property
+    def tokens(self) -> int:
+        """Return how many were drawn."""
+        return len(self.ids)
 
 
 @torch.no_grad()
@@ -298,8 +303,8 @@ def complete(
         rows = [row[:n] for row, n in zip(sampled.completion_ids.tolist(), lengths, strict=True)]
         texts = decode_completions(policy.tokenizer, rows)
         endings = sampled.finished.tolist()
-        for i, text, tokens, finished in zip(members, texts, lengths, endings, strict=True):
-            completions[i] = Completion(text, tokens, finished)
+        for i, text, ids, finished in zip(members, texts, rows, endings, strict=True):
+            completions[i] = Completion(text, ids, finished)
         if report is not None:
             report({"completions": min(start + batch_size, len(order)), "of": len(order)})
     return [c for c in completions if c is not None]

@@ -75,4 +75,4 @@ def stream(
             shown = len(whole)
     if len(text) > shown:  # a character that was never finished
         yield text[shown:]
-    yield Completion(text, len(written), finished)
+    yield Completion(text, written, finished)

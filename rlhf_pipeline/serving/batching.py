@@ -177,7 +177,8 @@ class Decoder:
             self._waiting.append(row)
             self._enough[0] = 1
             self._changed.notify()
-        text, eos_id, n = Text(self.policy, sampling.stop), self._eos_id, 0
+        text, eos_id = Text(self.policy, sampling.stop), self._eos_id
+        drawn: list[int] = []
         ended = False
         late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
@@ -189,19 +190,20 @@ class Decoder:
                 piece, finished = "", False
                 # A stop text may end it at any token; without one all are decoded together.
                 for some in [[token] for token in tokens] if sampling.stop else [tokens]:
-                    n += len(some)
+                    drawn += some
                     finished = some[-1] == eos_id
                     piece += text.add(some[:-1] if finished else some)
-                    ended = finished or text.stopped or n == sampling.max_completion_tokens
+                    is_full = len(drawn) == sampling.max_completion_tokens
+                    ended = finished or text.stopped or is_full
                     if ended:
                         piece += text.rest()
                         break
-                count(n)
+                count(len(drawn))
                 if piece:
                     yield piece
                     row.shown = row.shown or bool(certain(text.shown))
                 if ended:
-                    yield Completion(text.shown, n, finished or text.stopped)
+                    yield Completion(text.shown, drawn, finished or text.stopped)
                     return
         finally:
             row.gone = True

@@ -16,21 +16,20 @@ from matplotlib.figure import Figure
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem
-from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, Sampling, _answer, compare
+from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, compare
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, PairJudge
 from rlhf_pipeline.evaluation.plots import _edges, write_plots
 from rlhf_pipeline.evaluation.report import GATE_SCORE, EvaluationReport, GroupResult, group_rows
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
-from rlhf_pipeline.policy.loading import load_policy, save_policy
-from rlhf_pipeline.policy.sampling import complete
+from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
+from rlhf_pipeline.policy.sampling import Completion, complete
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Message,
     RewardFunction,
     RewardInput,
-    ignore_progress,
     user_prompt,
 )
 from rlhf_pipeline.reward.composite import CompositeReward, Term
@@ -195,14 +194,25 @@ def test_differences_and_win_rates_are_of_the_paired_scores(report: EvaluationRe
         assert report.win_rates[against].value == pytest.approx(wins / len(pairs))
 
 
+def answers_of(policy: Policy) -> list[Completion]:
+    prompts = [p.prompt for p in PROMPTS]
+    return complete(
+        policy,
+        prompts,
+        max_completion_tokens=8,
+        max_prompt_tokens=40,
+        temperature=0.8,
+        seed=3,
+    )
+
+
 def test_kl_and_perplexity_agree_with_a_slow_loop(
     report: EvaluationReport, folders: dict[str, Path]
 ) -> None:
     policies = {s: load_policy(folders[s], device="cpu") for s in ("candidate", "baseline")}
     prompts = [p.prompt for p in PROMPTS]
     starts = [encode_prompt(policies["baseline"].tokenizer, p, max_tokens=40) for p in prompts]
-    how = Sampling(8, 40, 0.8, 3, 64, "cpu", "float32")
-    written = _answer(policies["candidate"], starts, how, ignore_progress)
+    written = answers_of(policies["candidate"])
     tokenizer = policies["baseline"].tokenizer
 
     def nats(system: str, start: list[int], ids: list[int], temperature: float) -> float:
@@ -232,14 +242,7 @@ def test_kl_and_perplexity_agree_with_a_slow_loop(
 def test_answers_are_those_of_the_one_decode_loop(
     report: EvaluationReport, folders: dict[str, Path]
 ) -> None:
-    written = complete(
-        load_policy(folders["champion"], device="cpu"),
-        [p.prompt for p in PROMPTS],
-        max_completion_tokens=8,
-        max_prompt_tokens=40,
-        temperature=0.8,
-        seed=3,
-    )
+    written = answers_of(load_policy(folders["champion"], device="cpu"))
     by_id = {p.prompt_id: c.text for p, c in zip(PROMPTS, written, strict=True)}
     assert all(s.completions["champion"] == by_id[s.prompt_id] for s in report.samples)
     numbers = report.numbers["champion"]

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config import EvaluationSettings, Settings
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.evaluation.compare import Answer, Answers, _asked
+from rlhf_pipeline.evaluation.compare import Answers, _asked
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, Pair, PairJudge
 from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.records import EvaluationPrompt, user_prompt
 from rlhf_pipeline.stages import Turn, pair_judge_of, train_baseline
 from tests.evaluation.test_gate import FACTS, report
@@ -159,7 +160,7 @@ def test_the_settings_name_a_judge_and_the_comparison_asks_it(judges: Judges) ->
     empty = Answers([], {}, none, none, none, none, 0.0, 0.0, [])
 
     def wrote(*texts: str) -> Answers:
-        return replace(empty, completions=[Answer(text, [], True) for text in texts])
+        return replace(empty, completions=[Completion(text, [], True) for text in texts])
 
     prompts = [EvaluationPrompt(f"p{n}", user_prompt(f"q{n}")) for n in range(2)]
     systems = {"candidate": wrote("aaa", "b", "c"), "baseline": wrote("b", "aa", "ccc")}

@@ -1260,7 +1260,7 @@ def test_answers_drawn_beside_one_cost_it_nothing_where_they_fail(
         yield "It costs "
         yield "nine euros"  # the end is held back: it may become an address
         written.set()
-        yield Completion("It costs nine euros", 4, True)
+        yield Completion("It costs nine euros", [1, 2, 3, 0], True)
 
     monkeypatch.setattr(Decoder, "pieces", drawn)
     gateway, written = Gateway(world.settings, world.store, world.registry), asyncio.Event()
