@@ -12,11 +12,11 @@ import functools
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 import structlog
@@ -26,6 +26,9 @@ from rlhf_pipeline.files import make_private
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
+AT_ONCE = 400  # values per IN (...): SQLite takes 999 variables in its oldest builds
 FOLD_SECONDS = 60.0  # that SQLite's log may take to be emptied
 FOLD_MOMENT = 0.1  # seconds that one try waits for who reads, and the pause after it
 
@@ -57,6 +60,12 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the values in their order, AT_ONCE at the most."""
+    for start in range(0, len(values), AT_ONCE):
+        yield values[start : start + AT_ONCE]
 
 
 def storable(text: str) -> str:

@@ -31,7 +31,6 @@ CELL = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 LONGEST_ID = 36  # characters of an interaction's id
 MOST_MARKS = 100
 WORDS = ("prompt", "completion", "text", "other_completion", "other_prompt", "comment", "topic")
-SOME = 400  # ids per IN (...): SQLite takes 999 variables in its oldest builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +233,9 @@ def remove(
         f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
         blank: dict[str, Any] = dict.fromkeys(WORDS)
         mentioned = _lines(connection, person, found.gone, found.interactions)[1]
-        for some in _chunks(vote.feedback_id for vote in found.votes):
+        for some in db.chunks(sorted(vote.feedback_id for vote in found.votes)):
             connection.execute(f.delete().where(f.c.feedback_id.in_(some)))
-        for some in _chunks(found.interactions):
+        for some in db.chunks(sorted(found.interactions)):
             these = sa.select(i.c.interaction_id).where(i.c.interaction_id.in_(some))
             about = _are_about(person.agent_id, these)
             connection.execute(f.delete().where(f.c.voter == person.rater_id, about))
@@ -251,9 +250,9 @@ def remove(
                 .values(interaction_id=None, detail="")
             )
             connection.execute(i.delete().where(i.c.interaction_id.in_(some)))
-        for some in _chunks(found.quarantined):
+        for some in db.chunks(sorted(found.quarantined)):
             connection.execute(q.delete().where(q.c.quarantine_id.in_(some)))
-        for some in _chunks(mentioned):
+        for some in db.chunks(sorted(mentioned)):
             connection.execute(
                 q.update().where(q.c.quarantine_id.in_(some)).values(raw=None, detail="")
             )
@@ -312,10 +311,10 @@ def contents(connection: sa.Connection, person: Person) -> dict[str, list[dict[s
         ~f.c.idempotency_key.startswith(db.WITHDRAWN),
     )
     events: list[dict[str, Any]] = []
-    for some in _chunks(found.interactions):
+    for some in db.chunks(sorted(found.interactions)):
         events += _plain(connection, e.select().where(e.c.interaction_id.in_(some)))
     aside: list[dict[str, Any]] = []
-    for some in _chunks(found.quarantined):
+    for some in db.chunks(sorted(found.quarantined)):
         aside += _plain(connection, q.select().where(q.c.quarantine_id.in_(some)))
     return {
         "feedback": sorted(_plain(connection, mine), key=lambda row: int(row["seq"])),
@@ -421,9 +420,3 @@ def _plain(connection: sa.Connection, query: sa.Select[Any]) -> list[dict[str, A
         }
         for row in connection.execute(query)
     ]
-
-
-def _chunks(ids: Iterable[str]) -> Iterable[Sequence[str]]:
-    ordered = sorted(ids)
-    for start in range(0, len(ordered), SOME):
-        yield ordered[start : start + SOME]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -34,9 +34,6 @@ from rlhf_pipeline.records import (
     uuid7,
 )
 
-T = TypeVar("T")
-
-LOOKUP = 400  # keys per IN (...): SQLite takes 999 variables in its oldest builds
 LONGEST_RAW = 20_000  # characters of a quarantined line that are kept
 ON_A_SCALE = (FeedbackKind.thumbs, FeedbackKind.rating, FeedbackKind.score)
 
@@ -218,7 +215,7 @@ class FeedbackStore:
             blank = {"body_sha256": "", "shown_first": "this", "tags": "[]"}
             moments = dict.fromkeys(("occurred_at", "received_at", "erased_at"), at)
             rows = []
-            for some in _chunks(sorted(keys), LOOKUP):
+            for some in db.chunks(sorted(keys)):
                 query = sa.select(*replaced).where(
                     e.agent_id == agent_id, e.idempotency_key.in_(some)
                 )
@@ -232,7 +229,7 @@ class FeedbackStore:
     def add_interactions(self, interactions: Sequence[Interaction]) -> None:
         """Store what was said; an id that is already there is left as it is."""
         with self.database.write() as connection:
-            for some in _chunks(interactions, LOOKUP):
+            for some in db.chunks(interactions):
                 ids = [i.interaction_id for i in some]
                 known = set(
                     connection.execute(
@@ -251,7 +248,7 @@ class FeedbackStore:
         with self.database.write(alone=True) as connection:  # two files may hold one bad line
             for agent_id in {row.agent_id for row in rows}:
                 _make_known(connection, agent_id, now())
-            for some in _chunks(rows, LOOKUP):
+            for some in db.chunks(rows):
                 by_id = {_quarantine_id(row): row for row in some}
                 known = set(
                     connection.execute(
@@ -301,7 +298,7 @@ class FeedbackStore:
                 for row in connection.execute(query)
                 if (row.feedback_id, row.rule) not in kept
             ]
-            for some in _chunks(gone, LOOKUP):
+            for some in db.chunks(gone):
                 connection.execute(db.quarantine.delete().where(q.quarantine_id.in_(some)))
         return len(gone)
 
@@ -690,7 +687,7 @@ def _with_texts(
         .where(f.c.erased_at.is_(None))
     )
     found: dict[str, Feedback] = {}
-    for some in _chunks(asked, LOOKUP):
+    for some in db.chunks(asked):
         for row in connection.execute(query.where(f.c.feedback_id.in_(some))):
             beside = row.other_prompt
             if row.other_interaction_id is not None and row.other_asked != row.asked:
@@ -724,7 +721,7 @@ def _known_keys(
     known: dict[tuple[str, str], _Known] = {}
     for agent_id in {event.agent_id for event in events}:
         keys = [e.idempotency_key for e in events if e.agent_id == agent_id]
-        for some in _chunks(keys, LOOKUP):
+        for some in db.chunks(keys):
             query = sa.select(f.idempotency_key, *told).where(
                 f.agent_id == agent_id, f.idempotency_key.in_(some)
             )
@@ -739,7 +736,7 @@ def _missing_interactions(
     i = db.interactions.c
     wanted = {(event.agent_id, key) for event in events for key in _interaction_ids(event)}
     found: set[tuple[str, str]] = set()
-    for some in _chunks(sorted({key for _, key in wanted}), LOOKUP):
+    for some in db.chunks(sorted({key for _, key in wanted})):
         query = sa.select(i.agent_id, i.interaction_id).where(i.interaction_id.in_(some))
         found |= {(agent, key) for agent, key in connection.execute(query)}
     return wanted - found
@@ -802,7 +799,7 @@ def _interaction_row(interaction: Interaction) -> dict[str, Any]:
 def _distinct(connection: sa.Connection, query: sa.Select[Any], most: int) -> int:
     """Return how many different rows there are, `most` at most, reading no further than that."""
     found = set()
-    with connection.execute(query.execution_options(yield_per=LOOKUP)) as rows:
+    with connection.execute(query.execution_options(yield_per=db.AT_ONCE)) as rows:
         for row in rows:
             found.add(row)
             if len(found) >= most:
@@ -845,8 +842,3 @@ def _shortened(text: str, agent_id: str) -> str:
     marks = marks_of(agent_id, text)  # at the start, where no text that broke off is before them
     kept = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     return f"{marks} … {kept}" if marks else kept
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
