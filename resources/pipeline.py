@@ -92,8 +92,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         from rlhf_pipeline.registry.models import ModelRegistry
 
         settings = self.settings()
-        folder = settings.state_dir.resolve() / "mlflow"
-        return ModelRegistry(self.ledger, settings.resolved_mlflow_uri, folder)
+        return ModelRegistry(self.ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
 
     def begin_turn(
         self, context: dg.AssetExecutionContext, mark: str, watermark: int, *, again: bool = False

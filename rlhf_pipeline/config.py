@@ -1034,6 +1034,11 @@ class Settings(Section):
         """Return MLflow's tracking URI, the embedded one where none is set, as for the database."""
         return self.mlflow_uri or _embedded(self.state_dir / "mlflow" / "mlflow.db")
 
+    @property
+    def mlflow_folder(self) -> Path:
+        """Return where an embedded MLflow keeps its files, and the registry its copies."""
+        return self.state_dir.resolve() / "mlflow"
+
     def agent_folder(self, agent_id: str) -> Path:
         """Return where an agent's snapshots, turns and baseline are kept."""
         return self.state_dir / "agents" / agent_id

@@ -186,8 +186,8 @@ def base_source(settings: Settings) -> str | Path | None:
     from rlhf_pipeline.registry.models import ModelRegistry
 
     ledger = PromotionLedger(open_database(settings.resolved_database_url), settings.state_dir)
-    folder = settings.state_dir.resolve() / "mlflow"
-    return base_folder(ModelRegistry(ledger, settings.resolved_mlflow_uri, folder), base)
+    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
+    return base_folder(registry, base)
 
 
 def _untrained(settings: Settings, examples: Sequence[SftExample]) -> Policy:

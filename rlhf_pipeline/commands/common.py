@@ -225,8 +225,8 @@ class Workspace:
         """Return the registry; MLflow itself is imported at the first call that talks to it."""
         from rlhf_pipeline.registry.models import ModelRegistry
 
-        folder = self.settings.state_dir.resolve() / "mlflow"
-        return ModelRegistry(self.ledger, self.settings.resolved_mlflow_uri, folder)
+        settings = self.settings
+        return ModelRegistry(self.ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
 
     def knows(self, agent_id: str) -> bool:
         """Say whether the agent has sent feedback or has a version."""

@@ -99,8 +99,7 @@ def create_app(
     runs = DagsterRuns(settings.training.dagster_url)
     add_policy_routes(app, Policies(settings, store, inbox, runs))
     ledger = PromotionLedger(database, settings.state_dir)
-    folder = settings.state_dir.resolve() / "mlflow"
-    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, folder)
+    registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     add_health_routes(app, database, settings, gateway.champions.is_unfit)
     metrics.watch_queue("chat", lambda: gateway.waiting)
