@@ -151,10 +151,12 @@ def test_a_judge_without_its_key_is_missed_before_anything_is_trained(
     assert not (tmp_path / "work").exists()
 
 
-def test_the_settings_name_a_judge_and_the_comparison_asks_it(judges: Judges) -> None:
+def test_the_settings_name_a_judge_and_the_comparison_asks_it(
+    judges: Judges, tmp_path: Path
+) -> None:
     assert pair_judge_of(Settings()) is None
     named = EvaluationSettings.model_validate({"judge": {"url": judges.url, "model": "m"}})
-    found = pair_judge_of(Settings(evaluation=named))
+    found = pair_judge_of(Settings(evaluation=named, state_dir=tmp_path))
     assert found is not None
     none = np.zeros(0)
     empty = Answers([], {}, none, none, none, none, 0.0, 0.0, [])
