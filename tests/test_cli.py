@@ -165,6 +165,17 @@ def test_what_is_refused_is_one_line_on_stderr(rlhf: Run) -> None:
     assert result.stderr.count("\n") == 1, result.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["chat -a tea --once", "tokenizer no.tiktoken --text", "versions --agent"]
+)
+def test_bytes_on_the_command_line_that_are_no_text_are_one_line(words: str, rlhf: Run) -> None:
+    told = rlhf(*words.split(), b"caf\xe9".decode("utf-8", "surrogateescape"), code=1).stderr
+    named = words.split()[-1]
+    assert told == (
+        f"error: needed whole UTF-8 characters in {named}, found 'caf\\udce9'; type it again\n"
+    )
+
+
 def test_debug_shows_where_it_happened(rlhf: Run) -> None:
     for words in (["--debug", "versions", "-a", "tea"], ["versions", "-a", "tea", "--debug"]):
         result = CliRunner().invoke(app, words)

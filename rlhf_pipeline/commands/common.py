@@ -124,6 +124,10 @@ class Command(TyperCommand):
         debug = bool(ctx.meta.get("rlhf.debug"))
         _quiet_logs(debug)
         try:
+            for parameter in self.params:
+                typed = ctx.params.get(parameter.name or "")
+                if isinstance(typed, str):
+                    need_whole(typed, parameter.opts[0], "type it again")
             return super().invoke(ctx)
         except Exception as error:
             if debug or not _is_foreseen(error):
@@ -286,6 +290,20 @@ def need_name(agent_id: str) -> None:
             f"{ascii(agent_id)[:80]}",
             param_hint="--agent",
         )
+
+
+def need_whole(text: str, where: str, remedy: str) -> None:
+    """Raise ConfigError for half a character: no tokenizer takes it, and no database keeps it.
+
+    Python reads a byte that is no UTF-8 so, and JSON has halves of emojis.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[max(0, error.start - 20) : error.end]  # with what stands before, to find it by
+        raise ConfigError(
+            f"needed whole UTF-8 characters in {where}, found {found!a}; {remedy}"
+        ) from error
 
 
 def tell_new(agent_id: str, others: Sequence[str]) -> None:
