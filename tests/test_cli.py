@@ -58,7 +58,7 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
 
-    def run(*words: str, typed: str | None = None, code: int = 0) -> Result:
+    def run(*words: str, typed: str | bytes | None = None, code: int = 0) -> Result:
         result = CliRunner().invoke(app, list(words), input=typed)
         assert result.exit_code == code, (result.output, result.exception)
         return result
@@ -1011,7 +1011,7 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
         assert f"error: needed messages in {talk}" in told
         assert "nothing said yet" in told  # the conversation goes on
     half = [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "hi"}]
-    for text, needed in ((json.dumps(half), "whole characters"), ("[" * 3000, "a JSON file")):
+    for text, needed in ((json.dumps(half), "needed whole"), ("[" * 3000, "a JSON file")):
         talk.write_text(text)
         told = rlhf("chat", typed=f"load {talk}\nhistory\n").stdout
         assert f"error: {needed}" in told
@@ -1021,6 +1021,16 @@ def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> Non
     told = rlhf("chat", "--seed", "1", typed="clear the table\nsave the whales\nhistory\n").stdout
     assert "user: clear the table" in told
     assert "user: save the whales" in told
+
+
+def test_typed_bytes_that_are_no_text_are_told_and_the_conversation_goes_on(
+    shop: Path, rlhf: Run
+) -> None:
+    told = rlhf("chat", "--seed", "1", typed=b"hello\ncaf\xe9\nsave caf\xe9\nhistory\n").stdout
+    wrong = "error: needed whole UTF-8 characters in what was typed, found 'caf\\udce9'; type it"
+    assert wrong in told
+    assert told.count("error: ") == 2
+    assert told.count("user: ") == told.count("user: hello") == 1
 
 
 def test_what_is_rated_is_stored_with_what_was_said(shop: Path, rlhf: Run) -> None:

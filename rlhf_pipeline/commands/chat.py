@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
 import sys
 from pathlib import Path
@@ -90,6 +91,8 @@ def chat(
         return
     from rlhf_pipeline.commands.conversation import Conversation
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is no text is for the conversation to tell
+        sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on every platform
             import readline  # noqa: F401 - importing it gives input() its arrow keys and history

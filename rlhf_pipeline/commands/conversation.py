@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import inert
+from rlhf_pipeline.commands.common import inert, need_whole
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import Interaction, Message, Prompt, as_messages, now, uuid7
 
@@ -67,6 +67,7 @@ class Conversation:
             if said.lower() in LEAVE:
                 return
             try:
+                need_whole(said, "what was typed", "type it again")
                 command = self._command(said)
                 if command is not None:
                     typer.echo(inert(command()))
@@ -159,13 +160,8 @@ class Conversation:
         saved = read_json(path)
         said = saved.get("messages") if isinstance(saved, dict) else saved
         read = messages_of(said, f"messages in {path}")
-        try:
-            "".join(message.content for message in read).encode()
-        except UnicodeEncodeError as error:  # half a sign, which nothing could write again
-            raise PipelineError(
-                f"whole characters are needed in {path}, found half of one, as of an emoji that "
-                "was cut in two; mend it"
-            ) from error
+        for message in read:
+            need_whole(message.content, str(path), "mend it")
         if read[-1].role != "assistant":
             raise PipelineError(
                 f"a conversation that ends with the assistant's words is needed in {path}, found "
