@@ -85,6 +85,7 @@ class TokenizerReport:
     has_chat_template: bool
     tokens_per_character: float  # over the samples
     characters_per_second: float
+    samples: Mapping[str, str]  # what was looked at, by name
     changed: Mapping[str, str]  # sample -> what came back, where it differs
     seals_special_tokens: bool  # text that spells a special token is not one
 
@@ -97,10 +98,9 @@ class TokenizerReport:
         """Return the report for a person."""
         special = ", ".join(f"{role} {text}" for role, text in self.special.items())
         seal = "cannot" if self.seals_special_tokens else "CAN"
-        trip = (
-            f"{len(SAMPLES) - len(self.changed)} of {len(SAMPLES)} samples come back as they were"
-        )
-        wrong = [f"             {n}: {SAMPLES[n]!r} -> {t!r}" for n, t in self.changed.items()]
+        looked_at = len(self.samples)
+        trip = f"{looked_at - len(self.changed)} of {looked_at} samples come back as they were"
+        wrong = [f"             {n}: {self.samples[n]!r} -> {t!r}" for n, t in self.changed.items()]
         return [
             f"tokenizer    {self.kind}, {self.tokens:,} tokens",
             f"special      {special}; text {seal} spell one",
@@ -292,6 +292,7 @@ def diagnose(
         has_chat_template=bool(tokenizer.chat_template),
         tokens_per_character=tokens / characters,
         characters_per_second=repeats * characters / seconds,
+        samples=samples,
         changed=changed,
         seals_special_tokens=not any(set(row[:-1]) & ids for row in forged),
     )

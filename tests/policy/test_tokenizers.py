@@ -193,11 +193,14 @@ def test_a_look_at_a_tokenizer_says_what_it_loses() -> None:
     sound = tiktoken_like()
     report = diagnose(sound, ["mine"])
     assert report.is_sound
-    assert "7 of 7 samples" in "\n".join(report.lines())
+    assert "8 of 8 samples" in "\n".join(report.lines())
     sound.backend_tokenizer.normalizer = normalizers.Lowercase()
-    report = diagnose(sound)
+    report = diagnose(sound, ["MINE"])
     assert not report.is_sound
     assert report.changed["plain"] == SAMPLES["plain"].lower()
+    told = "\n".join(report.lines())
+    assert f"{8 - len(report.changed)} of 8 samples" in told
+    assert "yours 1: 'MINE' -> 'mine'" in told
 
 
 def tiktoken_like() -> PreTrainedTokenizerFast:
