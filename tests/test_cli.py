@@ -1017,6 +1017,21 @@ def test_a_conversation_is_saved_and_gone_on_with(shop: Path, rlhf: Run, tmp_pat
         assert f"error: {needed}" in told
 
 
+def test_a_saved_conversation_replaces_another_and_no_other_file(
+    shop: Path, rlhf: Run, tmp_path: Path
+) -> None:
+    talk = tmp_path / "talk.json"
+    rlhf("chat", "--seed", "1", typed=f"hello\nsave {talk}\n")
+    typed = f"load {talk}\nhello\nsave {talk}\n"
+    assert "4 messages saved" in rlhf("chat", "--seed", "1", typed=typed).stdout
+    for text in ('{"agent_id": "shop"}\n', "a letter\n", '"a letter"', ""):
+        other = write(tmp_path / "other", text)
+        told = rlhf("chat", "--seed", "1", typed=f"hello\nsave {other}\nhistory\n").stdout
+        assert f"{other} is there already and is no saved conversation; name another" in told
+        assert "user: hello" in told[told.index("error: ") :]
+        assert other.read_text() == text
+
+
 def test_words_around_a_command_make_it_a_question(shop: Path, rlhf: Run) -> None:
     told = rlhf("chat", "--seed", "1", typed="clear the table\nsave the whales\nhistory\n").stdout
     assert "user: clear the table" in told

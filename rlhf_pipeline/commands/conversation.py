@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlhf_pipeline.commands.common import inert, need_whole
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.records import Interaction, Message, Prompt, as_messages, now, uuid7
 
 if TYPE_CHECKING:
@@ -144,30 +144,28 @@ class Conversation:
         return "forgotten"
 
     def save(self, path: Path) -> str:
-        """Write the conversation where `load`, and sft.seed_conversations, can read it."""
+        """Write the conversation where `load`, and sft.seed_conversations, can read it.
+
+        What is there already is replaced where `load` would read it; any other file stays.
+        """
         from rlhf_pipeline.files import write_text
 
         if not self.messages:
             return "nothing to save yet: ask something first"
+        if path.exists():
+            try:
+                _saved(path)
+            except PipelineError as error:
+                raise ConfigError(
+                    f"needed a new file, found that {path} is there already and is no saved "
+                    "conversation; name another"
+                ) from error
         write_text(path, as_line(self.agent_id, self.version, self.messages))
         return f"{len(self.messages)} messages saved in {path}"
 
     def load(self, path: Path) -> str:
         """Go on from a saved conversation."""
-        from rlhf_pipeline.feedback.formats import messages_of
-        from rlhf_pipeline.files import read_json
-
-        saved = read_json(path)
-        said = saved.get("messages") if isinstance(saved, dict) else saved
-        read = messages_of(said, f"messages in {path}")
-        for message in read:
-            need_whole(message.content, str(path), "mend it")
-        if read[-1].role != "assistant":
-            raise PipelineError(
-                f"a conversation that ends with the assistant's words is needed in {path}, found "
-                f"one that ends with the {read[-1].role}'s; take the last line out"
-            )
-        self.messages, self.last = list(read), None
+        self.messages, self.last = list(_saved(path)), None
         return f"{len(self.messages)} messages loaded from {path}"
 
     def ask_rating(self) -> str:
@@ -190,6 +188,24 @@ class Conversation:
 
         lines = [*diagnose(self.policy.tokenizer).lines(), *diagnose_model(self.policy).lines()]
         return "\n".join(lines)
+
+
+def _saved(path: Path) -> Prompt:
+    """Return the conversation in a file. Raises PipelineError where none can be gone on with."""
+    from rlhf_pipeline.feedback.formats import messages_of
+    from rlhf_pipeline.files import read_json
+
+    saved = read_json(path)
+    said = saved.get("messages") if isinstance(saved, dict) else saved
+    read = messages_of(said, f"messages in {path}")
+    for message in read:
+        need_whole(message.content, str(path), "mend it")
+    if read[-1].role != "assistant":
+        raise PipelineError(
+            f"a conversation that ends with the assistant's words is needed in {path}, found "
+            f"one that ends with the {read[-1].role}'s; take the last line out"
+        )
+    return read
 
 
 def _file(name: str) -> Path:
