@@ -241,17 +241,17 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
 
 def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
     told = values.get("occurred_at")
+    if told is None:
+        return None
     if isinstance(told, datetime):  # a data set's column may hold moments
         moment = told
     elif isinstance(told, date):  # or days
         moment = datetime.combine(told, time())
-    elif (text := _text(values, "occurred_at")) is None:
-        return None
     else:
         try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
-            refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", text)
+            moment = datetime.fromisoformat(told)
+        except (ValueError, TypeError):  # a number may count seconds or milliseconds
+            refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", told)
     if moment.tzinfo is None and zone is None:
         remedy = f"{MEND}, or say of which zone such moments are: rlhf ingest --zone Europe/Berlin"
         refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told, remedy)

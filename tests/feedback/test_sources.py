@@ -156,6 +156,15 @@ def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> N
     assert aside[0].detail.endswith("rlhf ingest --zone Europe/Berlin")
 
 
+def test_a_moment_as_a_number_is_told_how_moments_are_written(tmp_path: Path) -> None:
+    rows = [{**THUMBS, "occurred_at": when} for when in (1682351591.1, 1682351591100, True)]
+    _, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert rules_of(aside) == [(line, "bad_time") for line in (1, 2, 3)]
+    assert aside[0].detail.startswith(
+        "needed occurred_at as ISO 8601 with its zone, found 1682351591.1;"
+    )
+
+
 @pytest.mark.parametrize("suffix", ["xlsx", "parquet"])
 def test_dates_in_the_cells_of_a_table_are_of_the_zone_that_is_told(
     tmp_path: Path, suffix: str
