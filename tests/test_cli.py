@@ -30,6 +30,7 @@ from rlhf_pipeline.commands.batch import _answered, read_prompts
 from rlhf_pipeline.commands.common import OBEYED, Workspace
 from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
+from rlhf_pipeline.commands.score import read_items
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
@@ -1114,6 +1115,14 @@ def test_a_prompt_that_cannot_be_one_is_named_by_its_line(tmp_path: Path, value:
     path = write(tmp_path / "prompts.jsonl", f'{{"prompt": "Hello?"}}\n{{"prompt": {value}}}\n')
     with pytest.raises(ConfigError, match=r"prompts.jsonl:2 needs"):
         read_prompts(path)
+
+
+def test_a_prompt_that_is_null_leaves_the_line_its_messages(tmp_path: Path) -> None:
+    messages = as_messages(user_prompt("Hello?"))
+    line = json.dumps({"prompt": None, "messages": messages, "completion": "Hi."})
+    path = write(tmp_path / "prompts.jsonl", f"{line}\n")
+    assert read_prompts(path) == [user_prompt("Hello?")]
+    assert [item.prompt for item in read_items(path)] == [user_prompt("Hello?")]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def _prompt_of(line: str, path: Path, number: int) -> Prompt:
 
     try:
         values = json.loads(line)
-        name = "prompt" if "prompt" in values else "messages"
+        name = "messages" if values.get("prompt") is None else "prompt"  # pandas writes nulls
         prompt = messages_of(values[name], name)
         for message in prompt:
             message.content.encode()  # half a sign cannot be written

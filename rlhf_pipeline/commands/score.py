@@ -167,7 +167,7 @@ def _item(line: str, path: Path, number: int) -> RewardInput:
 
     try:
         values = json.loads(line)
-        name = "prompt" if "prompt" in values else "messages"
+        name = "messages" if values.get("prompt") is None else "prompt"  # pandas writes nulls
         prompt, completion = messages_of(values[name], name), values["completion"]
         references = values.get("references") or []
         texts = [completion, *references]
