@@ -404,7 +404,8 @@ def _with_adapter(model: PreTrainedModel, folder: str | Path) -> Any:
         with warnings.catch_warnings():
             # Of weights that are missing PEFT only warns, and the model stays as it was.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            return merged.requires_grad_(True)  # PEFT leaves the base it froze so
     except (UserWarning, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"an adapter with every weight, of the base it names, is needed in {folder}; found: "

@@ -164,6 +164,7 @@ def test_an_adapter_folder_loads_merged_and_saves_merged(tmp_path: Path) -> None
     expected = logits_of(Policy(adapted, base.tokenizer))
     assert not torch.allclose(expected, plain, atol=1e-3)
     loaded = load_policy(tmp_path / "adapter", device="cpu")
+    assert all(weight.requires_grad for weight in loaded.model.parameters())  # as any base's
     torch.testing.assert_close(logits_of(loaded), expected)
     save_policy(Policy(adapted, base.tokenizer), tmp_path / "merged")
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
