@@ -80,7 +80,9 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
         axes.plot([one.share], [place], "o", color="C0")
     axes.axvline(report.floors["longer"], color="grey", linestyle=":", label="always longer")
     axes.legend(fontsize=7)
-    axes.set_yticks(range(len(shown)), [f"{name} ({one.n})" for name, one in shown], fontsize=8)
+    labels = [f"{name} ({one.n})" for name, one in shown]
+    # A cohort may be a file's name: what stands between two $ in it is no formula.
+    axes.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()
     if not learnt:  # it began with an earlier model, or learnt from nothing of the kind
         return figure

@@ -170,7 +170,8 @@ def test_the_picture_holds_long_names_and_says_what_its_lines_are(
 ) -> None:
     report, _ = trained
     assert report.findings is not None
-    long = {"votes-of-the-first-quarter.jsonl": Measured(0.8, 0.7, 0.9, 1234)}
+    names = ("votes-of-the-first-quarter.jsonl", "save $$ now.jsonl")  # the latter is no formula
+    long = dict.fromkeys(names, Measured(0.8, 0.7, 0.9, 1234))
     figure = _held_out(report, replace(report.findings, by_cohort=long))
     figure.draw_without_rendering()
     groups, curve = figure.axes
