@@ -79,7 +79,7 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
         axes.plot([one.low, one.high], [place, place], color="C0")
         axes.plot([one.share], [place], "o", color="C0")
     axes.axvline(report.floors["longer"], color="grey", linestyle=":", label="always longer")
-    axes.legend(fontsize=7)
+    figure.legend(loc="lower left", fontsize=7)  # below the names, where nothing is drawn
     labels = [f"{name} ({one.n})" for name, one in shown]
     # A cohort may be a file's name: what stands between two $ in it is no formula.
     axes.set_yticks(range(len(shown)), labels, fontsize=8, parse_math=False)

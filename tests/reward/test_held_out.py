@@ -176,7 +176,10 @@ def test_the_picture_holds_long_names_and_says_what_its_lines_are(
     figure.draw_without_rendering()
     groups, curve = figure.axes
     assert min(label.get_window_extent().x0 for label in groups.get_yticklabels()) >= 0
-    assert [text.get_text() for text in groups.get_legend().get_texts()] == ["always longer"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["always longer"]
+    drawn = (groups.patch, groups.xaxis.label, *groups.get_yticklabels())
+    assert not any(legend.get_window_extent().overlaps(one.get_window_extent()) for one in drawn)
     assert (curve.get_xlabel(), curve.get_ylabel()) == ("training pairs", "accuracy, 95 %")
 
 
