@@ -206,24 +206,34 @@ def _trials(study: optuna.Study) -> list[Trial]:
 
 
 def draw(trials: Sequence[Trial], path: Path) -> None:
-    """Write score against each searched setting; the recipe as it stands is the square."""
+    """Write score against each searched setting: a square is the recipe as it stands, a ring the
+    best.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     figure: Any = Figure(figsize=(10, 3.2), layout="constrained")
     scored = [trial for trial in trials if trial.score is not None]
     best = max(scored, key=_score)
     for axis, name in zip(figure.subplots(1, len(SEARCHED), sharey=True), SEARCHED, strict=True):
         axis.scatter([t.settings[name] for t in scored], [t.score for t in scored], alpha=0.7)
-        axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best")
+        ring = {"markersize": 12, "fillstyle": "none", "markeredgewidth": 2}  # it may be the recipe
+        axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best", **ring)
         if scored[0].number == 0:
             axis.plot(scored[0].settings[name], scored[0].score, "s", color="k", label="recipe")
-        if name != "epochs" and all(t.settings[name] > 0 for t in scored):
+        if name == "epochs":
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        elif all(t.settings[name] > 0 for t in scored):
             axis.set_xscale("log")
+            axis.minorticks_off()
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.tick_params("x", rotation=45, labelsize="small")
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("stopping reward")
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
 

@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from rlhf_pipeline import tuning
 from rlhf_pipeline.errors import RegistryError, TrainingError
@@ -20,7 +21,7 @@ from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.registry.reproduce import newest_turn
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
-from rlhf_pipeline.tuning import SEARCHED, search
+from rlhf_pipeline.tuning import SEARCHED, Trial, search
 from tests.assets.world import FirstTurn, Loop
 
 
@@ -77,6 +78,45 @@ def test_it_finds_better_settings_and_says_them_as_a_recipe(
     assert fragment["ppo"]["kl_coef"] == pytest.approx(found.best.settings["kl_coef"], rel=0.01)
     table = json.loads((tmp_path / "trials.json").read_text())
     assert table[0] == asdict(found.trials[0])
+
+
+@pytest.mark.parametrize("trials", [1, 3])
+def test_its_picture_has_few_plain_numbers_and_shows_a_recipe_that_is_the_best(
+    trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    print_png = FigureCanvasAgg.print_png
+
+    def kept(canvas: FigureCanvasAgg, path: str) -> None:
+        drawn.append(canvas.figure)
+        print_png(canvas, path)
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", kept)
+    found = [(3e-5, 0.05, 0.2, 2), (4e-6, 0.006, 0.06, 1), (2e-4, 0.4, 0.4, 6)][:trials]
+    tuning.draw(
+        [
+            Trial(n, dict(zip(SEARCHED, values, strict=True)), -n, None, None)
+            for n, values in enumerate(found)
+        ],
+        tmp_path / "tuning.png",
+    )
+    (figure,) = drawn
+    for axis in figure.axes:
+        low, high = axis.get_xlim()
+        assert 1 <= sum(low <= tick <= high for tick in axis.get_xticks()) <= 8
+        words = [label.get_text() for label in axis.get_xticklabels(which="both")]
+        assert [word.replace("\N{MINUS SIGN}", "-") for word in words] == [
+            f"{tick:g}" for tick in axis.get_xticks()
+        ]
+        best, recipe = axis.lines
+        assert (best.get_xydata() == recipe.get_xydata()).all()
+        assert best.get_fillstyle() == "none"
+        assert best.get_markersize() > recipe.get_markersize()
+    epochs = figure.axes[SEARCHED.index("epochs")]
+    assert all(tick.is_integer() for tick in epochs.get_xticks())
+    assert not any(axis.get_legend() for axis in figure.axes)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["best", "recipe"]
 
 
 def test_searches_that_do_not_compare_share_no_folder(
