@@ -63,7 +63,7 @@ def _draw_training(figure: Any, result: TrainingResult) -> None:
         axis.axvline(result.chosen_update, color="tab:green", linestyle=":", linewidth=1)
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     for axis in grid[-1]:
         axis.set_xlabel("update")
         axis.set_xlim(min(1, result.chosen_update) - 0.5, result.updates + 0.5)

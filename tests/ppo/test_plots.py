@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ LOOKS = {name for name in DPO if name.startswith("watch/")}
 
 
 def drawn(history: list[dict[str, float]], chosen: int = 1) -> dict[str, Any]:
-    """Return the pictures by their labels."""
+    """Return the pictures by their labels, in a figure of the size that is written."""
     result = replace(
         RESULT,
         history=tuple(history),
         reward_history=tuple(0.0 for _ in history),
         chosen_update=chosen,
     )
-    figure = Figure()
+    figure = Figure(figsize=(10, 6), layout="constrained")
     _draw_training(figure, result)
     figure.draw_without_rendering()
     return {axis.get_ylabel(): axis for axis in figure.axes}
@@ -55,6 +56,16 @@ def test_one_update_is_a_point_among_whole_numbers(chosen: int) -> None:
         assert list(line.get_xdata()) == [chosen, chosen]
         low, high = axis.get_xlim()
         assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [*range(chosen, 2)]
+
+
+@pytest.mark.parametrize("updates", [3, 200, 2000])
+def test_the_numbers_of_many_updates_lie_apart(updates: int) -> None:
+    for axis in list(drawn([dict.fromkeys(PPO, 1.0)] * updates).values())[-3:]:
+        low, high = axis.get_xlim()
+        shown = zip(axis.get_xticks(), axis.get_xticklabels(), strict=True)
+        places = [label.get_window_extent() for tick, label in shown if low <= tick <= high]
+        assert len(places) > 1
+        assert all(here.x1 + 2 < after.x0 for here, after in pairwise(places))
 
 
 @pytest.mark.parametrize(("looks", "numbered"), [(3, 3), (60, 15)])
