@@ -100,4 +100,5 @@ def _draw_over_optimisation(
     axis.set_xlabel("sqrt(KL to the reference), nats per completion")
     axis.set_ylabel("mean score on the watch prompts")
     axis.grid(alpha=0.3)
-    axis.legend()
+    below = {"loc": "outside lower center", "ncols": 3}  # off the points
+    figure.legend(**below, fontsize="small", columnspacing=1)

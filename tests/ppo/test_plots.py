@@ -70,8 +70,17 @@ def test_the_numbers_of_many_updates_lie_apart(updates: int) -> None:
 
 @pytest.mark.parametrize(("looks", "numbered"), [(3, 3), (60, 15)])
 def test_the_way_to_over_optimisation_can_be_followed(looks: int, numbered: int) -> None:
-    figure, look = Figure(), RESULT.evaluations[0]
-    _draw_over_optimisation(figure, [replace(look, update=n) for n in range(looks)], 1)
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    look = replace(RESULT.evaluations[0], stopping_mean=0.5)
+    first = 9000
+    evaluations = [replace(look, update=first + n) for n in range(looks)]
+    _draw_over_optimisation(figure, evaluations, first + 1)
     told = [text.get_text() for text in figure.axes[0].texts]
-    assert told == [str(n) for n in range(0, looks, looks // numbered)]
+    assert told == [str(first + n) for n in range(0, looks, looks // numbered)]
     assert "falls" in figure.axes[0].get_title()
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 3
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y1 <= figure.axes[0].xaxis.label.get_window_extent().y0  # it covers no point
