@@ -28,6 +28,7 @@ HARD: tuple[DayKind, ...] = ("quiet", "late", "flippers", "duplicates", "corrupt
 LEAST_RISE = 0.20  # of hidden satisfaction, from the first night to the last
 MOST_FALL = 0.05  # below the best night so far
 LONGEST_FALL = 1  # nights in a row
+MOST_NUMBERED = 30  # nights in the picture, beyond which only some of them have their number
 
 
 def plan(nights: int, seed: int) -> list[DayKind]:
@@ -207,7 +208,7 @@ def draw(report: Report, path: Path) -> None:
     )
     axes.errorbar(x, means, yerr=[below, above], fmt="o-", color="#2166ac", capsize=3)
     top = max(means) + max(above)
-    for night in nights:
+    for night, before in zip(nights, [None, *(n.champion for n in nights)], strict=False):
         if night.kind != "ordinary":
             axes.annotate(
                 night.kind,
@@ -220,13 +221,14 @@ def draw(report: Report, path: Path) -> None:
                 fontsize=8,
                 color="#b2182b",
             )
-        axes.text(night.number, top + 0.012, f"v{night.champion}", ha="center", fontsize=8)
+        if night.champion != before:
+            axes.text(night.number, top + 0.012, f"v{night.champion}", ha="center", fontsize=8)
     lowest = min(n.satisfaction.low for n in nights)
     axes.set(
         title=f"What people secretly thought of what they saw, {len(nights)} nights",
-        xlabel="night (above: the champion in the morning after)",
+        xlabel="night (above: the champion from the morning after on)",
         ylabel="hidden satisfaction, 0 to 1",
-        xticks=x,
+        xticks=x[:: -(-len(x) // MOST_NUMBERED)],
         ylim=(max(0.0, lowest - 0.08), min(1.05, top + 0.04)),
     )
     axes.legend(loc="lower right", fontsize=8)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from rlhf_pipeline.feedback.formats import Row, events, to_row
 from rlhf_pipeline.feedback.rules import check_event
@@ -21,6 +22,7 @@ from rlhf_pipeline.simulation.nights import (
     Night,
     Report,
     Satisfaction,
+    draw,
     falls,
     longest_run,
     plan,
@@ -113,6 +115,20 @@ def test_a_report_comes_back_from_its_json_and_says_every_night() -> None:
     assert "| 2 | corrupt | 0.900 (0.890 to 0.910) | 100 / 99 / 0 | bad_key 2 |" in table
     assert "version 1 / refused" in table  # a bar would end the cell
     assert "0.700 → 0.900 (+28.6%)" in table
+
+
+@pytest.mark.parametrize(("nights", "numbered"), [(1, 1), (30, 30), (31, 16), (60, 30)])
+def test_many_nights_can_be_read_in_the_picture(
+    nights: int, numbered: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    kept = [night(n, 0.7, champion=n // 10) for n in range(1, nights + 1)]
+    draw(Report("shop", 0, 100, 10, 0, 50, kept), tmp_path / "nights.png")
+    (axes,) = drawn[0].axes
+    assert len(axes.get_xticks()) == numbered
+    changes = [(1, "v0"), *((n, f"v{n // 10}") for n in range(10, nights + 1, 10))]
+    assert [(text.get_position()[0], text.get_text()) for text in axes.texts] == changes
 
 
 # -- a day -------------------------------------------------------------------------------------
