@@ -159,7 +159,7 @@ def sequences_figure(looks: Sequence[Look], metrics: Sequence[Metric]) -> Figure
 
     rows = -(-(len(metrics) + 1) // 3)
     figure = Figure(figsize=(10, 2.1 * rows))
-    figure.supylabel("challenger − champion", fontsize="small")
+    figure.supylabel("how much better the challenger is", fontsize="small")
     figure.subplots_adjust(left=0.08, right=0.98, bottom=0.1, top=0.94, hspace=0.35)
     places = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
     for axes, metric in zip(places, metrics, strict=False):

@@ -94,6 +94,7 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     figure = sequences_figure(book.looks(begun.experiment_id), METRICS)
     titled = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titled == [*(m.name for m in METRICS), "share of users, %"]
+    assert figure.get_supylabel() == "how much better the challenger is"
     line = figure.axes[1].lines[0]
     assert np.asarray(line.get_ydata()).tolist() == [0.01] * 4  # the last look's holds on
     app = FastAPI()
