@@ -34,6 +34,9 @@ from rlhf_pipeline.commands.score import read_items
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
+from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Arms, decide
+from rlhf_pipeline.experiment.sequences import Sample
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -887,6 +890,30 @@ def test_who_promotes_over_a_champion_that_it_never_met_is_told(
         "version 4; `rlhf experiment offline 4 5 --agent shop` does that\n"
     )
     assert "compared with" not in rlhf("promote", "5").stderr  # nothing moved
+
+
+def test_an_experiments_differences_are_told_with_what_their_sign_says(
+    shop: Path, rlhf: Run
+) -> None:
+    assert "has had no experiment" in rlhf("experiment", "status").stdout
+    assert rlhf("experiment", "start", "--version", "1").stdout == (
+        "shop: version 1 meets 1% of the people beside version 0\n"
+    )
+    begun = rlhf("experiment", "status").stdout
+    assert begun == "version 1 beside 0: running, 1% of the people, 0 looks kept\n"
+    arms = {
+        metric.name: Arms(Sample(7, 0.2, 0.01), Sample(9, 0.3, 0.01))
+        for metric in (PRIMARY, *GUARDRAILS)
+    }
+    book = ExperimentBook(Workspace(None, str(shop)).store.database)
+    (experiment,) = book.history("shop")
+    book.record(experiment, "continue", decide(arms, []).to_json())
+    sign, _, *lines = rlhf("experiment", "status").stdout.splitlines()
+    assert sign == SIGN
+    told = dict(line.strip().split(": ", 1) for line in lines)
+    assert told["satisfaction"] == "-0.100 (? to ?), 7 and 9 users"
+    assert told["thumbs_down"] == "+0.100 (? to ?), 7 and 9 users"  # there are fewer of them
+    assert rlhf("experiment", "stop").stdout == "shop: stopped; version 0 answers everybody\n"
 
 
 def test_the_baseline_is_version_0_until_a_person_resets_it(

@@ -72,7 +72,12 @@ def start(
 
 
 def status(agent: Agent, as_json: AsJson = False) -> None:
-    """Show the agent's experiments, newest first, with the latest look at each."""
+    """Show the agent's experiments, newest first, with the latest look at each.
+
+    Where a difference is above 0 the challenger is better; where less is better, it has less.
+    """
+    from rlhf_pipeline.experiment.decision import SIGN
+
     here = workspace()
     here.need_agent(agent)
     book = _book(here)
@@ -82,6 +87,8 @@ def status(agent: Agent, as_json: AsJson = False) -> None:
         return
     if not found:
         typer.echo(f"{agent} has had no experiment; begin one with `rlhf experiment start`")
+    if any(each["latest"] for each in found):
+        typer.echo(SIGN)
     for each in found:
         typer.echo(
             f"version {each['challenger']} beside {each['champion']}: {each['state']}, "

@@ -46,6 +46,9 @@ GUARDRAILS = (
     Metric("length", "completion length over the limit, at most 1", "lower", 0.10),
 )
 
+SIGN = "Above 0 the challenger is better; where less is better, it has less."
+"""How every difference is read; who shows one says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -121,7 +124,7 @@ def decide(
     4. Surely better on the primary and surely not worse than its margin on every guardrail:
     promote. 5. Out of time: the champion stays. 6. So it does where the users still to come will
     hardly make 4 true: when time is up there are `growth` times as many as now; None where nobody
-    can say. Differences are signed so that above 0 the challenger is better.
+    can say. Differences are signed as SIGN says.
     """
     metrics = (PRIMARY, *guardrails)
     found = {

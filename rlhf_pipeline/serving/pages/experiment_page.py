@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from rlhf_pipeline.experiment.book import LOOK_APART, Experiment, ExperimentBook, Look
-from rlhf_pipeline.experiment.decision import PRIMARY, Metric
+from rlhf_pipeline.experiment.decision import PRIMARY, SIGN, Metric
 from rlhf_pipeline.experiment.live import guardrails_under
 from rlhf_pipeline.serving.pages.parts import (
     Html,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 PATH = "/experiments"
 SHOWN = 10  # looks in the table
 DRAWN = (
-    "Above 0 the challenger is better. The difference is surely within the band; dotted: how much "
-    "worse it may be and still be promoted. Beyond ±0.1 the scale is logarithmic."
+    "The difference is surely within the band; dotted: how much worse it may be and still be "
+    "promoted. Beyond ±0.1 the scale is logarithmic."
 )
 WORDS = {
     "running": "goes on",
@@ -99,6 +99,7 @@ def render(
         drawn = sequences_figure(looks, metrics)
         parts += [
             "<h2>Now</h2>",
+            f"<p>{SIGN}</p>",
             table(head, rows),
             "<h2>Over time</h2>",
             f"<p>{DRAWN}</p>",

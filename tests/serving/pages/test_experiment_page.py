@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import LOOK_APART, ExperimentBook, Look, State
-from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, Metric
+from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Metric
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.serving.pages.dashboard import experiment_figure
 from rlhf_pipeline.serving.pages.experiment_page import (
@@ -107,6 +107,7 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     assert page.text.count("&lt;script&gt;") == 3
     assert "Surely better: satisfaction, thumbs_down," in page.text
     assert "<td>7 and 9</td>" in page.text
+    assert f"<h2>Now</h2><p>{SIGN}</p>" in page.text
     assert page.text.count("data:image/png;base64,") == 1
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
     book.end(begun, "rolled_back", HOSTILE)
