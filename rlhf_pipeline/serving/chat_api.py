@@ -19,7 +19,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import sqlalchemy as sa
-import structlog
 from fastapi import Query
 from pydantic import Field, ValidationError, field_validator
 from starlette.concurrency import run_in_threadpool
@@ -41,8 +40,6 @@ from rlhf_pipeline.serving.guardrails import Rail
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -583,8 +580,6 @@ def _told(error: Exception) -> _Refused:
     """Return what a client is told of a failure: nothing of what is inside."""
     if isinstance(error, ChatRefused):
         return _Refused(400, f"messages: {error}", param="messages", code=error.rule)
-    if isinstance(error, sa.exc.DatabaseError):
-        log.error("reply not stored", why=type(error).__name__)
     return _Refused(503, SORRY, code="unavailable")
 
 

@@ -127,7 +127,7 @@ class Gateway:
         self.trials = Trials(store.database, self.rules_of_trials)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
-        self._leaving: set[str] = set()  # ids of what is being stored and nobody waits for
+        self._ending: set[str] = set()  # ids of replies that are being stored
 
     @property
     def waiting(self) -> int:
@@ -186,16 +186,20 @@ class Gateway:
             network = hashed("network", among, network)[:16]
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
         trouble: list[dict[str, str]] = []
+        untold: list[dict[str, str]] = []  # of it, what is not recorded yet
 
-        async def tell(whose: Arm, rule: str, detail: str) -> None:
+        def meet(whose: Arm, rule: str, detail: str) -> None:
             trouble.append({"arm": whose, "rule": rule})
-            await asyncio.to_thread(
-                self._record, agent_id, interaction_id, arm=whose, rule=rule, detail=detail
-            )
+            untold.append({**trouble[-1], "detail": detail})
+
+        def tell() -> None:
+            while untold:
+                self._record(agent_id, interaction_id, **untold.pop(0))
 
         if blocked := input_block(prompt, rules):
-            await tell(arm, blocked.rail, blocked.detail)
+            meet(arm, blocked.rail, blocked.detail)
             if blocked.rail is not Rail.unsafe_request:
+                await asyncio.to_thread(tell)
                 raise ChatRefused(blocked.rail, blocked.detail)
             arms = ["baseline"]
         first: Exception | None = None
@@ -232,6 +236,8 @@ class Gateway:
             )
 
         for whose in arms:
+            if untold:
+                await asyncio.to_thread(tell)
             draft, shown = _Draft(whose, again=first is not None), 0
             try:
                 async with aclosing(
@@ -247,11 +253,10 @@ class Gateway:
                     draft.text = draft.text[:shown]
                     left = as_kept(draft, time.monotonic() - began, {"left": True})
                     # Not waited for: whoever cancels does so again at every wait.
-                    self._leaving.add(interaction_id)
-                    asyncio.get_running_loop().run_in_executor(None, self._store_left, left)
+                    self._finish(interaction_id, partial(self._store, left))
                 raise
             except _Stopped as stop:
-                await tell(whose, stop.blocked.rail, stop.blocked.detail)
+                meet(whose, stop.blocked.rail, stop.blocked.detail)
                 first = first or ChatAway(f"the reply was blocked: {stop.blocked.rail}")
                 if shown:
                     draft.text, draft.ending = draft.text[:shown], "content_filter"
@@ -262,13 +267,12 @@ class Gateway:
             except (PipelineError, TimeoutError) as error:
                 if isinstance(error, PromptRefused) and first is None:
                     # The request's fault and no arm's: none is given up, nothing counts against it.
-                    await tell(whose, Rail.prompt_unreadable, str(error))
+                    meet(whose, Rail.prompt_unreadable, str(error))
+                    await asyncio.to_thread(tell)
                     raise ChatRefused(Rail.prompt_unreadable, str(error)) from error
                 late = isinstance(error, TimeoutError)
                 detail = f"nothing within {self.settings.serving.timeout_seconds} s"
-                await tell(
-                    whose, "time_out" if late else type(error).__name__, str(error) or detail
-                )
+                meet(whose, "time_out" if late else type(error).__name__, str(error) or detail)
                 failed = ChatAway(detail) if late else error
                 first = first or failed
                 if shown:  # what was seen is kept, and counts: a vote may be about it
@@ -279,20 +283,30 @@ class Gateway:
                 for one in (draft, *draft.of_beside):
                     if one is done or one.completion_tokens:  # else perhaps nothing read the prompt
                         self._count_tokens(agent_id, one)
+        last: list[Callable[[], None]] = [tell]
         if trial and unit and arm != "baseline" and arms[0] == arm:  # else a request was unsafe
-            await asyncio.to_thread(
-                partial(self.trials.tell, trial, unit, arm=arm, network=network),
-                fell_back=first is not None,
+            fell_back = first is not None
+            last.append(
+                partial(
+                    self.trials.tell, trial, unit, arm=arm, network=network, fell_back=fell_back
+                )
             )
+        unseen = ""
         if done is None and cut is not None:  # better than nothing
-            cut.text, cut.ending, done = cut.text[: cut.sound], "content_filter", cut
-            yield cut.text
+            unseen = cut.text[: cut.sound]
+            cut.text, cut.ending, done = unseen, "content_filter", cut
+        if done is not None:
+            took = time.monotonic() - began
+            interaction = as_kept(done, took, note(done.text, done.others) if note else {})
+            last.append(partial(self._store, interaction))
+        ending = self._finish(interaction_id, *last)
+        await asyncio.wait([ending])  # who leaves meanwhile leaves it alone
+        ending.result()
         if done is None:
             assert first is not None
             raise first
-        took = time.monotonic() - began
-        interaction = as_kept(done, took, note(done.text, done.others) if note else {})
-        await asyncio.to_thread(self._store, interaction)
+        if unseen:
+            yield unseen
         if done.broken is not None:
             raise done.broken
         yield Reply(
@@ -302,7 +316,7 @@ class Gateway:
     async def settled(self) -> None:
         """Return once nothing is under way and what people saw before they left is stored."""
         until = time.monotonic() + SETTLE_SECONDS
-        while (self.under_way or self._leaving) and time.monotonic() < until:
+        while (self.under_way or self._ending) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
     def close(self) -> None:
@@ -503,13 +517,21 @@ class Gateway:
             self._known.add(interaction.agent_id)
         self.store.add_interactions([interaction])
 
-    def _store_left(self, interaction: Interaction) -> None:
-        try:
-            self._store(interaction)
-        except Exception:  # nobody waits for it
-            log.exception("reply not stored", interaction=interaction.interaction_id)
-        finally:
-            self._leaving.discard(interaction.interaction_id)
+    def _finish(self, interaction_id: str, *jobs: Callable[[], None]) -> asyncio.Future[None]:
+        """Begin what ends a reply, in a thread; who asked may leave, the service waits for it."""
+
+        def finish() -> None:
+            try:
+                for job in jobs:
+                    job()
+            except Exception:  # perhaps nobody waits for it
+                log.exception("reply not stored", interaction=interaction_id)
+                raise
+            finally:
+                self._ending.discard(interaction_id)
+
+        self._ending.add(interaction_id)
+        return asyncio.get_running_loop().run_in_executor(None, finish)
 
     def _count_tokens(self, agent_id: str, draft: _Draft) -> None:
         """Count what an arm read and wrote, whatever became of it: the upstream's bill has it."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -414,6 +415,43 @@ def test_what_people_saw_of_an_answer_is_stored_before_the_service_has_ended(
             assert kept.completion == "Hello there, "
 
         asyncio.run(cut_off())
+
+
+@pytest.mark.parametrize(
+    ("rest", "seen"),
+    [
+        (chunk("you", "stop") + DONE, "Hello there, you"),
+        (chunk(BLOCKED, "stop") + DONE, "Hello there, "),
+        (b"", "Hello there, "),
+    ],
+)
+def test_what_people_saw_of_an_answer_is_stored_where_they_leave_while_it_is(
+    tmp_path: Path, rest: bytes, seen: str
+) -> None:
+    """The store is busy with others: what stands in the queue for it is not taken out."""
+    over = threading.Event()
+    with sending([(0.0, OK + chunk("Hello there, ")), (0.1, rest)]) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        settings = load_settings("tiny", {"state_dir": tmp_path, "serving": serving})
+        app = create_app(settings, pages=False)
+
+        async def read() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            async for _ in app.state.gateway.reply(
+                "tea", user_prompt("hi"), Wishes(), interaction_id="seen", at_once=True
+            ):
+                asyncio.get_running_loop().run_in_executor(None, over.wait, PATIENCE)
+
+        async def leave() -> None:
+            async with app.router.lifespan_context(app):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(read(), 1.0)
+                threading.Timer(0.2, over.set).start()
+            kept = app.state.gateway.store.interaction("seen")
+            assert kept is not None
+            assert kept.completion == seen
+
+        asyncio.run(leave())
 
 
 def test_what_somebody_stopped_is_kept_and_can_be_voted_on(tmp_path: Path) -> None:
