@@ -37,7 +37,7 @@ from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY
 from rlhf_pipeline.records import hash_rater, hashed
-from rlhf_pipeline.serving.contract import Closed, Told, refusals
+from rlhf_pipeline.serving.contract import Closed, Told, refusals, refused
 from rlhf_pipeline.serving.feedback_api import (
     NOT_JSON,
     READ_AT_ONCE,
@@ -504,7 +504,8 @@ def _refusal(scope: Scope, refusal: _Refused) -> Response:
             'parts on the <a href="/feedback-files">page it was chosen on</a>.</p>'
         )
         return page_of(whole("Too long", body, nonce), nonce, TOO_LARGE)
-    return JSONResponse({"error": refusal.detail}, refusal.status_code, headers=refusal.headers)
+    code, headers = refusal.status_code, refusal.headers
+    return refused(scope["path"], code, refusal.detail, headers=headers)
 
 
 def _sign_in_page(said: str, to: str, status: int = 200) -> Response:

@@ -33,7 +33,15 @@ from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.access import right_in
 from rlhf_pipeline.serving.champions import Arm
-from rlhf_pipeline.serving.contract import Closed, Text, Told, refusals, words_of
+from rlhf_pipeline.serving.contract import (
+    ChatRefusal,
+    Closed,
+    Text,
+    Told,
+    for_openai,
+    refusals,
+    words_of,
+)
 from rlhf_pipeline.serving.feedback_api import READ_AT_ONCE, is_json
 from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import Rail
@@ -187,21 +195,6 @@ class ChatCompletion(Told):
     usage: Usage
 
 
-class ChatProblem(Told):
-    """Why a chat request has no answer."""
-
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str | None
-
-
-class ChatRefusal(Told):
-    """A refusal as OpenAI's clients read it."""
-
-    error: ChatProblem
-
-
 class Model(Told):
     """A name that answers."""
 
@@ -322,17 +315,16 @@ def add_chat_routes(
         response_model=ChatCompletion,
         responses={
             200: {"description": "The completion, whole or as events.", "content": streamed},
-            **refusals(400, 404, 408, 413, 415, 429, 503, model=ChatRefusal),
-            **refusals(422),
+            **refusals(400, 404, 408, 413, 415, 422, 429, 503, model=ChatRefusal),
         },
         openapi_extra={"requestBody": {"required": True, "content": body}},
     )
-    for path, route, shown, refused in (
-        ("/v1/models", models, ModelList, refusals(503)),
-        ("/v1/models/{name}", model, Model, refusals(404, model=ChatRefusal)),
-        ("/v1/chat/events/{agent_id}", events, ChatEvents, refusals(404, model=ChatRefusal)),
+    for path, route, shown, codes in (
+        ("/v1/models", models, ModelList, (422, 503)),
+        ("/v1/models/{name}", model, Model, (404, 422, 503)),
+        ("/v1/chat/events/{agent_id}", events, ChatEvents, (404, 422, 503)),
     ):
-        refused = {**refused, **refusals(422, 503)}
+        refused = refusals(*codes, model=ChatRefusal)
         app.add_api_route(
             path, route, methods=["GET"], tags=["chat"], response_model=shown, responses=refused
         )
@@ -449,7 +441,7 @@ class _Answer:
             refusal = _told(error)
             if not begun:
                 raise refusal from error
-            yield _event(_said(refusal.status, str(refusal), None, refusal.code))
+            yield _event(for_openai(refusal.status, str(refusal), code=refusal.code))
             return
         yield last + b"data: [DONE]\n\n"  # in one: each time costs others' first texts
 
@@ -609,16 +601,11 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _said(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _error(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
     headers = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}.get(status)
-    return JSONResponse(_said(status, message, param, code), status, headers=headers)
+    return JSONResponse(for_openai(status, message, param, code), status, headers=headers)
 
 
 def _request_schema() -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """What the routes take and answer, as OpenAPI says it; refusals have one shape.
 
-Every refusal is {"error": …} (the chat's are OpenAI's, and a browser that finds no page is shown
-one). What the door before the routes (access.py) may answer to any of them is added here, and so is
-what counts as a right. Text that no database keeps (NUL, half a surrogate pair) is refused where a
-body is read: `Text`.
+Every refusal is {"error": …} (the chat's are OpenAI's, the door's too: its clients show nothing
+else; and a browser that finds no page is shown one). What the door before the routes (access.py)
+may answer to any of them is added here, and so is what counts as a right. Text that no database
+keeps (NUL, half a surrogate pair) is refused where a body is read: `Text`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import sqlalchemy as sa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -37,6 +37,8 @@ WORDS: Mapping[int, str] = {
     503: "It cannot be done now; Retry-After says in how many seconds to come again.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+FOR_OPENAI = ("/v1/chat/", "/v1/models")
+"""How the paths begin that OpenAI's clients ask for."""
 BY_DOOR = (401, 403, 413, 429)
 BY_DOOR_OF_BODIES = (408,)
 KEY_HEADER = {
@@ -81,6 +83,21 @@ class Refusal(Told):
     rule: str = Field("", description="The name of the rule a row broke, as quarantine has it.")
 
 
+class ChatProblem(Told):
+    """Why a chat request has no answer."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ChatRefusal(Told):
+    """A refusal as OpenAI's clients read it."""
+
+    error: ChatProblem
+
+
 class Status(Told):
     """That the process answers."""
 
@@ -90,6 +107,29 @@ class Status(Told):
 def refusals(*codes: int, model: Any = Refusal) -> dict[int | str, dict[str, Any]]:
     """Return OpenAPI's entries for what a route refuses."""
     return {code: {"model": model, "description": WORDS[code]} for code in codes}
+
+
+def refused(
+    path: str,
+    status: int,
+    words: str,
+    *,
+    rule: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """Return a refusal as those read it who ask for the path."""
+    told: dict[str, Any] = {"error": words} if rule is None else {"error": words, "rule": rule}
+    if path.startswith(FOR_OPENAI):
+        told = for_openai(status, words, code=rule)
+    return JSONResponse(told, status, headers)
+
+
+def for_openai(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return a refusal as OpenAI's clients read it (`ChatRefusal`)."""
+    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def words_of(problem: Mapping[str, Any]) -> str:
@@ -115,17 +155,18 @@ def add_contract(
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         words = f"{where}: {words_of(problem)}; mend it and send again"
-        return JSONResponse({"error": words, "rule": "wrong_type"}, 422)
+        return refused(request.url.path, 422, words, rule="wrong_type")
 
     async def nowhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404 and "text/html" in request.headers.get("accept", ""):
             return no_such_page()  # somebody reads it
-        return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
+        path, code = request.url.path, error.status_code
+        return refused(path, code, str(error.detail), headers=error.headers)
 
     async def away(request: Request, error: Exception) -> JSONResponse:
         words = "the store cannot be used now; send it again"
-        return JSONResponse({"error": words}, 503, {"retry-after": "5"})
+        return refused(request.url.path, 503, words, headers={"retry-after": "5"})
 
     app.add_exception_handler(RequestValidationError, unfit)
     app.add_exception_handler(HTTPException, nowhere)
@@ -162,8 +203,9 @@ def _add_rights(openapi: dict[str, Any], open_paths: Collection[str]) -> None:
             "description": token,
         },
     }
-    refusal = {"$ref": "#/components/schemas/Refusal"}
     for path, operations in openapi["paths"].items():
+        shape = "ChatRefusal" if path.startswith(FOR_OPENAI) else "Refusal"
+        refusal = {"$ref": f"#/components/schemas/{shape}"}
         for operation in operations.values():
             answers = operation["responses"]
             operation["security"] = [] if path in open_paths else [{"key": []}, {"session": []}]

@@ -522,6 +522,30 @@ def test_too_many_or_too_long_is_refused(world: World, monkeypatch: pytest.Monke
     )
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "right", "headers", "status", "said"),
+    [
+        ("GET", "/v1/models", None, {}, 401, "needed an API key"),
+        ("GET", "/v1/models/milk", "tea", {}, 403, "this key is for agent 'tea' alone"),
+        ("POST", "/v1/chat/completions", "tea", {}, 422, "one JSON value"),
+        ("POST", "/v1/chat/completions", "tea", {"content_encoding": "gzip"}, 415, "a body as it"),
+        ("POST", "/v1/chat/completions", "tea", {"content_length": "9" * 9}, 413, "at most"),
+        ("GET", "/v1/chat/completions", "admin", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_who_speaks_openais_language_is_told_in_it_why_the_door_refuses(
+    world: World, method: str, path: str, right: str | None, headers: Any, status: int, said: str
+) -> None:
+    """Its clients show error.message, and nothing of what has another shape."""
+    key = None if right is None else getattr(world, right)
+    answer = world.ask(method, path, key, None if method == "GET" else b"{", **headers)
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+    answers = world.app.openapi()["paths"]["/v1/chat/completions"]["post"]["responses"]
+    shapes = {one["content"]["application/json"]["schema"]["$ref"] for one in answers.values()}
+    assert {shape.rpartition("/")[2] for shape in shapes} == {"ChatCompletion", "ChatRefusal"}
+
+
 def test_a_body_that_stops_half_way_is_not_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
