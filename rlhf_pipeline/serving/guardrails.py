@@ -49,6 +49,7 @@ UNFINISHED = re.compile(
 or a run of digits. A plain word goes out at once: an address cut off before its @ is none. Where
 no blanks stand between words, the next letter ends one.
 """
+LAST_WORD = re.compile(rf"[^\s{RUN_ON}]*\Z")
 
 LONGEST_DETAIL = 400  # characters; what comes next belongs to none that begins before as many
 LONGEST_REPEATED = 200  # characters: a line
@@ -108,8 +109,12 @@ def output_block(
 def certain(text: str) -> str:
     """Return the text without an end that may still become a personal detail."""
     since = max(0, len(text) - LONGEST_DETAIL)
-    found = UNFINISHED.search(plain(text[since:]))  # of a long text its end alone, at every word
-    return text if found is None else text[: since + found.start()]
+    end = plain(text[since:])  # of a long text its end alone, at every word
+    found = UNFINISHED.search(end)
+    if found is None:
+        return text
+    # Digits and a blank may be a key's last: they are as uncertain as the word that they end.
+    return text[: since + len(LAST_WORD.sub("", end[: found.start()]))]
 
 
 def _repeats(text: str, most: int) -> str | None:
