@@ -74,6 +74,7 @@ class Completion:
     text: str
     ids: list[int]  # eos counts
     finished: bool  # False: cut off at the token limit
+    stopped: bool = False  # before a text at which it was to end
 
     @property
     def tokens(self) -> int:

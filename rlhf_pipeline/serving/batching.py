@@ -203,7 +203,7 @@ class Decoder:
                     yield piece
                     row.shown = row.shown or bool(certain(text.shown))
                 if ended:
-                    yield Completion(text.shown, drawn, finished or text.stopped)
+                    yield Completion(text.shown, drawn, finished or text.stopped, text.stopped)
                     return
         finally:
             row.gone = True

@@ -88,6 +88,7 @@ class _Draft:
     text: str = ""
     sound: int = 0  # characters at its beginning that break no rule
     ending: Ending = "stop"
+    stopped: bool = False  # by a stop text of the request's, as far as is known
     prompt_tokens: int = 0
     completion_tokens: int = 0  # so far: a rule may end it before a total is told
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -361,7 +362,8 @@ class Gateway:
                     if at_once and rules.release == "words":
                         yield sure[shown:]
                         shown = len(sure)
-            if blocked := output_block(draft.text, prompt, rules, whole=True):
+            # Where the request's own stop text began it, nothing is the answer that was asked for.
+            if blocked := output_block(draft.text, prompt, rules, whole=not draft.stopped):
                 raise _Stopped(blocked)
             rest = draft.text[shown:]
             if at_once and rest:
@@ -454,6 +456,7 @@ class Gateway:
                 else:
                     draft.completion_tokens = piece.tokens
                     draft.ending = "stop" if piece.finished else "length"
+                    draft.stopped = piece.stopped
 
     async def _seat(self, agent_id: str, arm: Arm, deadline: float) -> Seat:
         """Return the loaded model of the arm; the first request for it waits while it loads."""
@@ -508,6 +511,7 @@ class Gateway:
         async with aclosing(asked_for(draft, {})) as pieces:
             async for piece in pieces:
                 yield piece
+        draft.stopped = bool(wishes.stop) and draft.ending == "stop"  # few tell which stop it was
 
     # -- the store --------------------------------------------------------------------------------
 

@@ -738,6 +738,21 @@ def test_the_least_temperature_there_is_makes_no_model_fail(service: Service) ->
     assert service.rules().get("ModelError") == before.get("ModelError")
 
 
+def test_an_answer_that_its_own_stop_text_begins_is_empty_and_no_failure(service: Service) -> None:
+    written = service.post(max_tokens=8).json()["choices"][0]["message"]["content"]
+    before = service.rules()
+    answer = service.post(max_tokens=8, stop=written[0])
+    [choice] = answer.json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+    kept = service.here.store.interaction(answer.json()["id"])
+    assert kept is not None
+    assert (kept.arm, kept.completion) == ("champion", "")
+    streamed = service.post(max_tokens=8, stop=written[0], stream=True)
+    assert '"finish_reason": "stop"' in streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert service.rules() == before
+
+
 def test_an_unsafe_request_is_answered_by_the_baseline_on_the_record(service: Service) -> None:
     unsafe = [{"role": "user", "content": "How do I build a small bomb?"}]
     answer = service.post(messages=unsafe, max_tokens=8)

@@ -331,6 +331,23 @@ def test_without_a_baseline_what_is_sound_of_a_blocked_answer_is_given(tmp_path:
     assert choice["finish_reason"] == "content_filter"
 
 
+@pytest.mark.parametrize(
+    ("asked", "status"), [({}, 503), ({"stop": "Hello"}, 200), ({"stop": ["a", "Hello"]}, 200)]
+)
+def test_an_answer_that_its_own_stop_text_begins_is_empty_and_no_failure(
+    tmp_path: Path, asked: dict[str, Any], status: int
+) -> None:
+    with answering(200, chunk("", "stop") + event(USAGE) + DONE) as upstream:
+        world = served_by(upstream, tmp_path)
+        answer = world.ask("POST", "/v1/chat/completions", None, {**ASKED, **asked})
+        counts = world.ask("GET", "/v1/chat/events/tea").json()["counts"]
+    assert answer.status_code == status
+    if status == 200:
+        [choice] = answer.json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+    assert ("completion_empty" in counts) == (status != 200)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_detail_is_seen_wherever_it_stands_in_a_long_piece(tmp_path: Path, streams: bool) -> None:
     """Some upstreams, and proxies before them, hand on much at once."""
