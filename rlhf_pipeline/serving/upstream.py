@@ -201,8 +201,11 @@ async def _asked(
                     f"{packed[:20]!r}; switch compression off there"
                 )
             yield answer
-    except httpx.TimeoutException as error:
-        raise TimeoutError from error
+    except httpx.ConnectTimeout as error:
+        raise ModelError(
+            f"the upstream at {upstream.url} must take a connection within {CONNECT_SECONDS} s, "
+            "found none; start it or correct serving.upstreams"
+        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ModelError(
             f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "

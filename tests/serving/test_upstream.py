@@ -7,13 +7,14 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,20 @@ def test_an_upstream_that_cannot_be_asked_is_a_failure_like_others(
     with pytest.raises(ModelError, match=said) as raised:
         pieces_of(upstream)
     assert "secret" not in str(raised.value)
+
+
+def test_an_upstream_that_takes_no_connection_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sooner than the time for an answer is over, whose length would be told else."""
+    monkeypatch.setattr(upstream_module, "CONNECT_SECONDS", 0.2)
+    with ExitStack() as opened:
+        there = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # more than wait to be taken
+            other = opened.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(there.getsockname())
+        url = f"http://127.0.0.1:{there.getsockname()[1]}/v1"
+        with pytest.raises(ModelError, match=r"must take a connection within 0\.2 s, found none"):
+            pieces_of(UpstreamSettings(url=url, model="any"))
 
 
 @pytest.mark.parametrize("rest", [chunk(BLOCKED, "stop") + DONE, event({"error": {}}), b""])
