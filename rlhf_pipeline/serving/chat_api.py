@@ -558,7 +558,7 @@ async def _find(gateway: Gateway, model: str) -> tuple[str, Arm]:
     arm = next((arm for arm in ARMS if arm == (name or "champion")), None)
     if arm is not None and gateway.champions.ready(agent_id, "champion"):
         return agent_id, arm
-    if arm is None or not await run_in_threadpool(gateway.knows, agent_id):
+    if arm is None or not await run_in_threadpool(_answers, gateway, agent_id, arm):
         raise _Refused(
             404,
             f"no agent answers to {model!r}; GET /v1/models lists those that do",
@@ -576,9 +576,18 @@ def _told(error: Exception) -> _Refused:
 
 
 def _arms(gateway: Gateway, agent_id: str) -> list[str]:
-    """Return the names of the agent's arms; only a ledger has a baseline."""
-    has_baseline = gateway.champions.registry.ledger.baseline(agent_id) is not None
-    return [f"{agent_id}:{arm}" for arm in ARMS if arm == "champion" or has_baseline]
+    """Return the names of the agent's arms."""
+    return [f"{agent_id}:{arm}" for arm in ARMS if _has(gateway, agent_id, arm)]
+
+
+def _answers(gateway: Gateway, agent_id: str, arm: Arm) -> bool:
+    return gateway.knows(agent_id) and _has(gateway, agent_id, arm)
+
+
+def _has(gateway: Gateway, agent_id: str, arm: Arm) -> bool:
+    """Say whether an agent that can answer has the arm; only a ledger has a baseline."""
+    ledger = gateway.champions.registry.ledger
+    return arm == "champion" or ledger.baseline(agent_id) is not None
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -363,6 +363,16 @@ def test_an_answer_that_its_own_stop_text_begins_is_empty_and_no_failure(
     assert ("completion_empty" in counts) == (status != 200)
 
 
+def test_an_upstream_without_a_baseline_answers_to_no_baselines_name(tmp_path: Path) -> None:
+    with answering(200, chunk("Hello", "stop") + DONE) as upstream:
+        world = served_by(upstream, tmp_path)
+        asked = {**ASKED, "model": "tea:baseline"}
+        answer = world.ask("POST", "/v1/chat/completions", None, asked)
+        counts = world.ask("GET", "/v1/chat/events/tea").json()["counts"]
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert counts == {}
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_detail_is_seen_wherever_it_stands_in_a_long_piece(tmp_path: Path, streams: bool) -> None:
     """Some upstreams, and proxies before them, hand on much at once."""
