@@ -71,6 +71,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
+    "prediction": (None,),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
 }
 """Fields that are obeyed only where they ask for nothing."""
 
@@ -519,7 +523,7 @@ def _checked(body: bytes) -> ChatRequest:
         raise _Refused(400, str(refusal)) from refusal
     for name, neutral in NEUTRAL.items():
         if name in values and not _among(values.pop(name), neutral):
-            told = " or ".join(json.dumps(value) for value in neutral[1:])
+            told = " or ".join(json.dumps(value) for value in neutral[1:] or neutral)
             raise _Refused(400, f"{name} is not supported here: needed {told}", param=name)
     metadata = values.get("metadata")
     for name in HARMLESS:

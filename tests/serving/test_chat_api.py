@@ -561,6 +561,7 @@ def test_every_answer_is_a_trace_where_that_is_asked_for(
     [
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"prediction": {"type": "content", "content": "It"}}, "prediction"),
         ({"temperature": 3}, "temperature"),
         ({"temprature": 1}, "temprature"),
         ({"messages": []}, "messages"),
@@ -586,6 +587,12 @@ def test_what_is_not_done_here_is_refused_by_name(
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_field_that_is_null_asks_for_nothing(service: Service) -> None:
+    """Some clients send every field there is."""
+    null = dict.fromkeys("prediction audio web_search_options moderation tools n".split())
+    assert service.post(max_tokens=4, **null).status_code == 200
 
 
 def test_a_body_that_does_not_come_gives_its_place_back(
