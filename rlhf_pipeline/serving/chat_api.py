@@ -14,13 +14,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import sqlalchemy as sa
 from fastapi import Query
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -79,6 +79,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that are obeyed only where they ask for nothing."""
 
 
+def _without_controls(value: str) -> str:
+    if any(c < " " for c in value):
+        raise ValueError("text without control characters is needed")
+    return value
+
+
+Name = Annotated[Text, AfterValidator(_without_controls)]
+SessionId = Annotated[Name, Field(max_length=64)]
+SESSION_ID: TypeAdapter[str] = TypeAdapter(SessionId)
+
+
 class TextPart(Closed):
     """A piece of a message's content."""
 
@@ -126,8 +137,8 @@ class ChatRequest(Closed):
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    user: Text | None = Field(None, max_length=LONGEST_RATER)
-    session_id: Text | None = Field(None, max_length=64, description="Ours: joins a conversation.")
+    user: Name | None = Field(None, max_length=LONGEST_RATER)
+    session_id: SessionId | None = Field(None, description="Ours: joins a conversation.")
 
     @field_validator("stop")
     @classmethod
@@ -136,13 +147,6 @@ class ChatRequest(Closed):
         if len(stops) > 4 or any(not 1 <= len(one) <= 200 for one in stops):
             raise ValueError("at most 4 texts of 1 to 200 characters are needed")
         return stop
-
-    @field_validator("user", "session_id")
-    @classmethod
-    def _plain(cls, value: str | None) -> str | None:
-        if value is not None and any(c < " " for c in value):
-            raise ValueError("text without control characters is needed")
-        return value
 
     @property
     def prompt(self) -> Prompt:
@@ -529,7 +533,8 @@ def _checked(body: bytes) -> ChatRequest:
     for name in HARMLESS:
         values.pop(name, None)
     if isinstance(metadata, dict) and "session_id" in metadata:
-        values.setdefault("session_id", metadata["session_id"])
+        with suppress(ValidationError):  # what is somebody else's may be of another kind
+            values.setdefault("session_id", SESSION_ID.validate_python(metadata["session_id"]))
     try:
         return ChatRequest.model_validate(values)
     except ValidationError as error:
@@ -631,6 +636,9 @@ def _request_schema() -> dict[str, Any]:
         },
         **{name: {"description": "Taken, and changes nothing."} for name in sorted(HARMLESS)},
     }
+    schema["properties"]["metadata"]["description"] += (
+        " Where there is no session_id and one in here fits, it is taken for that."
+    )
     return schema
 
 

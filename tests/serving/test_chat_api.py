@@ -589,6 +589,23 @@ def test_what_is_not_done_here_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("told", ["x" * 65, "a\nb", "\ud800", 5, None, ["s1"]])
+def test_a_session_that_metadata_names_in_another_way_refuses_no_chat(
+    service: Service, told: Any
+) -> None:
+    body = {"model": "shop", "seed": SEED, "max_tokens": 4, **ASKED}
+    answer = httpx.post(
+        f"{service.address}/v1/chat/completions",
+        content=json.dumps({**body, "metadata": {"session_id": told}}),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 200
+    kept = service.here.store.interaction(answer.json()["id"])
+    assert kept is not None
+    assert kept.session_id is None
+    assert service.post(session_id="x" * 65).json()["error"]["param"] == "session_id"
+
+
 def test_a_field_that_is_null_asks_for_nothing(service: Service) -> None:
     """Some clients send every field there is."""
     null = dict.fromkeys("prediction audio web_search_options moderation tools n".split())
