@@ -134,9 +134,10 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
         for path in sorted(inbox.glob("*/*")):
             if path.name.startswith("."):
                 continue  # what a program is copying here, or a system leaves in every folder
+            if left := why_left(path):
+                reasons.append(left)
+                continue
             if not path.name.lower().endswith(LINES):
-                if left := why_left(path):
-                    reasons.append(left)
                 continue
             try:
                 stat, problem = path.stat(), unfit_to_take(path)

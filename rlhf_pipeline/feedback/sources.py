@@ -116,7 +116,12 @@ def files_in(folder: Path) -> list[Path]:
 def why_left(path: Path) -> str | None:
     """Return why a file in an inbox is not taken in by itself; None where it is, or is no rows."""
     name = path.name.lower()
-    if name.startswith(".") or name.endswith(LINES):
+    if name.startswith("."):
+        return None
+    told = os.fsencode(path).decode(errors="backslashreplace")
+    if told != str(path):  # neither a run's configuration nor a message can hold it
+        return f"{'/'.join(told.split(os.sep)[-2:])} is not named in UTF-8; rename it"
+    if name.endswith(LINES):
         return None
     if name.endswith(SUFFIXES):
         return f"{path.name} is not called .jsonl; `rlhf ingest` takes it in, then move it away"

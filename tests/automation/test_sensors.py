@@ -383,6 +383,21 @@ def test_a_table_in_the_inbox_is_said_to_wait_for_a_person(ticks: Ticks) -> None
     shutil.rmtree(inbox)
 
 
+def test_a_name_that_is_not_utf_8_keeps_no_other_file_waiting(ticks: Ticks) -> None:
+    inbox = ticks.state / "inbox" / "latin"
+    inbox.mkdir(parents=True)
+    latin = Path(os.fsdecode(os.fsencode(inbox) + b"/f\xfcr-alle.jsonl"))  # of an old archive
+    for path in (latin, inbox / "votes.jsonl"):
+        path.write_text(line(1) + "\n")
+        settle(path)
+    seen = ticks.tick("dropped_files")
+    told = r"latin/f\xfcr-alle.jsonl is not named in UTF-8; rename it"
+    assert told in str(seen.skip_message)
+    [request] = ticks.tick("dropped_files", seen.cursor).run_requests
+    assert take_in(ticks, request).success
+    assert list(inbox.glob("*.jsonl")) == [latin]
+
+
 def test_what_a_program_is_still_copying_is_left_alone(ticks: Ticks) -> None:
     inbox = ticks.state / "inbox" / "copied"
     inbox.mkdir(parents=True)
