@@ -39,6 +39,7 @@ from rlhf_pipeline.errors import ConfigError, ModelError, SourceError
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.files import SQLITE, read_yaml, sqlite_path, sqlite_url
 from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
+from rlhf_pipeline.reward.remote import parts_of
 from rlhf_pipeline.reward.settings import CRITERION, LEARNED, FunctionSettings, spelt_out
 from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from rlhf_pipeline.safety import UNSAFE
@@ -70,8 +71,14 @@ Cron = Annotated[str, AfterValidator(checked_cron)]
 
 
 def _is_address(secret: SecretStr) -> SecretStr:
-    if re.fullmatch(r"https?://[^\s/]\S*", secret.get_secret_value()) is None:
-        raise ValueError("needed an address that begins with http:// or https://; correct it")
+    parts = parts_of(secret.get_secret_value())
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            "needed an address that begins with http:// or https://, has a host's name, a port's "
+            "number, if any, and no spaces or signs beyond ASCII; correct it"
+        )
+    if "@" in parts.netloc:
+        raise ValueError("needed an address without a user or password, which are not sent")
     return secret
 
 

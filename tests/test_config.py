@@ -408,10 +408,25 @@ def test_a_line_that_is_no_cron_is_refused_before_dagster_sees_it(
         load_settings(recipe(f"{place}: '{line}'}}"))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "hooks.example/hunter2",
+        "https://me:hunter2@hooks.example/x",
+        "http://[::1/hunter2",
+        "https://hooks.example:8o80/hunter2",
+        "https://.example/hunter2",
+        f"https://{64 * 'a'}.example/hunter2",
+        "https://hooks.example/hünter2-hunter2",
+        "https://hooks.example/hunter2 x",
+        "https:///hunter2",
+    ],
+)
 def test_a_webhook_that_is_no_address_is_refused_and_not_told(
-    recipe: Any, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setenv("RLHF_WEBHOOK", "hooks.example/hunter2")
+    """Each tick would fail at it, with the address in its error."""
+    monkeypatch.setenv("RLHF_WEBHOOK", address)
     with pytest.raises(ConfigError, match=r"notifications\.webhook: needed an address") as caught:
         load_settings(recipe(""))
     assert "hunter2" not in str(caught.value)

@@ -212,7 +212,13 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _checked_url(url: str, allow_plain_http: bool) -> str:
     """Return the address as messages may show it: without its query, which may hold a secret."""
-    parts = _parts(url)
+    parts = parts_of(url)
+    if parts is None:  # not shown: where a secret may stand in it is not known
+        raise ModelError(
+            "a remote reward needs an address with a host's name, a port's number, if any, and "
+            "without spaces or signs beyond ASCII, found another; correct it (%20 is a space, "
+            "%C3%BC an ü)"
+        )
     shown = f"{parts.scheme}://{(parts.netloc).rpartition('@')[2]}{parts.path}"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ModelError(
@@ -231,22 +237,16 @@ def _checked_url(url: str, allow_plain_http: bool) -> str:
     return shown
 
 
-def _parts(url: str) -> SplitResult:
-    """Return the address's parts; of one that no request could be sent to raises ModelError."""
+def parts_of(url: str) -> SplitResult | None:
+    """Return an address's parts; None of one that no request could be sent to."""
     try:
         parts = urlsplit(url)
         sound = parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
         (parts.hostname or "").encode("idna")
     except ValueError:  # brackets that do not close, a port that is no number below 65536, or no
         # name between two points
-        sound = False
-    if not sound:  # not shown: where a secret may stand in it is not known
-        raise ModelError(
-            "a remote reward needs an address with a host's name, a port's number, if any, and "
-            "without spaces or signs beyond ASCII, found another; correct it (%20 is a space, "
-            "%C3%BC an ü)"
-        )
-    return parts
+        return None
+    return parts if sound else None
 
 
 def _is_loopback(host: str) -> bool:
