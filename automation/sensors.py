@@ -349,16 +349,15 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
     for agent_id in agent_ids:
         found += alerts_about(agent_id, pipeline.settings, looked, at=now())
     for alert in found:
-        key = f"{alert.agent_id}/{alert.name}"
-        if key not in told:
+        if alert.key not in told:
             log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
             text = f"{alert.agent_id}: {alert.name.replace('_', ' ')}"
             try:
                 outbox.tell(settings, {"text": text, "message": alert.words})
             except outbox.AWAY as error:  # told again at the next tick
-                failed.append(f"{key} was not told: {type(error).__name__}")
+                failed.append(f"{alert.key} was not told: {type(error).__name__}")
                 continue
-        standing.add(key)
+        standing.add(alert.key)
     for key in sorted(told - standing):
         log.info("alert over", alert=key)
     unseen = [f"{alert.agent_id}: {alert.words}" for alert in found if alert.name == UNSEEN]

@@ -29,11 +29,18 @@ DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody h
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing to look at; name and agent say whether it was told before."""
+    """One thing to look at; its key says whether it was told before."""
 
     name: str
     agent_id: str
     words: str
+    entry: int | None = None  # the ledger's that it is about; another is told as well
+
+    @property
+    def key(self) -> str:
+        """Return what is told once."""
+        about = "" if self.entry is None else f"/{self.entry}"
+        return f"{self.agent_id}/{self.name}{about}"
 
 
 def alerts_about(
@@ -106,8 +113,7 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
             f"the newest snapshot's new votes differ from the votes before, most in {most} "
             f"(PSI {psi[most]:.2f}{above}); its report is beside it",
         )
-    for name, words in _about_the_champion(overview, settings):
-        alert(name, words)
+    found += _about_the_champion(overview, settings)
     judged = [standing.passed for standing in overview.standings if standing.passed is not None]
     refused = len(list(takewhile(lambda passed: not passed, judged)))
     if refused >= rules.refused_in_a_row:
@@ -146,19 +152,22 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
     return found
 
 
-def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield what speaks against who answers now, by name: what was done and what a person may."""
+def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Alert]:
+    """Yield what speaks against who answers now: what was done and what a person may."""
     agent_id, found, rules = overview.agent_id, overview.failures, settings.experiments
     if overview.moved is not None and overview.moved.actor == WATCH:
-        yield (
+        yield Alert(
             "rolled_back",
+            agent_id,
             f"{overview.moved.reason}; version {overview.moved.version} answers again",
+            overview.moved.entry,
         )
     if found is not None and is_trouble(
         found, most=rules.trouble_answers, share=rules.trouble_share
     ):
-        yield (
+        yield Alert(
             "champion_fails",
+            agent_id,
             f"the champion {found.words}; `rlhf rollback --agent {agent_id}`, or look at the "
             "service's log",
         )
@@ -167,8 +176,9 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[tupl
     if now is None or before is None or now.satisfaction is None or before.satisfaction is None:
         return
     if now.satisfaction + (now.margin or 0.0) < before.satisfaction - (before.margin or 0.0):
-        yield (
+        yield Alert(
             "liked_less",
+            agent_id,
             f"people like version {now.version} ({now.satisfaction:.2f} ± {now.margin:.2f}, "
             f"{now.votes} of them) less than version {before.version} before it "
             f"({before.satisfaction:.2f} ± {before.margin:.2f}); other people on other days, so "

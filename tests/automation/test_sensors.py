@@ -35,6 +35,7 @@ from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.errors import NotEnoughData, RegistryError
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.files import locked, write_text
@@ -1220,10 +1221,17 @@ def test_a_young_champion_that_fails_is_rolled_back_and_told_of(
     store.set_agent("astray", recipe=None)
     assert ticks.tick("young_champions").skip_message == "no young champion fails"
     ticks.set(notifications={"webhook": url})
-    assert json.loads(ticks.tick("alerts").cursor) == ["shop/rolled_back"]
+    first = ticks.tick("alerts").cursor
     [told] = [body["message"] for body in kept.received]
     assert told.startswith("version 1 failed at 10 of its latest 10 answers")
     assert told.endswith("version 0 answers again")
+
+    # Promoted and rolled back once more before anybody looked: that is told too, and once.
+    ledger.promote("shop", 1, actor="ann", reason="again", expected_champion=0, force=True)
+    ledger.rollback("shop", actor=WATCH, reason="it fails", expected_champion=1)
+    second = ticks.tick("alerts", first).cursor
+    assert ticks.tick("alerts", second).cursor == second
+    assert [body["message"] for body in kept.received[1:]] == ["it fails; version 0 answers again"]
 
 
 def test_an_experiment_with_more_answers_than_a_tick_counts_is_looked_at_in_a_later_one(
