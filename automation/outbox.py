@@ -40,8 +40,7 @@ def _kept(settings: Settings) -> list[Path]:
 def send_kept(settings: Settings) -> None:
     """Tell what is kept, oldest first. One that is refused keeps no later one back.
 
-    Raises what `tell` raised first, once all were tried; at once where nobody answers, or the
-    answer (from 500 on) says that the webhook is in trouble whatever it is told.
+    Raises what `tell` raised first, once all were tried; at once where the webhook is away.
     """
     refused: urllib.error.HTTPError | None = None
     for path in _kept(settings):
@@ -52,13 +51,21 @@ def send_kept(settings: Settings) -> None:
         try:
             tell(settings, body)
         except urllib.error.HTTPError as error:
-            if error.code >= 500:
+            if is_away(error):
                 raise
             refused = refused or error
         else:
             path.unlink(missing_ok=True)
     if refused is not None:
         raise refused
+
+
+def is_away(error: Exception) -> bool:
+    """Say whether the webhook would take nothing now, whatever it is told.
+
+    It did not answer, which each time costs a tick seconds of its minute, or (from 500 on) says so.
+    """
+    return not isinstance(error, urllib.error.HTTPError) or error.code >= 500
 
 
 def tell(settings: Settings, body: Mapping[str, str]) -> None:

@@ -339,11 +339,12 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
         return overview(pipeline.store, pipeline.ledger, agent_id, enough=enough, latest=latest)
 
     told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
-    standing, failed = set(), []
+    standing, failed, is_away = set(), [], False
     try:
         outbox.send_kept(settings)
     except outbox.AWAY as error:
         failed.append(f"a failed run was not told: {type(error).__name__}")
+        is_away = outbox.is_away(error)
     agent_ids = pipeline.store.agents()
     found = [*disk_alerts(settings), *name_alerts(agent_ids)]
     for agent_id in agent_ids:
@@ -351,11 +352,15 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
     for alert in found:
         if alert.key not in told:
             log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
+            if is_away:
+                failed.append(f"{alert.key} was not told")
+                continue
             text = f"{alert.agent_id}: {alert.name.replace('_', ' ')}"
             try:
                 outbox.tell(settings, {"text": text, "message": alert.words})
             except outbox.AWAY as error:  # told again at the next tick
                 failed.append(f"{alert.key} was not told: {type(error).__name__}")
+                is_away = outbox.is_away(error)
                 continue
         standing.add(alert.key)
     for key in sorted(told - standing):

@@ -1327,3 +1327,25 @@ def test_an_alert_is_told_once_and_again_where_nobody_could_hear(
     ticks.set(notifications={"webhook": url})
     over = ticks.tick("alerts", again.cursor)
     assert (over.skip_message, over.cursor) == ("nothing is worth a look", "[]")
+
+
+def test_a_webhook_in_trouble_is_told_no_second_alert_in_a_tick(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    """One that never answers takes ten seconds each time, and a tick may take a minute."""
+    url, kept = hook
+    ticks.set(alerts={"disk_gib": 10**6}, notifications={"webhook": url})
+    for agent in ("support", "suport"):
+        ticks.vote(agent, 3)
+    kept.answer = 503
+    tick = ticks.tick("alerts")
+    assert tick.skip_message == (
+        "every agent/disk_nearly_full was not told: HTTPError; suport/name_alike was not told"
+    )
+    assert len(kept.received) == 1
+    outbox.keep(ticks.pipeline.settings(), {"text": "a run failed"})
+    assert "a failed run was not told" in ticks.tick("alerts").skip_message
+    kept.answer, kept.refuses = 200, "every agent: disk nearly full"  # and takes the others
+    assert json.loads(ticks.tick("alerts").cursor) == ["suport/name_alike"]
+    told = [body["text"] for body in kept.received]
+    assert told[1:] == ["a run failed"] * 2 + [kept.refuses, "suport: name alike"]
