@@ -16,7 +16,7 @@ agents = dg.DynamicPartitionsDefinition(name="agents")
 """One partition per agent: one assistant, one tenant, one line of models."""
 
 GPU = "gpu"
-"""The pool training steps wait in."""
+"""The pool that a run which trains has a place in (dagster.yaml: how many, and who waits)."""
 
 RESUME = dg.RetryPolicy(max_retries=2, delay=3, backoff=dg.Backoff.EXPONENTIAL)
 """A training process that was killed is started again and goes on from its last checkpoint."""

@@ -1,10 +1,9 @@
-"""Ends what nobody is at work on: dead turns' Dagster runs, MLflow runs and places in the pool.
+"""Ends what nobody is at work on: dead turns' Dagster runs and MLflow runs.
 
 Dagster's default launcher notices nothing of a killed process. A run keeps its claim's heartbeat
 going from its first step to its end, so a heartbeat that stopped is a run that died, or one that a
 person terminated outside a training stage: of that Dagster tells no hook, which would let the claim
-go. What this does not see: a `bootstrap` that died while it waited for the pool; its deadline ends
-it.
+go.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -12,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 import dagster as dg
 import structlog
 
-from assets.common import GPU
 from automation.jobs import bootstrap, retrain
 from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline.feedback.claims import LEASE, Claim
@@ -53,7 +51,7 @@ def end_dead_turns(
         for run in runs:
             if not run.is_finished:
                 words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
-                _end(instance, run, words)
+                instance.report_run_failed(run, message=words)
         if is_terminated:
             pipeline.claims.give_up(claim.token, "terminated by hand")
             log.warning("run terminated", agent=claim.agent_id, run=claim.holder)
@@ -65,7 +63,7 @@ def end_dead_turns(
         held = None if closed is None else pipeline.claims.held(closed.agent_id)
         if closed is not None and (held is None or held.fingerprint != closed.fingerprint):
             pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
-        _end(instance, run, words)
+        instance.report_run_failed(run, message=words)
         log.warning("run found dead", agent=run.tags.get(AGENT, ""), run=run.run_id, why=words)
     return died
 
@@ -89,17 +87,12 @@ def _left_over(
             dg.RunsFilter(job_name=job.name, statuses=UNFINISHED, tags=tags)
         )
     ]
-    places = _places_in_the_pool(instance) if records else {}
     found: list[tuple[dg.DagsterRun, str, Claim | None]] = []
     for record in records:
         run, at = record.dagster_run, now()
-        began = _moment(record.start_time) or record.create_timestamp.replace(tzinfo=UTC)
+        # One that has yet to start left the queue when it was changed last.
+        began = _moment(record.start_time) or record.update_timestamp.replace(tzinfo=UTC)
         claim = pipeline.claims.of_holder(run.root_run_id or run.run_id)
-        if run.run_id in places:
-            given = places[run.run_id]
-            if given is None:
-                continue
-            began = max(began, given)  # it looks for its place every few seconds, and claims then
         if claim is None and at - began >= UNCLAIMED:
             found.append((run, "it claimed nothing: worker died before its first step", None))
         elif claim and claim.state != "held" and at - max(began, claim.heartbeat_at) >= LEASE:
@@ -107,21 +100,5 @@ def _left_over(
     return found
 
 
-def _places_in_the_pool(instance: dg.DagsterInstance) -> dict[str, datetime | None]:
-    """Return the runs in line for the pool, and when each was given its place; None: it waits."""
-    storage = instance.event_log_storage
-    if not storage.supports_global_concurrency_limits:
-        return {}
-    steps = storage.get_concurrency_info(GPU).pending_steps
-    return {step.run_id: step.assigned_timestamp for step in steps}
-
-
 def _moment(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
-
-
-def _end(instance: dg.DagsterInstance, run: dg.DagsterRun, words: str) -> None:
-    """Mark a run failed and give its place in the pool back, which without a daemon nobody does."""
-    instance.report_run_failed(run, message=words)
-    if instance.event_log_storage.supports_global_concurrency_limits:
-        instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)

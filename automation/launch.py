@@ -6,6 +6,7 @@ any other run. Exit code 0 when the turn came to its verdict, whether that was a
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import dagster as dg
 from rich.console import Console
 from rich.markup import escape
 
+from assets.common import GPU
 from automation import processes
 from automation.bars import Bars, be_quiet, looking
-from automation.dead import end_dead_turns
+from automation.dead import UNFINISHED, end_dead_turns
 from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.commands.common import console as made_console
@@ -24,6 +26,8 @@ from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.reward.calibration import judged_by
+
+LOOK_SECONDS = 5.0  # between two looks whether there is a place
 
 
 def run_job(
@@ -36,6 +40,7 @@ def run_job(
     instance = dg.DagsterInstance.get()
     instance.add_dynamic_partitions("agents", [agent_id])
     end_dead_turns(instance, pipeline, agent_id)
+    _wait_for_a_place(instance, pipeline, agent_id, bars)
     history = pipeline.claims.history(agent_id)
     # What fails is told below in a line; its traceback stands in Dagster's log of the run.
     config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -80,6 +85,39 @@ def run_job(
             + (f"{folder} and `make ui`" if folder.exists() else "`make ui`")
         )
     return outcome
+
+
+def _wait_for_a_place(
+    instance: dg.DagsterInstance, pipeline: Pipeline, agent_id: str, bars: Bars
+) -> None:
+    """Return when fewer runs of other agents train than the pool has places.
+
+    Dagster lets its runs wait in its queue, which this one does not go through. What this does not
+    see: a run that leaves the queue in the seconds until this one begins.
+    """
+    limits = {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}
+    places = limits.get(GPU, instance.global_op_concurrency_default_limit)
+    looks, told = 1, False
+    while places is not None:
+        others = [
+            run.tags.get(AGENT) or run.job_name
+            for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
+            if run.run_op_concurrency is not None
+            and GPU in (run.run_op_concurrency.all_pools or ())
+            and run.tags.get(AGENT) != agent_id
+        ]
+        if len(others) < places:
+            looks -= 1
+            if looks == 0:
+                return
+        else:
+            looks = 2  # a place that is still free at the second is not for whoever is queued
+            if not told:
+                words = f"waits while others are trained: {', '.join(others)}"
+                bars.progress.console.print(words, markup=False, highlight=False)
+                told = True
+        time.sleep(LOOK_SECONDS)
+        end_dead_turns(instance, pipeline)  # without a daemon nobody else does
 
 
 def main() -> None:

@@ -179,8 +179,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
 
     def _keep_alive(self, token: int) -> None:
-        """Keep the heartbeat going to the run's end: it must not stop where steps wait for the
-        pool. Raises ClaimLost where the claim is another's by now.
+        """Keep the heartbeat going to the run's end, between its steps too.
+
+        Raises ClaimLost where the claim is another's by now.
         """
         self.claims.beat(token)
         if token not in self._beating:

@@ -339,14 +339,12 @@ def check(pipeline: Pipeline, instance: dg.DagsterInstance, agent_id: str) -> No
     taken = snapshot.find(pipeline.database, agent_id, claims[-1].fingerprint)
     assert taken is not None
     assert taken.rows == sum(pipeline.store.counts(agent_id).values())
-    # No run is left open, in MLflow or in Dagster, and no place in the pool is taken.
+    # No run is left open, in MLflow or in Dagster.
     runs = client.search_runs([experiment])
     assert [run.info.status for run in runs] == ["FINISHED"], [r.info.status for r in runs]
     assert runs[0].data.params["fingerprint"] == claims[0].fingerprint
     ended = instance.get_runs(dg.RunsFilter(tags={AGENT: agent_id}))
     assert all(run.is_finished for run in ended), [run.status for run in ended]
-    pool = instance.event_log_storage.get_concurrency_info("gpu")
-    assert pool.active_slot_count == pool.pending_step_count == 0
     # Nothing half-written is left behind.
     folder = pipeline.settings().agent_folder(agent_id)
     left = [p for p in folder.rglob("*") if ".new-" in p.name or p.suffix == ".partial"]

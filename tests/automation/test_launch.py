@@ -13,12 +13,14 @@ import dagster as dg
 import pytest
 from rich.console import Console
 
+from assets.common import GPU
 from automation import launch, processes
 from automation.bars import Bars
 from automation.jobs import bootstrap
-from resources.pipeline import Pipeline
+from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
+from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -111,6 +113,49 @@ def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
     [claim] = pipeline.claims.history("tea")
     assert (claim.state, claim.reason) == ("failed", "interrupted")
     pipeline.claims.claim("tea", "f" * 64, 1, holder="the next", asked_by="person")
+    pipeline.database.close()
+
+
+def test_a_turn_waits_while_as_many_others_are_trained_as_the_pool_has_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the daemon starts waits in Dagster's queue, which `make train` does not go through."""
+    home = processes.prepare_home(tmp_path / "state")
+    pipeline, bars, slept = Pipeline(), Bars(Console(width=100)), []
+
+    class Begun(Exception):
+        """The run would begin."""
+
+    def begin(*_: object) -> None:
+        raise Begun
+
+    def run_of(agent_id: str, job: str = "retrain") -> dg.DagsterRun:
+        made = definitions().resolve_job_def(job)
+        status = dg.DagsterRunStatus.STARTED
+        return instance.create_run_for_job(made, status=status, tags={AGENT: agent_id})
+
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        monkeypatch.setattr(dg.DagsterInstance, "get", lambda: instance)
+        monkeypatch.setattr(launch, "unfinished", begin)
+        run_of("own")  # which is refused by the claim
+        run_of("tea", "prune_state")
+        first = run_of("tea")
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 2:
+                instance.report_run_failed(first)
+
+        monkeypatch.setattr("automation.launch.time.sleep", sleep)
+        with pytest.raises(Begun):
+            launch.run_job(pipeline, "own", bars)
+        assert len(slept) == 3  # one more, for the queue goes first
+        run_of("tea")
+        instance.event_log_storage.set_concurrency_slots(GPU, 2)  # as Dagster's page does
+        with pytest.raises(Begun):
+            launch.run_job(pipeline, "own", bars)
+    assert len(slept) == 3
+    assert capsys.readouterr().out == "waits while others are trained: tea\n"
     pipeline.database.close()
 
 

@@ -25,7 +25,7 @@ from dagster._core.remote_origin import (
     RemoteRepositoryOrigin,
 )
 
-from assets.common import GPU, Materialized
+from assets.common import Materialized
 from automation import outbox, sensors
 from automation.jobs import DROPPED, WATERMARK
 from automation.sensors import SETTLED
@@ -782,52 +782,56 @@ def test_the_run_that_a_person_set_going_again_is_found_dead_too(ticks: Ticks) -
     assert dead.status is dg.DagsterRunStatus.FAILURE
 
 
-@pytest.fixture
-def pool(loop: Loop) -> Iterator[str]:
-    """A pool with one place, as dagster.yaml makes it."""
-    storage = loop.instance.event_log_storage
-    storage.set_concurrency_slots(GPU, 1)
-    yield GPU
-    storage.delete_concurrency_limit(GPU)
-
-
 def test_runs_that_died_before_their_claim_or_after_its_end_are_ended_too(
-    ticks: Ticks, pool: str, monkeypatch: pytest.MonkeyPatch
+    ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claims, storage = ticks.pipeline.claims, ticks.instance.event_log_storage
-    unclaimed, done, waiting, alive = (
-        ticks.start_run(name) for name in ("unclaimed", "done", "waiting", "alive")
-    )
+    claims = ticks.pipeline.claims
+    unclaimed, done, alive = (ticks.start_run(name) for name in ("unclaimed", "done", "alive"))
     for run in (done, alive):
         claims.claim(run.tags[AGENT], "f" * 64, 1, holder=run.run_id, asked_by="sensor")
     closed = claims.of_holder(done.run_id)
     assert closed is not None
     claims.finish(closed.token, "done")
-    assert storage.claim_concurrency_slot(pool, done.run_id, "promotion").is_claimed
-    assert not storage.claim_concurrency_slot(pool, waiting.run_id, "sft_policy").is_claimed
 
     def statuses() -> list[str]:
-        runs = [ticks.instance.get_run_by_id(r.run_id) for r in (unclaimed, done, waiting, alive)]
+        runs = [ticks.instance.get_run_by_id(r.run_id) for r in (unclaimed, done, alive)]
         return [run.status.value for run in runs if run is not None]
 
     ticks.tick("dead_runs")
-    assert statuses() == ["STARTED"] * 4  # they may be about to claim, and about to end
+    assert statuses() == ["STARTED"] * 3  # they may be about to claim, and about to end
 
     monkeypatch.setattr("automation.dead.now", lambda: now() + timedelta(minutes=15))
     assert ticks.tick("dead_runs").run_requests == []
-    assert statuses() == ["FAILURE", "FAILURE", "STARTED", "STARTED"]
-    info = storage.get_concurrency_info(pool)
-    # The dead run's place went to the one that waited, which has yet to see that and to claim.
-    assert (info.active_run_ids, info.assigned_run_ids) == (set(), {waiting.run_id})
-    [given] = [step.assigned_timestamp for step in info.pending_steps]
-    assert given is not None
-    monkeypatch.setattr("automation.dead.now", lambda: given + timedelta(minutes=1))
-    ticks.tick("dead_runs")
-    assert statuses()[2] == "STARTED"
-    monkeypatch.setattr("automation.dead.now", lambda: given + timedelta(minutes=15))
-    ticks.tick("dead_runs")
-    assert statuses()[2] == "FAILURE"  # it died while it had the place
+    assert statuses() == ["FAILURE", "FAILURE", "STARTED"]
     ticks.instance.report_run_failed(alive)  # the instance is every test's
+
+
+def test_a_run_that_waited_long_in_the_queue_is_not_dead_when_it_leaves_it(
+    ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = RemoteRepositoryOrigin(RegisteredCodeLocationOrigin("here"), "ours")
+    run = ticks.instance.create_run_for_job(
+        definitions().resolve_job_def("bootstrap"),
+        status=dg.DagsterRunStatus.QUEUED,
+        tags={AGENT: "patient"},
+        remote_job_origin=RemoteJobOrigin(home, "bootstrap"),
+    )
+    hours = timedelta(hours=3)
+    leaves = dg.DagsterEvent(
+        event_type_value=dg.DagsterEventType.PIPELINE_STARTING.value, job_name="bootstrap"
+    )
+    later = (now() + hours).timestamp()
+    ticks.instance.report_dagster_event(leaves, run.run_id, timestamp=later)
+
+    def status_after(minutes: int) -> str:
+        at = now() + hours + timedelta(minutes=minutes)
+        monkeypatch.setattr("automation.dead.now", lambda: at)
+        ticks.tick("dead_runs")
+        found = ticks.instance.get_run_by_id(run.run_id)
+        assert found is not None
+        return found.status.value
+
+    assert [status_after(minutes) for minutes in (1, 15)] == ["STARTING", "FAILURE"]
 
 
 # -- aliases_moved_by_hand --------------------------------------------------------------------
