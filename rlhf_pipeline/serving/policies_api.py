@@ -434,10 +434,12 @@ def outcome(policies: Policies, agent_id: str, run_id: str) -> Answer:
     if state == "at work":
         return 200, {"status": "started", "runId": run_id}
     claim = policies.claims.of_holder(run_id)
+    # An attempt that failed once its version was registered leaves it to the next to finish.
+    tokens = [] if claim is None else [each.token for each in policies.claims.attempts(claim)]
     versions = [
         v
         for v in policies.ledger.versions(agent_id)
-        if claim is not None and v.lineage.get("token") == claim.token and "training" in v.lineage
+        if v.lineage.get("token") in tokens and "training" in v.lineage
     ]
     if state == "failed" or not versions or claim is None:
         why = policies.runs.why(run_id) if state == "failed" else "it left no version"

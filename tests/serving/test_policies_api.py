@@ -23,6 +23,7 @@ from graphql import ExecutionResult, OperationDefinitionNode
 
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
+from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import ERASURE, PRUNE
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import (
@@ -132,6 +133,37 @@ class Service:
 
     def train(self, agent_id: str, query: str = "", **body: Any) -> httpx.Response:
         return self.ask("POST", f"/api/policies/train_policy/{agent_id}{query}", body)
+
+    def registers(
+        self, agent_id: str, run_id: str, *, folder: str = "m1", fails: bool = False
+    ) -> None:
+        """Do what the run last asked for does: a version of its votes, and the claim's verdict."""
+        config = self.dagster.launched[-1]["runConfigData"]["ops"]["feedback_snapshot"]["config"]
+        watermark, again = config["watermark"], config["again"]
+        mark = snapshot.fingerprint(self.database, agent_id, watermark)
+        claims, ledger = self.policies.claims, self.policies.ledger
+        claim = claims.claim(agent_id, mark, watermark, holder=run_id, asked_by="api", again=again)
+        lineage = {"votes": 12, "token": claim.token, "fingerprint": mark}
+        where = self.policies.settings.state_dir
+        if not ledger.versions(agent_id):
+            files = {"model.safetensors": "0" * 64}
+            ledger.add_baseline(
+                agent_id, label="v12", path=where / "m0", files=files, lineage=lineage, actor="test"
+            )
+        ledger.add_version(
+            agent_id,
+            label="v12",
+            path=where / folder,
+            files={"model.safetensors": "1" * 64},
+            lineage={
+                **lineage,
+                "training": {"updates": 7, "reward_mean": 0.5, "reward_std": 0.25},
+            },
+            gate={"passed": False, "results": []},
+            fingerprint=mark,
+            token=claim.token,
+        )
+        claims.finish(claim.token, "failed" if fails else "done")
 
     def filled(self, agent_id: str, scores: int = 12) -> str:
         for i in range(scores):
@@ -360,42 +392,13 @@ def test_who_waits_is_told_what_was_trained(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
-    agent_id, claims, ledger = (
-        service.filled("waits"),
-        service.policies.claims,
-        service.policies.ledger,
-    )
+    agent_id, claims = service.filled("waits"), service.policies.claims
 
     def trains(run_id: str) -> None:
         if claims.of_holder(run_id) is not None:
             service.dagster.states[run_id] = "SUCCESS"
             return
-        [launched] = service.dagster.launched[-1:]
-        watermark = launched["runConfigData"]["ops"]["feedback_snapshot"]["config"]["watermark"]
-        from rlhf_pipeline.feedback import snapshot
-
-        mark = snapshot.fingerprint(service.database, agent_id, watermark)
-        claim = claims.claim(agent_id, mark, watermark, holder=run_id, asked_by="api")
-        files = {"model.safetensors": "0" * 64}
-        where = service.policies.settings.state_dir
-        lineage = {"votes": 12, "token": claim.token, "fingerprint": mark}
-        ledger.add_baseline(
-            agent_id, label="v12", path=where / "m0", files=files, lineage=lineage, actor="test"
-        )
-        ledger.add_version(
-            agent_id,
-            label="v12",
-            path=where / "m1",
-            files={"model.safetensors": "1" * 64},
-            lineage={
-                **lineage,
-                "training": {"updates": 7, "reward_mean": 0.5, "reward_std": 0.25},
-            },
-            gate={"passed": False, "results": []},
-            fingerprint=mark,
-            token=claim.token,
-        )
-        claims.finish(claim.token, "done")
+        service.registers(agent_id, run_id)
 
     service.dagster.on_status = trains
     told = service.train(agent_id, "?wait=true")
@@ -429,6 +432,27 @@ def test_who_waits_is_told_what_was_trained(
     assert service.train(agent_id, dryRun=True, maxSteps=14).json()[
         "estimatedTimeMinutes"
     ] == pytest.approx(2 * minutes, abs=0.01)
+
+
+def test_who_waits_is_told_of_a_version_that_an_attempt_before_has_registered(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who asks for it `again` of the version that comes of that."""
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
+    agent_id, dagster = service.filled("twice"), service.dagster
+    states = iter(["FAILURE", "SUCCESS", "SUCCESS"])  # the first: MLflow was away at its end
+    folders = iter(["m1", "m1", "m2"])
+
+    def trains(run_id: str) -> None:
+        dagster.states[run_id] = state = next(states)
+        service.registers(agent_id, run_id, folder=next(folders), fails=state == "FAILURE")
+
+    dagster.on_status, dagster.failure = trains, None
+    told = [service.train(agent_id, f"?wait=true{more}") for more in ("", "", "&again=true")]
+    dagster.on_status = lambda run_id: None
+    assert [one.status_code for one in told] == [502, 200, 200], told[1].text
+    assert [one.json()["policyId"] for one in told[1:]] == ["twice:1", "twice:2"]
+    assert told[1].json()["rewardModelPath"] != told[2].json()["rewardModelPath"]
 
 
 def test_who_waits_is_told_why_it_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
