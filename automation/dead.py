@@ -26,7 +26,6 @@ UNFINISHED = [
 ]
 TERMINATED = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 AT_WORK = [*UNFINISHED, dg.DagsterRunStatus.QUEUED]  # nobody can be dead in the queue
-PARTITION = "dagster/partition"  # run tag: the agent, also where a person began it in the UI
 
 
 def end_dead_turns(

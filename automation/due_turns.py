@@ -7,7 +7,7 @@ recipe does not load keeps no other one waiting; the sensor `alerts` tells peopl
 
 import dagster as dg
 
-from automation.dead import AT_WORK, PARTITION
+from automation.dead import AT_WORK
 from automation.jobs import retrain
 from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline.config import ContinuousLearningSettings
@@ -44,4 +44,4 @@ def due_turns(
 def asked_for(instance: dg.DagsterInstance) -> dict[str, str]:
     """Return the id of the unfinished turn's run of each agent that has one."""
     runs = instance.get_runs(dg.RunsFilter(job_name=retrain.name, statuses=AT_WORK))
-    return {run.tags.get(AGENT) or run.tags.get(PARTITION, ""): run.run_id for run in runs}
+    return {run.tags.get(AGENT, ""): run.run_id for run in runs}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import dagster as dg
 
 from assets.common import table
-from resources.pipeline import AGENT, ASKED_BY, Pipeline
+from resources.pipeline import ASKED_BY, Pipeline
 from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
@@ -261,7 +261,6 @@ def request(
         partition_key=turn.agent_id,
         run_config={"ops": {"feedback_snapshot": {"config": snapshot}}},
         tags={
-            AGENT: turn.agent_id,
             ASKED_BY: asked_by,
             WATERMARK: str(turn.watermark),
             "rlhf/new_votes": str(turn.votes),

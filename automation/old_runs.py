@@ -19,7 +19,7 @@ from pathlib import Path
 import dagster as dg
 import structlog
 
-from automation.dead import AT_WORK, PARTITION
+from automation.dead import AT_WORK
 from automation.jobs import CAME_TO_NOTHING, WATERMARK, retrain
 from resources.pipeline import AGENT
 from rlhf_pipeline.config import Settings
@@ -66,8 +66,7 @@ def prune_runs(
     at = at or now()
     by_agent: dict[str, list[dg.RunRecord]] = defaultdict(list)
     for record in _records(instance, ENDED):
-        tags = record.dagster_run.tags
-        by_agent[tags.get(AGENT) or tags.get(PARTITION) or NO_AGENT].append(record)
+        by_agent[record.dagster_run.tags.get(AGENT, NO_AGENT)].append(record)
     known = _known(instance)
     looked: list[Item] = []
     for agent_id in sorted(by_agent):

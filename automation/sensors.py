@@ -221,7 +221,7 @@ def dead_runs(
                     job_name=bootstrap.name,
                     run_key=f"{claim.agent_id}:bootstrap:{claim.attempt + 1}",
                     partition_key=claim.agent_id,
-                    tags={AGENT: claim.agent_id, ASKED_BY: "watchdog"},
+                    tags={ASKED_BY: "watchdog"},
                 )
             )
             continue

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.tracking import TrackedRun
 
 ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
-AGENT = "rlhf/agent"  # run tag: one training at a time per value (dagster.yaml)
+AGENT = "dagster/partition"  # run tag, whoever started the run: one at a time (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
 

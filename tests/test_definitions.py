@@ -14,7 +14,9 @@ import dagster as dg
 import pytest
 import structlog
 from dagster._core.scheduler import DagsterDaemonScheduler
+from dagster._core.storage.tags import PARTITION_NAME_TAG
 
+from resources.pipeline import AGENT
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
@@ -224,6 +226,11 @@ def test_the_instance_file_is_valid_and_lets_turns_wait_in_the_queue(tmp_path: P
         pools = instance.get_concurrency_config().pool_config
         assert pools.pool_granularity is not None
         assert (pools.pool_granularity.value, pools.default_pool_limit) == ("run", 1)
+        queue = instance.get_concurrency_config().run_queue_config
+        assert queue is not None
+        [limit] = queue.tag_concurrency_limits
+        assert limit == {"key": AGENT, "value": {"applyLimitPerUniqueValue": True}, "limit": 1}
+        assert AGENT == PARTITION_NAME_TAG  # the one tag that a run begun on the page has
         assert instance.run_monitoring_enabled
         assert not instance.telemetry_enabled
         assert not instance.run_retries_enabled  # the sensor dead_runs asks again

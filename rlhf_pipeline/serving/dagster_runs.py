@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gql.transport import Transport
 
 JOB, PARTITIONS = "retrain", "agents"
-AGENT, ASKED_BY, WATERMARK = "rlhf/agent", "rlhf/asked_by", "rlhf/watermark"  # run tags
+AGENT, ASKED_BY, WATERMARK = "dagster/partition", "rlhf/asked_by", "rlhf/watermark"  # run tags
 MAX_STEPS, LEARNING_RATE = "rlhf/max_steps", "rlhf/learning_rate"
-PARTITION, MAX_RUNTIME = "dagster/partition", "dagster/max_runtime"
+MAX_RUNTIME = "dagster/max_runtime"
 SECONDS = 60  # Dagster loads the job before it answers
 EVENTS = 1000  # of a run's log that are searched for what failed
 
@@ -87,7 +87,6 @@ class DagsterRuns:
                 repository_name=repository,
                 run_config={"ops": {"feedback_snapshot": {"config": dict(config)}}},
                 tags={
-                    PARTITION: agent_id,
                     AGENT: agent_id,
                     ASKED_BY: "api",
                     **{key: value for key, value in tags.items() if value is not None},

@@ -181,7 +181,6 @@ class Loop:
         import dagster as dg
 
         from resources.compute import Compute
-        from resources.pipeline import AGENT
         from rlhf_pipeline.definitions import definitions
 
         config: dict[str, Any] = dict(QUIET)
@@ -197,7 +196,6 @@ class Loop:
                     instance=self.instance,
                     partition_key=agent_id,
                     run_config=config,
-                    tags={AGENT: agent_id},
                     resources=None if compute is None else {"compute": compute},
                     asset_selection=None if only is None else [dg.AssetKey(n) for n in only],
                     raise_on_error=False,
@@ -241,7 +239,7 @@ def going_on(
         instance,
         reexecution_options=dg.ReexecutionOptions.from_failure(run_id, instance),
         run_config=QUIET,
-        tags={"dagster/partition": agent_id, AGENT: agent_id},
+        tags={AGENT: agent_id},
     )
 
 

@@ -96,7 +96,7 @@ class Ticks:
         return self.instance.create_run_for_job(
             definitions().resolve_job_def(job),
             status=dg.DagsterRunStatus.STARTED,
-            tags={"dagster/partition": agent_id, AGENT: agent_id, **tags},
+            tags={AGENT: agent_id, **tags},
         )
 
 
@@ -132,7 +132,6 @@ def test_a_turn_is_asked_for_once_there_are_enough_votes(ticks: Ticks) -> None:
     assert (request.partition_key, request.job_name) == (agent, "retrain")
     assert request.run_config["ops"]["feedback_snapshot"]["config"] == {"watermark": watermark}
     assert request.tags[ASKED_BY] == "sensor"
-    assert request.tags[AGENT] == agent
     assert request.tags["rlhf/new_votes"] == "40"
     assert request.tags["dagster/max_runtime"] == str(480 * 60)
     # Until the run has begun, the same request comes again: the daemon starts a run key once.
@@ -177,7 +176,7 @@ def test_while_a_run_waits_in_the_queue_newer_votes_ask_for_none_beside_it(ticks
     run = ticks.instance.create_run_for_job(
         definitions().resolve_job_def("retrain"),
         status=dg.DagsterRunStatus.QUEUED,
-        tags={"dagster/partition": agent},
+        tags={AGENT: agent},
         remote_job_origin=RemoteJobOrigin(home, "retrain"),
     )
     ticks.vote(agent, 1, start=40)  # another watermark: the run key alone would let it through

@@ -333,7 +333,7 @@ def test_training_is_asked_of_dagster_once(service: Service) -> None:
     assert config["watermark"] > 0
     assert config["again"] is False
     tags = {t["key"]: t["value"] for t in launched["executionMetadata"]["tags"]}
-    assert tags["dagster/partition"] == tags["rlhf/agent"] == "real"
+    assert tags["dagster/partition"] == "real"
     assert (tags["rlhf/max_steps"], tags["rlhf/learning_rate"]) == ("5", "0.0002")
     assert tags["rlhf/asked_by"] == "api"
     assert "real" in service.dagster.partitions
@@ -341,6 +341,18 @@ def test_training_is_asked_of_dagster_once(service: Service) -> None:
     assert (busy.status_code, busy.json()["runId"]) == (409, run_id)
     service.dagster.states[run_id] = "FAILURE"
     assert service.train("real").status_code == 200
+
+
+def test_a_turn_begun_on_dagsters_page_is_named(service: Service) -> None:
+    """All that Dagster's own page says of the agent is which partition it is."""
+    tags = [{"key": "dagster/partition", "value": service.filled("page")}]
+    begun = service.dagster._launchPipelineExecution(
+        {"executionParams": {"executionMetadata": {"tags": tags}}}
+    )["run"]["runId"]
+    busy = service.train("page")
+    assert (busy.status_code, busy.json()["runId"]) == (409, begun)
+    service.dagster.states[begun] = "SUCCESS"
+    assert service.train("page").status_code == 200
 
 
 def test_of_two_who_ask_in_one_moment_the_second_is_told_the_firsts_run(service: Service) -> None:
