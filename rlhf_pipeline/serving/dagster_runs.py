@@ -23,6 +23,8 @@ MAX_RUNTIME = "dagster/max_runtime"
 SECONDS = 60  # Dagster loads the job before it answers
 EVENTS = 1000  # of a run's log that are searched for what failed
 
+NO_RUN = "RunNotFoundError"  # what Dagster answers of a run that was deleted
+
 RunState = Literal["at work", "done", "failed"]
 
 WHERE = """query { repositoriesOrError { __typename
@@ -97,12 +99,14 @@ class DagsterRuns:
         return run_id
 
     def state(self, run_id: str) -> RunState:
-        """Return whether the run still goes on, or how it ended."""
+        """Return whether the run still goes on, or how it ended; deleted, it has failed."""
         from dagster_graphql import DagsterGraphQLClientError
 
         try:
             status: str = self._client().get_run_status(run_id).value
         except DagsterGraphQLClientError as error:
+            if error.args[0] == NO_RUN:
+                return "failed"
             raise self._away(error) from error
         if status in ("FAILURE", "CANCELED"):
             return "failed"
@@ -111,6 +115,8 @@ class DagsterRuns:
     def why(self, run_id: str) -> str:
         """Return what made the run fail, innermost cause first known; for a person to read."""
         found = self._ask(LOG, {"run": run_id, "limit": EVENTS})["logsForRun"]
+        if found["__typename"] == NO_RUN:
+            return "the run was deleted"
         events = found.get("events", [])
         for event in events:
             if event.get("error"):

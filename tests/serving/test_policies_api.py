@@ -52,6 +52,7 @@ class FakeDagster(Transport):
         self.launched: list[dict[str, Any]] = []
         self.partitions: list[str] = []
         self.states: dict[str, str] = {}
+        self.deleted: set[str] = set()
         self.failure: dict[str, Any] | None = None
         self.away = False
         self.on_status: Callable[[str], None] = lambda run_id: None
@@ -94,9 +95,13 @@ class FakeDagster(Transport):
 
     def _pipelineRunOrError(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.on_status(asked["runId"])
+        if asked["runId"] in self.deleted:
+            return {"__typename": "RunNotFoundError", "message": "no such run"}
         return {"__typename": "Run", "status": self.states[asked["runId"]]}
 
     def _logsForRun(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["run"] in self.deleted:
+            return {"__typename": "RunNotFoundError"}
         events = [{"__typename": "MaterializationEvent"}, self.failure]
         return {"__typename": "EventConnection", "events": [e for e in events if e]}
 
@@ -481,6 +486,17 @@ def test_who_waits_is_told_why_it_failed(service: Service, monkeypatch: pytest.M
     assert told.status_code == 502
     assert told.json()["error"] == "training failed: reward_model: NotEnoughData: needed 30 pairs"
     assert told.json()["runId"].startswith("run-")
+
+
+def test_who_waits_for_a_run_that_is_deleted_is_told_so(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies_api, "LOOK_SECONDS", 0.01)
+    service.dagster.on_status = service.dagster.deleted.add
+    told = service.train(service.filled("deleted"), "?wait=true")
+    service.dagster.on_status = lambda run_id: None
+    assert (told.status_code, told.json()["error"]) == (502, "training failed: the run was deleted")
+    assert told.json()["runId"] in service.dagster.deleted
 
 
 def test_who_waits_goes_on_waiting_while_dagster_is_away(
