@@ -12,9 +12,10 @@ import ipaddress
 import logging
 import re
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config import Settings, load_settings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.serving.gateway import Gateway
 
 GRACE_SECONDS = 10  # for streams in flight when the service is asked to stop
+STARTUP_FAILURE = 3  # as uvicorn's own command exits
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 NAME = re.compile(r"\*|(?:\*\.)?[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 """A name people may reach it by, without its port; `*.example.org` is every name below that."""
@@ -97,7 +99,10 @@ def create_app(
 
     add_feedback_route(app, inbox, enabled=settings.feedback.enabled)
     runs = DagsterRuns(settings.training.dagster_url)
-    add_policy_routes(app, Policies(settings, store, inbox, runs))
+    app.state.is_ending = lambda: False  # `run` knows
+    add_policy_routes(
+        app, Policies(settings, store, inbox, runs, is_ending=lambda: app.state.is_ending())
+    )
     ledger = PromotionLedger(database, settings.state_dir)
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
@@ -178,7 +183,7 @@ def run(
     about_to()
     logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     # No access log: a line a request would bury what matters.
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=host,
         port=port,
@@ -186,6 +191,12 @@ def run(
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
+    server = uvicorn.Server(config)
+    app.state.is_ending = lambda: server.should_exit
+    with suppress(KeyboardInterrupt):  # said again once all has ended
+        server.run()
+    if not server.started:
+        sys.exit(STARTUP_FAILURE)
 
 
 def _is_no_cut(record: logging.LogRecord) -> bool:

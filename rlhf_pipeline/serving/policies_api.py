@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -192,6 +192,7 @@ class Policies:
     store: FeedbackStore
     inbox: Inbox  # into the store, with everybody else's votes
     runs: DagsterRuns
+    is_ending: Callable[[], bool] = lambda: False  # whether the service was asked to stop
     one_at_a_time: WeakValueDictionary[str, asyncio.Lock] = field(
         default_factory=WeakValueDictionary
     )
@@ -307,14 +308,17 @@ async def _settled(answered: Awaitable[tuple[int, Any]]) -> tuple[int, Any]:
 async def _followed(
     policies: Policies, agent_id: str, run_id: str, request: Request
 ) -> tuple[int, Any]:
-    """Look at a run until it ends, its time is up or who asked has gone; return the last answer.
+    """Look at a run until it ends, its time is up, who asked has gone or the service is to stop.
 
+    Return the last answer.
     The run goes on while Dagster or the store does not answer, so looking does as well.
     """
     limit = 60 * policies.settings.continuous_learning.deadline_minutes
     deadline = time.monotonic() + limit
     code, told = 200, {"status": "started", "runId": run_id}
-    while time.monotonic() < deadline and not await request.is_disconnected():
+    while time.monotonic() < deadline and not (
+        policies.is_ending() or await request.is_disconnected()
+    ):
         await asyncio.sleep(LOOK_SECONDS)
         code, told = await _settled(run_in_threadpool(outcome, policies, agent_id, run_id))
         if code != AWAY and told.get("status") != "started":

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -41,6 +46,8 @@ from rlhf_pipeline.serving.dagster_runs import DagsterRuns
 from rlhf_pipeline.serving.feedback_api import Inbox
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
 from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
+from tests.serving.kills import until_it_answers
+from tests.serving.pages.world import free_port
 
 SCORE: dict[str, Any] = {"prompt": "hi", "response": "hello", "score": 0.75, "runId": "r1"}
 
@@ -535,6 +542,44 @@ def test_who_waits_for_a_dagster_that_stays_away_is_told_the_run(
     assert told.json()["runId"] == f"run-{len(service.dagster.launched) - 1}"
     assert "start it" in told.json()["error"]
     assert next(clock) > service.policies.settings.continuous_learning.deadline_minutes
+
+
+ENDS_WHILE_WAITED_FOR = """
+import json, sys
+from rlhf_pipeline.config import load_settings
+from rlhf_pipeline.serving import app, dagster_runs
+from tests.serving.test_policies_api import DagsterRuns, FakeDagster
+
+dagster = FakeDagster()
+dagster.on_status = lambda run_id: print(run_id, flush=True)
+dagster_runs.DagsterRuns = lambda url: DagsterRuns(url, transport=lambda: dagster)
+app.run(load_settings("tiny", json.loads(sys.argv[1])), int(sys.argv[2]), pages=False)
+"""
+
+
+def test_who_waits_is_told_the_run_when_the_service_is_to_stop(tmp_path: Path) -> None:
+    Service(tmp_path).filled("stops")
+    port, tree = free_port(), json.dumps({"state_dir": str(tmp_path)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS_WHILE_WAITED_FOR, tree, str(port)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        until_it_answers(port, lambda: process.poll() is None)
+        to = f"http://127.0.0.1:{port}/api/policies/train_policy/stops?wait=true"
+        with ThreadPoolExecutor() as pool:
+            waits = pool.submit(httpx.post, to, json={}, timeout=60)
+            run_id = next(s.strip() for s in process.stdout if s.startswith("run-"))
+            process.send_signal(signal.SIGTERM)
+            told = waits.result()
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert (told.status_code, told.json()) == (200, {"status": "started", "runId": run_id})
 
 
 def test_without_dagster_the_answer_says_how_to_start_it(tmp_path: Path) -> None:
