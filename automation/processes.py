@@ -48,7 +48,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def prepare_home(state_dir: Path) -> Path:
-    """Return <state>/dagster with dagster.yaml in it, and point this process at it.
+    """Return <state>/dagster with dagster.yaml and databases in it, and point this process at it.
 
     Raises ConfigError for a folder whose name Dagster would read otherwise in its databases' URLs.
     """
@@ -66,6 +66,12 @@ def prepare_home(state_dir: Path) -> Path:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["RLHF_STATE_DIR"] = str(state_dir.absolute())
+    if not (home / "schedules" / "schedules.db").exists():  # the last that is made
+        import dagster as dg
+
+        # Of processes that begin in one moment each would make the databases, and what two of them
+        # leave may be beyond mending: two heads of the migrations, which every later one refuses.
+        dg.DagsterInstance.get().dispose()
     return home
 
 

@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import patch
@@ -50,6 +51,11 @@ def test_dagsters_home_is_in_the_state_folder_and_tells_nobody(
 ) -> None:
     home = processes.prepare_home(tmp_path / "state")
     assert home == tmp_path / "state" / "dagster"
+    made = {path.name: path for path in home.rglob("*.db")}
+    assert set(made) == {"runs.db", "index.db", "schedules.db"}  # by nobody else at the same time
+    for path in made.values():
+        with closing(sqlite3.connect(path)) as connection:
+            assert len(connection.execute("SELECT * FROM alembic_version").fetchall()) == 1
     (home / "dagster.yaml").write_text("stale: true")
     assert processes.prepare_home(tmp_path / "state") == home  # again, over what is there
     assert (home / "dagster.yaml").read_text() == (processes.ROOT / "dagster.yaml").read_text()
