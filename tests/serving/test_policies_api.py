@@ -458,6 +458,38 @@ def test_who_waits_is_told_what_was_trained(
     ] == pytest.approx(2 * minutes, abs=0.01)
 
 
+def test_again_trains_from_votes_that_were_trained_on_and_is_else_refused_as_any(
+    service: Service,
+) -> None:
+    agent_id, dagster = service.filled("again"), service.dagster
+    begun = service.train(agent_id).json()["runId"]
+    service.registers(agent_id, begun)
+    dagster.states[begun] = "SUCCESS"
+    before = len(dagster.launched)
+    assert service.train(agent_id).json()["runId"] == begun  # has trained from these votes
+    assert service.train(agent_id, "?again=true", dryRun=True).json()["status"] == "dry_run"
+    service.store.set_agent(agent_id, paused_reason="audit")
+    assert service.train(agent_id, "?again=true").status_code == 503
+    service.store.set_agent(agent_id, paused_reason=None)
+    assert service.train("again-few", "?again=true").json()["missing"] == 10
+    assert len(dagster.launched) == before
+
+    told = service.train(agent_id, "?again=true", maxSteps=3)
+    assert told.status_code == 200, told.text
+    [launched] = dagster.launched[before:]
+    config = launched["runConfigData"]["ops"]["feedback_snapshot"]["config"]
+    assert config["again"] is True
+    assert {"key": "rlhf/max_steps", "value": "3"} in launched["executionMetadata"]["tags"]
+    for query in ("", "?again=true"):  # while it is at work
+        busy = service.train(agent_id, query)
+        assert (busy.status_code, busy.json()["runId"]) == (409, told.json()["runId"])
+    service.registers(agent_id, told.json()["runId"], folder="m2")
+    dagster.states[told.json()["runId"]] = "SUCCESS"
+    versions = [p["id"] for p in service.ask("GET", f"/api/policies/{agent_id}").json()]
+    assert versions == ["again:0", "again:1", "again:2"]
+    assert service.train(agent_id).json()["runId"] == told.json()["runId"]  # the newest that has
+
+
 def test_who_waits_is_told_of_a_version_that_an_attempt_before_has_registered(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
