@@ -20,7 +20,7 @@ from automation import processes
 from automation.bars import Bars, be_quiet, looking
 from automation.dead import UNFINISHED, end_dead_turns
 from automation.jobs import bootstrap, retrain, why_failed
-from resources.pipeline import ASKED_BY, Pipeline, bootstrap_mark
+from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.commands.common import console as made_console
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
