@@ -4,6 +4,7 @@ Each is a child that ends with its parent, on Linux with one that was killed too
 <state>/logs/<name>.log, and what was in it before it grew large to <name>.log.1 beside it.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -66,13 +67,29 @@ def prepare_home(state_dir: Path) -> Path:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["DAGSTER_HOME"] = str(home)
     os.environ["RLHF_STATE_DIR"] = str(state_dir.absolute())
-    if not (home / "schedules" / "schedules.db").exists():  # the last that is made
-        import dagster as dg
-
-        # Of processes that begin in one moment each would make the databases, and what two of them
-        # leave may be beyond mending: two heads of the migrations, which every later one refuses.
-        dg.DagsterInstance.get().dispose()
+    _make_databases(home)
     return home
+
+
+def _make_databases(home: Path) -> None:
+    """Make Dagster's databases where there are none, and the pool's row in them.
+
+    What two processes leave that make them at once may be beyond mending: two heads of the
+    migrations, which every later one refuses. And a pool that has no row yet, Dagster's queue holds
+    nobody back for: it reads the rows first and makes those that were missing after.
+    """
+    last = home / "schedules" / "schedules.db"
+    if last.exists():
+        return
+    import dagster as dg
+
+    from assets.common import GPU
+
+    with (home / "made.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not last.exists():
+            with dg.DagsterInstance.get() as instance:
+                instance.event_log_storage.initialize_concurrency_limit_to_default(GPU)
 
 
 def start(

@@ -51,13 +51,26 @@ def _nobodys_environment() -> Iterator[None]:
 
     Nor does the width of their terminal, or the length of a temporary path, break a line of theirs.
     """
-    names = [n for n in os.environ if n.startswith("RLHF_") or n == "DAGSTER_HOME"]
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
+        for name in _where_things_are():
             patch.delenv(name)
         patch.setenv("DAGSTER_DISABLE_TELEMETRY", "1")
         patch.setenv("COLUMNS", "200")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _where_things_are_is_no_other_tests() -> Iterator[None]:
+    """A command points its own process at a state folder; here others go on in that process."""
+    before = _where_things_are()
+    yield
+    for name in _where_things_are():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _where_things_are() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if n.startswith("RLHF_") or n == "DAGSTER_HOME"}
 
 
 @pytest.fixture(scope="module", autouse=True)

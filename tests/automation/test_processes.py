@@ -19,9 +19,11 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from unittest.mock import patch
 
+import dagster as dg
 import psutil
 import pytest
 
+from assets.common import GPU
 from automation import processes
 from rlhf_pipeline.errors import ConfigError, PipelineError
 
@@ -53,15 +55,52 @@ def test_dagsters_home_is_in_the_state_folder_and_tells_nobody(
     assert home == tmp_path / "state" / "dagster"
     made = {path.name: path for path in home.rglob("*.db")}
     assert set(made) == {"runs.db", "index.db", "schedules.db"}  # by nobody else at the same time
-    for path in made.values():
-        with closing(sqlite3.connect(path)) as connection:
-            assert len(connection.execute("SELECT * FROM alembic_version").fetchall()) == 1
+    assert heads(home) == [1, 1, 1]
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        # Dagster's queue holds nobody back for a pool whose row it has yet to make.
+        [pool] = instance.event_log_storage.get_pool_limits()
+    assert (pool.name, pool.limit) == (GPU, 1)
     (home / "dagster.yaml").write_text("stale: true")
     assert processes.prepare_home(tmp_path / "state") == home  # again, over what is there
     assert (home / "dagster.yaml").read_text() == (processes.ROOT / "dagster.yaml").read_text()
     assert os.environ["DAGSTER_HOME"] == str(home)
     assert os.environ["RLHF_STATE_DIR"] == str(tmp_path / "state")
     assert {os.environ[name] for name in processes.QUIET} == set(processes.QUIET.values())
+
+
+def heads(home: Path) -> list[int]:
+    """Return how many heads of its migrations each of Dagster's databases has."""
+    found = []
+    for path in home.rglob("*.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            [(count,)] = connection.execute("SELECT count(*) FROM alembic_version")
+            found.append(count)
+    return found
+
+
+def test_two_commands_in_one_moment_make_dagsters_databases_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import dagster, assets.common\n"
+        "from automation.processes import prepare_home\n"
+        "print('ready', flush=True); sys.stdin.read(1); prepare_home(Path(sys.argv[1]))"
+    )
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "state")],
+            cwd=processes.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for command in commands:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "ready\n"
+    assert [command.communicate("\n", 60)[1] for command in commands] == ["", ""]
+    assert [command.returncode for command in commands] == [0, 0]
+    assert heads(tmp_path / "state" / "dagster") == [1, 1, 1]
 
 
 def test_a_child_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
