@@ -7,7 +7,8 @@ any other run. Exit code 0 when the turn came to its verdict, whether that was a
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlhf_pipeline.commands.common import console as made_console
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.files import locked
 from rlhf_pipeline.reward.calibration import judged_by
 
 LOOK_SECONDS = 5.0  # between two looks whether there is a place
@@ -34,13 +36,25 @@ def run_job(
     pipeline: Pipeline, agent_id: str, bars: Bars, *, job: str = retrain.name, again: bool = False
 ) -> dg.ExecuteInProcessResult:
     """Run the job for the agent in this process, showing its stages; raises PipelineError."""
-    from rlhf_pipeline.definitions import definitions
-
-    settings = pipeline.settings(agent_id)
     instance = dg.DagsterInstance.get()
     instance.add_dynamic_partitions("agents", [agent_id])
     end_dead_turns(instance, pipeline, agent_id)
-    _wait_for_a_place(instance, pipeline, agent_id, bars)
+    with _a_place(instance, pipeline, agent_id, bars):
+        return _run(instance, pipeline, agent_id, bars, job=job, again=again)
+
+
+def _run(
+    instance: dg.DagsterInstance,
+    pipeline: Pipeline,
+    agent_id: str,
+    bars: Bars,
+    *,
+    job: str,
+    again: bool,
+) -> dg.ExecuteInProcessResult:
+    from rlhf_pipeline.definitions import definitions
+
+    settings = pipeline.settings(agent_id)
     history = pipeline.claims.history(agent_id)
     # What fails is told below in a line; its traceback stands in Dagster's log of the run.
     config: dict[str, object] = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -87,37 +101,43 @@ def run_job(
     return outcome
 
 
-def _wait_for_a_place(
+@contextmanager
+def _a_place(
     instance: dg.DagsterInstance, pipeline: Pipeline, agent_id: str, bars: Bars
-) -> None:
-    """Return when fewer runs of other agents train than the pool has places.
+) -> Iterator[None]:
+    """Hold a place in the pool: wait until fewer runs of other agents train than it has.
 
     Dagster lets its runs wait in its queue, which this one does not go through. What this does not
-    see: a run that leaves the queue in the seconds until this one begins.
+    see: a run that leaves the queue in the seconds until this one begins, and, where there are
+    several places, another begun by hand in the same seconds.
     """
     limits = {pool.name: pool.limit for pool in instance.event_log_storage.get_pool_limits()}
     places = limits.get(GPU, instance.global_op_concurrency_default_limit)
     looks, told = 1, False
-    while places is not None:
-        others = [
-            run.tags.get(AGENT) or run.job_name
-            for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
-            if run.run_op_concurrency is not None
-            and GPU in (run.run_op_concurrency.all_pools or ())
-            and run.tags.get(AGENT) != agent_id
-        ]
-        if len(others) < places:
-            looks -= 1
-            if looks == 0:
-                return
-        else:
-            looks = 2  # a place that is still free at the second is not for whoever is queued
-            if not told:
-                words = f"waits while others are trained: {', '.join(others)}"
-                bars.progress.console.print(words, markup=False, highlight=False)
-                told = True
-        time.sleep(LOOK_SECONDS)
-        end_dead_turns(instance, pipeline)  # without a daemon nobody else does
+    with Path(instance.root_directory, "begun_by_hand.lock").open("w") as handle:
+        while places is not None:
+            others = [
+                run.tags.get(AGENT) or run.job_name
+                for run in instance.get_runs(dg.RunsFilter(statuses=UNFINISHED))
+                if run.run_op_concurrency is not None
+                and GPU in (run.run_op_concurrency.all_pools or ())
+                and run.tags.get(AGENT) != agent_id
+            ]
+            if len(others) < places and places == 1 and not locked(handle):
+                others = ["one that begins now"]
+            if len(others) < places:
+                looks -= 1
+                if looks == 0:
+                    break
+            else:
+                looks = 2  # a place that is still free at the second is not for whoever is queued
+                if not told:
+                    words = f"waits while others are trained: {', '.join(others)}"
+                    bars.progress.console.print(words, markup=False, highlight=False)
+                    told = True
+            time.sleep(LOOK_SECONDS)
+            end_dead_turns(instance, pipeline)  # without a daemon nobody else does
+        yield
 
 
 def main() -> None:

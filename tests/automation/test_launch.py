@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,27 @@ def test_a_turn_waits_while_as_many_others_are_trained_as_the_pool_has_places(
             launch.run_job(pipeline, "own", bars)
     assert len(slept) == 3
     assert capsys.readouterr().out == "waits while others are trained: tea\n"
+    pipeline.database.close()
+
+
+def test_of_two_turns_begun_by_hand_in_one_moment_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is a run yet that the other could see."""
+    home = processes.prepare_home(tmp_path / "state")
+    pipeline, bars, slept = Pipeline(), Bars(Console(width=100)), []
+    with dg.DagsterInstance.from_config(str(home)) as instance, ExitStack() as first:
+        first.enter_context(launch._a_place(instance, pipeline, "tea", bars))
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 2:
+                first.close()
+
+        monkeypatch.setattr("automation.launch.time.sleep", sleep)
+        with launch._a_place(instance, pipeline, "own", bars):
+            assert len(slept) == 3
+    assert capsys.readouterr().out == "waits while others are trained: one that begins now\n"
     pipeline.database.close()
 
 
