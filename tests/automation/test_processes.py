@@ -98,7 +98,11 @@ def test_two_commands_in_one_moment_make_dagsters_databases_once(tmp_path: Path)
     for command in commands:
         assert command.stdout is not None
         assert command.stdout.readline() == "ready\n"
-    assert [command.communicate("\n", 60)[1] for command in commands] == ["", ""]
+    for command in commands:
+        assert command.stdin is not None
+        command.stdin.write("\n")
+        command.stdin.flush()
+    assert [command.communicate(timeout=60)[1] for command in commands] == ["", ""]
     assert [command.returncode for command in commands] == [0, 0]
     assert heads(tmp_path / "state" / "dagster") == [1, 1, 1]
 
