@@ -107,7 +107,7 @@ def load_policy(
     if expected_sha256 is not None:
         check_sha256(source, expected_sha256)
     target = choose_device(device)
-    base = _base_of_adapter(source)
+    base = base_of_adapter(source)
     model = load_weights(AutoModelForCausalLM, base or source, dtype)
     _check_keeps_the_past(model)
     has_tokenizer = base is None or (Path(source) / "tokenizer_config.json").is_file()
@@ -378,7 +378,7 @@ def local_folder(source: str | Path) -> str | Path:
     return str(source)
 
 
-def _base_of_adapter(source: str | Path) -> str | Path | None:
+def base_of_adapter(source: str | Path) -> str | Path | None:
     """Return where the base model of an adapter folder is; None if `source` is a whole model."""
     if not isinstance(source, Path) or not (source / ADAPTER).is_file():
         return None

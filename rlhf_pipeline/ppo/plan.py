@@ -40,11 +40,10 @@ from transformers.integrations import moe
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.errors import ModelError, TrainingError
-from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.adapters import linear_names, unique_bytes
 from rlhf_pipeline.policy.cache import ROOM, empty_cache
 from rlhf_pipeline.policy.loading import (
-    ADAPTER,
+    base_of_adapter,
     choose_device,
     context_length_of,
     local_folder,
@@ -150,8 +149,7 @@ def read_config(source: str | Path) -> Any:
     An adapter's folder stands for its base. Raises ModelError where neither holds one.
     """
     source = local_folder(source)
-    if (Path(source) / ADAPTER).is_file():
-        source = read_json(Path(source) / ADAPTER)["base_model_name_or_path"]
+    source = base_of_adapter(source) or source
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

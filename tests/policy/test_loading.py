@@ -199,11 +199,13 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({}))
-    with pytest.raises(ModelError, match="save the adapter again"):
-        load_policy(adapter)
+    for read in (load_policy, read_config):
+        with pytest.raises(ModelError, match="save the adapter again"):
+            read(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="must name its base model"):
-        load_policy(adapter)
+    for read in (load_policy, read_config):
+        with pytest.raises(ModelError, match="must name its base model"):
+            read(adapter)
 
 
 def test_models_that_load_at_once_have_all_their_weights(tmp_path: Path) -> None:
