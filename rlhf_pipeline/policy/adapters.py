@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
-from rlhf_pipeline.policy.loading import Policy, load_policy
+from rlhf_pipeline.policy.loading import Policy, base_of_adapter, load_policy
 from rlhf_pipeline.policy.low_rank import take_few_passes
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.records import hashed
@@ -31,6 +31,7 @@ WEIGHTS = "adapter_model.safetensors"  # beside PEFT's adapter_config.json
 # What PEFT 0.21 takes for a mixture's router and experts (utils/transformers_weight_conversion.py).
 EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
 KEPT = "adapter"  # folder of a saved policy: its set before it was merged, for the next turn
+WITH = "+"  # between an adapter's digest and its base's
 BASE = "base.json"  # in that folder: the digest of the base it belongs to
 
 
@@ -248,12 +249,17 @@ def computing_as_now(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def base_digest(folder: str | Path) -> str:
-    """Return what tells a base's weights from others': a digest, or the hub id itself."""
+    """Return what tells a base's weights from others': a digest, or the hub id itself.
+
+    For an adapter's folder that is the adapter's own digest, a plus and its base's.
+    """
     if not Path(folder).is_dir():
         return str(folder)
     files = folder_sha256(folder)
     weights = [f"{n}:{d}" for n, d in files.items() if n.endswith(".safetensors") and "/" not in n]
-    return hashed(*weights)[:32]
+    own = hashed(*weights)[:32]
+    base = base_of_adapter(Path(folder))
+    return own if base is None else f"{own}{WITH}{base_digest(base)}"
 
 
 def unique_bytes(tensors: Sequence[Tensor]) -> int:

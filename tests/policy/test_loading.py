@@ -22,6 +22,7 @@ from transformers import (
 from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy import sampling
+from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.policy.chat import decode_completions, encode_completion
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.tiny import build_tiny
@@ -165,6 +166,8 @@ def test_an_adapter_folder_loads_merged_and_saves_merged(tmp_path: Path) -> None
     assert not torch.allclose(expected, plain, atol=1e-3)
     loaded = load_policy(tmp_path / "adapter", device="cpu")
     assert all(weight.requires_grad for weight in loaded.model.parameters())  # as any base's
+    own, _, its_base = base_digest(tmp_path / "adapter").partition("+")
+    assert its_base == base_digest(tmp_path / "base") != own
     torch.testing.assert_close(logits_of(loaded), expected)
     save_policy(Policy(adapted, base.tokenizer), tmp_path / "merged")
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
