@@ -46,7 +46,9 @@ from rlhf_pipeline.policy.adapters import (
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import (
     ADAPTER,
+    base_of_adapter,
     choose_device,
+    load_policy,
     load_tokenizer,
     load_weights,
     no_progress_bars,
@@ -311,8 +313,7 @@ def new_reward_model(
     Raises ModelError where the base cannot be read that way.
     Source: arXiv:2403.17031 (N+) detail 11, after openai/lm-human-preferences.
     """
-    trunk = load_trunk(base, likelihood, dtype)
-    tokenizer = load_tokenizer(base)
+    trunk, tokenizer = _read_base(base, likelihood, dtype)
     if tokenizer.pad_token_id is None:  # padding is masked by position, never by its id
         tokenizer.pad_token = tokenizer.eos_token
     width = state_width(trunk.config)
@@ -428,8 +429,10 @@ def load_reward_model(
         trunk = causal if likelihood else trunk_of(causal)
         device = str(base.policy.device)
     else:
-        source: str | Path = root / TRUNK if facts is None else base_source(facts, root)
-        trunk = load_trunk(source, likelihood, "float32" if facts is None else dtype)
+        if facts is None:
+            trunk = load_trunk(root / TRUNK, likelihood, "float32")
+        else:
+            trunk, _ = _read_base(base_source(facts, root), likelihood, dtype)
     tokenizer = load_tokenizer(root / TRUNK)
     try:
         weights = load_file(root / HEAD)
@@ -610,6 +613,20 @@ def _assemble(
         combined=combined,
     )
     return model.to(choose_device(device)).eval()
+
+
+def _read_base(
+    base: str | Path, likelihood: bool, dtype: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return a base's trunk and its tokenizer; of an adapter's folder with the adapter merged in.
+
+    Left to transformers the adapter would stay a set of its own: it would freeze the trunk, be
+    saved in its place, and be switched off with the sets that are trained here.
+    """
+    if base_of_adapter(Path(base)) is None:
+        return load_trunk(base, likelihood, dtype), load_tokenizer(base)
+    policy = load_policy(base, device="cpu", dtype=dtype)
+    return (policy.model if likelihood else trunk_of(policy.model)), policy.tokenizer
 
 
 def load_trunk(source: str | Path, likelihood: bool, dtype: str) -> Any:

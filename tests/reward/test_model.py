@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import new_folder
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
-from rlhf_pipeline.policy.loading import Policy, load_tokenizer, save_policy
+from rlhf_pipeline.policy.loading import Policy, load_policy, load_tokenizer, save_policy
 from rlhf_pipeline.records import RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.model import (
@@ -204,3 +206,48 @@ def test_likelihoods_are_read_of_states_that_a_gpus_autocast_left_in_float32(
         )
         found = model.features(rows)[:, -3:]
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_base_that_is_an_adapter_s_folder_is_read_with_the_adapter_merged_in(
+    planted: Planted, tmp_path: Path, likelihood: bool, rank: int
+) -> None:
+    shutil.copytree(planted.base, tmp_path / "base")
+    policy = load_policy(tmp_path / "base", device="cpu")
+    adapted: Any = get_peft_model(
+        policy.model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")  # the tokenizer is its base's
+    save_policy(load_policy(tmp_path / "adapter", device="cpu"), tmp_path / "merged")
+    made = [
+        new_reward_model(
+            tmp_path / name,
+            seed=3,
+            likelihood=likelihood,
+            on_base=rank > 0,
+            lora_rank=rank,
+            device="cpu",
+        )
+        for name in ("adapter", "merged", "base")
+    ]
+    rows = encode_rows(made[0][1], [(i.prompt, i.completion) for i in items_of(planted)], LIMITS)
+    scores = [score_rows(model, rows) for model, _ in made]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert scores[0] != pytest.approx(scores[2], abs=1e-3)
+    trained = [{n for n, p in m.named_parameters() if p.requires_grad} for m, _ in made]
+    assert trained[0] == trained[1]
+    model, tokenizer = made[0]
+    with new_folder(tmp_path / "rm") as folder:
+        save_reward_model(model, tokenizer, folder, limits=LIMITS, calibration=Calibration())
+    assert score_rows(load_reward_model(tmp_path / "rm", device="cpu").model, rows) == (
+        pytest.approx(scores[0], abs=1e-5)
+    )
+    weights = tmp_path / "base" / "model.safetensors"
+    save_file({n: 2 * t for n, t in load_file(weights).items()}, weights, {"format": "pt"})
+    if rank:
+        with pytest.raises(ModelError, match="found other weights"):
+            load_reward_model(tmp_path / "rm", device="cpu")
+    else:  # it has a trunk of its own
+        again = load_reward_model(tmp_path / "rm", device="cpu").model
+        assert score_rows(again, rows) == pytest.approx(scores[0], abs=1e-5)
