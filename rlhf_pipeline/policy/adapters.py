@@ -262,6 +262,15 @@ def base_digest(folder: str | Path) -> str:
     return own if base is None else f"{own}{WITH}{base_digest(base)}"
 
 
+def is_recorded_base(folder: str | Path, recorded: str) -> bool:
+    """Return whether the base's weights are those of this digest.
+
+    Earlier releases recorded of an adapter its own digest alone; then no more is compared.
+    """
+    found = base_digest(folder)
+    return recorded in (found, found.partition(WITH)[0])
+
+
 def unique_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes the tensors take in memory, storage that is shared counted once."""
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

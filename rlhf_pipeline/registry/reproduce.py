@@ -116,6 +116,8 @@ def recorded_turn(
     previous = _moved(lineage.get("previous"), old_state, settings)
     if exact and is_trained:
         _check_previous(version, recipe, previous)
+    if exact and lineage.get("base_digest") is not None:
+        _check_base(version, recipe)
     baseline = ledger.baseline(version.agent_id)
     recorded = _moved(lineage.get("baseline"), old_state, settings)
     return stages.Turn(
@@ -130,6 +132,18 @@ def recorded_turn(
         settings=recipe,
         previous=previous,
     )
+
+
+def _check_base(version: ModelVersion, recipe: Settings) -> None:
+    """Raise HashMismatch where the base's weights are not those that the version began from."""
+    from rlhf_pipeline.policy.adapters import is_recorded_base
+
+    source = stages.base_source(recipe)
+    if source is not None and not is_recorded_base(source, version.lineage["base_digest"]):
+        raise HashMismatch(
+            f"version {version.version} of {version.agent_id} needs the base it was trained from, "
+            f"found other weights at {source}; put those back, or train a new version"
+        )
 
 
 def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | None) -> None:

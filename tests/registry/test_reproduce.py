@@ -15,6 +15,7 @@ from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.feedback.datasets import JOBS, opening_of
 from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.registry.reasons import turn_of
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
@@ -49,6 +50,38 @@ def test_version_0_from_a_base_model_is_trained_as_it_was(
     assert (ran, outcome.folder) == (["baseline"], tmp_path / "work" / "sft")
     with pytest.raises(RegistryError, match="trained by no reward"):
         turn_of(loop.pipeline.registry, settings, base)
+
+
+def test_a_base_with_other_weights_is_said_before_anything_is_trained(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version, ledger = loop.version(first_turn.agent_id, 0), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder, name in ((base, "model"), (adapter, "adapter_model")):
+        folder.mkdir()
+        (folder / f"{name}.safetensors").write_bytes(b"some")
+    (base / "config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+
+    def turn(source: Path, digest: str) -> stages.Turn:
+        recipe = dict(version.lineage["recipe"])
+        recipe["policy"] = {**recipe["policy"], "base": str(source)}
+        lineage = {**version.lineage, "recipe": recipe, "base_digest": digest}
+        return recorded_turn(ledger, settings, replace(version, lineage=lineage), tmp_path / "work")
+
+    of_base, of_both = base_digest(base), base_digest(adapter)
+    of_adapter = of_both.partition("+")[0]  # all that earlier releases recorded
+    for source, digest in ((base, of_base), (adapter, of_both), (adapter, of_adapter)):
+        assert turn(source, digest).settings.policy.base == str(source)
+    (base / "model.safetensors").write_bytes(b"other")
+    assert turn(adapter, of_adapter).settings.policy.base == str(adapter)
+    for source, digest in ((base, of_base), (adapter, of_both)):
+        with pytest.raises(HashMismatch, match=f"found other weights at {source}"):
+            turn(source, digest)
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    with pytest.raises(HashMismatch, match="needs the base it was trained from"):
+        turn(adapter, of_adapter)
 
 
 @pytest.mark.slow
