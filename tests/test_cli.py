@@ -13,6 +13,8 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from rlhf_pipeline.commands.score import read_items
 from rlhf_pipeline.config import recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
+from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Arms, decide
 from rlhf_pipeline.experiment.sequences import Sample
@@ -43,6 +46,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
+from tests.evaluation.test_gate import report
 
 HEAVY = (
     "torch transformers great_expectations evidently mlflow peft trl dagster datasets pandas "
@@ -890,6 +894,44 @@ def test_who_promotes_over_a_champion_that_it_never_met_is_told(
         "version 4; `rlhf experiment offline 4 5 --agent shop` does that\n"
     )
     assert "compared with" not in rlhf("promote", "5").stderr  # nothing moved
+
+
+def test_an_offline_comparison_says_the_same_on_its_page(
+    shop: Path, rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_pipeline.evaluation.phrases import Phrase
+    from rlhf_pipeline.evaluation.report import Sample as Shown
+
+    said = {"candidate": "Yes.", "baseline": "No."}
+    compared = replace(
+        report(),
+        champion_is_baseline=True,
+        samples=[Shown("p", [["user", "Why?"]], said, {"candidate": 1.0, "baseline": 0.5})],
+        phrases={"baseline": [Phrase("yes", 0.62, 0.05)]},
+    )
+    found = offline.Offline("shop", 1, 2, 2, 120, 46, 54, False, compared)
+    monkeypatch.setattr(offline, "offline", lambda *_, **__: found)
+    page = tmp_path / "page.html"
+    result = rlhf("experiment", "offline", "1", "2", "--page", str(page))
+    text = page.read_text()
+    for line in (found.words, found.basis, *found.warnings):
+        assert line in result.output
+        assert f"<p>{escape(line)}</p>" in text
+    assert "compared on 46 held out and 54 seen; judged by the gate model of version 2's turn" in (
+        result.stdout
+    )
+    assert "kl to version 1" in result.stdout
+    for told in (
+        "<h1>shop: version 2 beside version 1</h1>",
+        "<h2>Version 2 against version 1</h2>",
+        "<p>100 prompts, temperature",
+        "kl to version 1<br><small>nats per completion",
+        "<h2>What version 2 says more often, and less than version 1</h2>",
+        "<th>version 2 (1.00)</th><th>version 1 (0.50)</th>",
+    ):
+        assert told in text
+    for word in ("candidate", "baseline", "held-out"):
+        assert word not in (result.output + text).replace("held-out score", "").lower()
 
 
 def test_an_experiments_differences_are_told_with_what_their_sign_says(

@@ -168,26 +168,21 @@ def offline(
             ),
         )
     if page is not None:
-        title = f"{agent}: version {found.second} (candidate) beside version {found.first}"
-        write_page(page, title, found.report, None, [])
+        title = f"{agent}: version {found.second} beside version {found.first}"
+        words = [found.words, found.basis, *found.warnings]
+        write_page(page, title, found.report, None, [], words=words, names=found.names)
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
         return
-    table = Table("metric", f"version {found.first}", f"version {found.second}", "change", "95 %")
+    names = found.names
+    table = Table("metric", names["baseline"], names["candidate"], "change", "95 %")
     for row in found.report.rows("baseline"):
-        table.add_row(row.name, row.other, row.here, row.change, row.interval)
+        table.add_row(names.get(row.name, row.name), row.other, row.here, row.change, row.interval)
     console().print(table)
     typer.echo(found.words)
-    typer.echo(
-        f"{found.logged} different prompts were logged; compared on {found.held_out} held out and "
-        f"{found.seen} seen; judged by the gate model of version {found.judge}'s turn"
-    )
-    if not found.same_raters:
-        typer.echo(
-            "warning: the two turns divided the raters otherwise, so one of them may have been "
-            "trained on votes that the judge learned from",
-            err=True,
-        )
+    typer.echo(found.basis)
+    for warning in found.warnings:
+        typer.echo(warning, err=True)
 
 
 def _book(here: Workspace) -> ExperimentBook:

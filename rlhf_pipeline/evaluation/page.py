@@ -41,6 +41,7 @@ td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:left}
 img{filter:invert(.93) hue-rotate(180deg)}
 .pass{color:#7fd495} .fail{color:#ff9a9a} .pause,.warn{color:#f0b070}}
 """
+PLAIN: Mapping[str, str] = {}  # systems and metrics under the report's own names
 
 
 def write_page(
@@ -49,37 +50,60 @@ def write_page(
     report: EvaluationReport,
     decision: GateDecision | None,
     pictures: Sequence[Path],
+    *,
+    words: Sequence[str] = (),
+    names: Mapping[str, str] = PLAIN,
 ) -> Path:
     """Write the page and return its path; pictures that are PNG files are put into it.
 
-    Without a decision nothing is said of the gate.
+    Without a decision nothing is said of the gate. For `words` and `names` see `body`.
     """
-    write_text(path, page(title, report, decision, pictures))
+    write_text(path, page(title, report, decision, pictures, words=words, names=names))
     return path
 
 
 def page(
-    title: str, report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]
+    title: str,
+    report: EvaluationReport,
+    decision: GateDecision | None,
+    pictures: Sequence[Path],
+    *,
+    words: Sequence[str] = (),
+    names: Mapping[str, str] = PLAIN,
 ) -> str:
     """Return the page: its title, and the body below it."""
+    inner = body(report, decision, pictures, words=words, names=names)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body>\n<h1>{escape(title)}</h1>\n{body(report, decision, pictures)}\n</body></html>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{inner}\n</body></html>\n"
     )
 
 
-def body(report: EvaluationReport, decision: GateDecision | None, pictures: Sequence[Path]) -> str:
-    """Return verdict, rules, numbers, phrases, groups, behaviour, pictures, samples, as HTML."""
+def body(
+    report: EvaluationReport,
+    decision: GateDecision | None,
+    pictures: Sequence[Path],
+    *,
+    words: Sequence[str] = (),
+    names: Mapping[str, str] = PLAIN,
+) -> str:
+    """Return verdict, rules, numbers, phrases, groups, behaviour, pictures, samples, as HTML.
+
+    A comparison outside a turn says in `words` what it found, and of which prompts; `names` has
+    what is shown in the place of the report's own names of systems and metrics.
+    """
+    prompts = "prompts" if words else "held-out prompts"
     parts = [
-        f"<p>{report.prompts} held-out prompts, temperature {report.temperature:g}, seed "
+        *(f"<p>{escape(line)}</p>" for line in words),
+        f"<p>{report.prompts} {prompts}, temperature {report.temperature:g}, seed "
         f"{report.seed}. Intervals hold 95 %.</p>",
         *([] if decision is None else _gate(decision)),
-        *(_comparison(report, against) for against in report.others),
-        *(f"<p>{escape(words)}</p>" for words in report.judge_words()),
-        *(_phrases(report, against) for against in report.others),
+        *(_comparison(report, against, names) for against in report.others),
+        *(f"<p>{escape(line)}</p>" for line in report.judge_words()),
+        *(_phrases(report, against, names) for against in report.others),
         _pieces(report),
         _groups("topic", report.topics),
         _groups("cohort", report.cohorts),
@@ -88,7 +112,7 @@ def body(report: EvaluationReport, decision: GateDecision | None, pictures: Sequ
         "<h2>Pictures</h2>" if pictures else "",
         *(_picture(picture) for picture in pictures),
         "<h2>Side by side</h2>" if report.samples else "",
-        *(_sample(sample) for sample in report.samples),
+        *(_sample(sample, names) for sample in report.samples),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -112,25 +136,30 @@ def _gate(decision: GateDecision) -> list[str]:
     ]
 
 
-def _comparison(report: EvaluationReport, against: Against) -> str:
+def _comparison(report: EvaluationReport, against: Against, names: Mapping[str, str]) -> str:
     rows = [
         [
-            _named(row.name, MEANING.get(row.name, "")),
+            _named(names.get(row.name, row.name), MEANING.get(row.name, "")),
             *map(escape, (row.other, row.here, row.change, row.percent, row.interval)),
         ]
         for row in report.rows(against)
     ]
-    head = ["metric", against, "candidate", "change", "change %", "95 % interval"]
-    return f"<h2>Candidate against {escape(against)}</h2>" + _table(head, rows, range(1, 6))
+    here, other = names.get("candidate", "candidate"), names.get(against, against)
+    head = ["metric", other, here, "change", "change %", "95 % interval"]
+    title = f"{here.capitalize()} against {other}"
+    return f"<h2>{escape(title)}</h2>" + _table(head, rows, range(1, 6))
 
 
-def _phrases(report: EvaluationReport, against: Against) -> str:
+def _phrases(report: EvaluationReport, against: Against, names: Mapping[str, str]) -> str:
     rows = [list(map(escape, cells)) for cells in report.phrase_rows(against)]
     if not rows:
         return ""
-    return f"<h2>{PHRASES} than the {escape(against)}</h2>" + _table(
-        ["words", f"{against}: share of answers", "candidate"], rows, range(1, 3)
-    )
+    here, other = names.get("candidate", "candidate"), names.get(against, against)
+    title = f"{PHRASES} than the {against}"
+    for system, name in names.items():
+        title = title.replace(f"the {system}", name)
+    head = ["words", f"{other}: share of answers", here]
+    return f"<h2>{escape(title)}</h2>" + _table(head, rows, range(1, 3))
 
 
 def _pieces(report: EvaluationReport) -> str:
@@ -190,9 +219,9 @@ def _picture(path: Path) -> str:
     return f'<div class="scroll">{drawn}</div>'
 
 
-def _sample(sample: Sample) -> str:
+def _sample(sample: Sample, names: Mapping[str, str]) -> str:
     asked = [f"<b>{escape(role)}:</b> {escape(content)}" for role, content in sample.prompt]
-    head = [f"{system} ({sample.scores[system]:.2f})" for system in sample.completions]
+    head = [f"{names.get(s, s)} ({sample.scores[s]:.2f})" for s in sample.completions]
     said = [f'<div class="said">{escape(text)}</div>' for text in sample.completions.values()]
     return f'<div class="sample">{"<br>".join(asked)}{_table(head, [said], ())}</div>'
 

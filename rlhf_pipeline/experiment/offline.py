@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import EvaluationError, RegistryError
-from rlhf_pipeline.evaluation.report import EvaluationReport
+from rlhf_pipeline.evaluation.report import KL, EvaluationReport
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS, conversations_first, opening_of, unit_interval
 from rlhf_pipeline.feedback.privacy import redact
@@ -78,6 +78,29 @@ class Offline:
             f"{said}: length-controlled win rate {told} on {self.report.prompts} prompts, "
             f"{self.held_out} of them held out from both"
         )
+
+    @property
+    def basis(self) -> str:
+        """Return which prompts it was compared on, and who judged, as a sentence."""
+        return (
+            f"{self.logged} different prompts were logged; compared on {self.held_out} held out "
+            f"and {self.seen} seen; judged by the gate model of version {self.judge}'s turn"
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return what may make the judge partial."""
+        said = (
+            "warning: the two turns divided the raters otherwise, so one of them may have been "
+            "trained on votes that the judge learned from"
+        )
+        return [] if self.same_raters else [said]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return what the report's systems, and what is named after one, are called here."""
+        one, other = f"version {self.first}", f"version {self.second}"
+        return {"baseline": one, "candidate": other, KL: f"kl to {one}"}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
