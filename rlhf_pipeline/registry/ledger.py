@@ -160,7 +160,7 @@ class PromotionLedger:
             gone = _withdrawn(connection, agent_id, history, by_number.values())
         line = _line_of_champions(history)
         champion = by_number[line[-1]] if line else None
-        before, first = _one_before(line, gone), _baseline_of(history)
+        before, first = _one_before(line, gone, by_number.values()), _baseline_of(history)
         waiting = [
             v
             for v in by_number.values()
@@ -391,10 +391,11 @@ class PromotionLedger:
     ) -> Outcome:
         """Make an earlier champion the champion again: the one before, or `to`.
 
-        Rolling back twice goes two back, not to and fro, and past a version that was withdrawn
-        where an earlier one was not. Give `expected_champion` where two watchers may act on the
-        same trouble: the second gets StalePromotion instead of going one too far. Raises
-        RegistryError where there is nothing earlier or `to` never was champion.
+        Rolling back twice goes two back, not to and fro, past a version that was withdrawn where
+        an earlier one was not, and past one of the champion's own files. Give
+        `expected_champion` where two watchers may act on the same trouble: the second gets
+        StalePromotion instead of going one too far. Raises RegistryError where there is nothing
+        earlier or `to` never was champion.
         """
         _need_words(actor, reason)
         with self.database.write() as connection:
@@ -405,7 +406,8 @@ class PromotionLedger:
             _check_view(agent_id, newest, expected_champion)
             line = _line_of_champions(history)
             versions = self._versions(connection, agent_id)
-            before = _one_before(line, _withdrawn(connection, agent_id, history, versions))
+            gone = _withdrawn(connection, agent_id, history, versions)
+            before = _one_before(line, gone, versions)
             version = before if to is None else to if len(line) > 1 else None
             if version is None or version not in {e.version for e in history}:
                 wanted = "an earlier champion" if to is None else f"version {to} as one"
@@ -569,19 +571,24 @@ def _line_of_champions(history: Sequence[Promotion]) -> list[int]:
     return _walked(history)[0]
 
 
-def _one_before(line: Sequence[int], gone: Collection[int]) -> int | None:
+def _one_before(
+    line: Sequence[int], gone: Collection[int], versions: Collection[ModelVersion]
+) -> int | None:
     """Return whom rolling back makes champion: the last that was not withdrawn, if there is one.
 
     One that was may stand there: made champion again by `promote`, and then gone back from. So may
-    the champion itself. Where all were withdrawn it is the last before the champion was champion
-    at all: to one that was gone back from to it nothing goes back.
+    the champion itself, or its files under another number: what is wrong with it would stay. Where
+    all were withdrawn it is the last before the champion was champion at all: to one that was gone
+    back from to it nothing goes back.
     """
     if not line:
         return None
-    champion, before = line[-1], line[-2::-1]
-    first = line.index(champion)
+    files = {version.version: dict(version.files) for version in versions}
+    is_champion = [files[number] == files[line[-1]] for number in line]
+    others = [number for number, same in zip(line, is_champion, strict=True) if not same]
+    first = is_champion.index(True)
     fallback = line[first - 1] if first else None
-    return next((v for v in before if v not in gone and v != champion), fallback)
+    return next((number for number in reversed(others) if number not in gone), fallback)
 
 
 def _baseline_of(history: Sequence[Promotion]) -> int | None:

@@ -180,6 +180,22 @@ def test_what_was_rolled_back_stays_so_under_another_number(ledger: PromotionLed
     assert not ledger.standing(AGENT).withdrawn  # she looked at these very weights
 
 
+def test_going_back_leads_to_other_files(ledger: PromotionLedger) -> None:
+    first = add(ledger)
+    twin(ledger, first, PASSED)
+    promote(ledger, 1, 0)
+    promote(ledger, 2, 1)
+    previous = ledger.standing(AGENT).previous
+    assert previous is not None
+    assert previous.version == 0
+    ledger.rollback(AGENT, actor="ann", reason="by its first number", to=1)
+    assert ledger.rollback(AGENT, actor="watch", reason="errors").promotion.version == 0
+    ledger.promote(AGENT, 1, actor="ann", reason="fixed", expected_champion=0, force=True)
+    promote(ledger, 2, 1)
+    assert ledger.rollback(AGENT, actor="watch", reason="errors").promotion.version == 0
+    assert set(ledger.standing(AGENT).withdrawn) == {1, 2}
+
+
 def test_promotion_moves_the_champion_and_keeps_the_history(ledger: PromotionLedger) -> None:
     add(ledger)
     outcome = ledger.promote(AGENT, 1, actor="ann", reason="won", expected_champion=0)

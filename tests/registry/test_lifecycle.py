@@ -58,10 +58,11 @@ class Lifecycle(RuleBasedStateMachine):
     def previous(self) -> int | None:
         """Return who is gone back to: the last before that nothing speaks against, if any is.
 
-        Another than the champion; else the last before the champion was champion first.
+        Of another model than the champion; else the last before that was champion first.
         """
-        before = [v for v in self.line[-2::-1] if v != self.champion]
-        first = self.line.index(self.champion)
+        models = [self.model[v] for v in self.line]
+        before = [v for v in self.line[::-1] if self.model[v] != models[-1]]
+        first = models.index(models[-1])
         else_to = self.line[first - 1] if first else None
         return next((v for v in before if self.model[v] not in self.out), else_to)
 
