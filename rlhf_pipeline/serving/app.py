@@ -66,7 +66,6 @@ def create_app(
     from rlhf_pipeline.serving.metrics import Metrics, add_metrics
     from rlhf_pipeline.serving.policies_api import Policies, add_policy_routes
     from rlhf_pipeline.serving.raters_api import add_rater_routes
-    from rlhf_pipeline.serving.tracing import Tracing
     from rlhf_pipeline.serving.upstream import connections_kept
 
     settings = settings or load_settings()
@@ -85,7 +84,6 @@ def create_app(
             yield
         await app.state.gateway.settled()  # the process ends at once after this
         app.state.gateway.close()
-        tracing.close()
 
     # Without FastAPI's own pages of documentation: those load from a CDN.
     app = FastAPI(title="rlhf-pipeline", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -108,8 +106,7 @@ def create_app(
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     add_health_routes(app, database, settings, gateway.champions.is_unfit)
     metrics.watch_queue("chat", lambda: gateway.waiting)
-    tracing = Tracing(settings, store, registry)
-    add_chat_routes(app, gateway, tracing.note)
+    add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)
     keys = Keys(settings.state_dir)
     if pages:
@@ -125,7 +122,7 @@ def create_app(
         from rlhf_pipeline.serving.pages.files_page import add_files_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
-        mount_pages(app, Desk(settings, store, registry, gateway, limit, tracing))
+        mount_pages(app, Desk(settings, store, registry, gateway, limit))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
         tracked = settings.pages.mlflow_url or settings.mlflow_uri or ""
         if tracked.startswith(("http://", "https://")) and "@" not in tracked:  # no password shown

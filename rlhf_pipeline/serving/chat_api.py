@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_RATER
-from rlhf_pipeline.records import Interaction, Message, Prompt, hash_rater, uuid7
+from rlhf_pipeline.records import Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.access import right_in
 from rlhf_pipeline.serving.champions import Arm
@@ -252,13 +252,7 @@ class _Gone(Exception):
     """The client has gone away."""
 
 
-Answered = Callable[[Interaction], None]
-"""Hears of every answer once it is stored."""
-
-
-def add_chat_routes(
-    app: FastAPI, gateway: Gateway, on_answer: Answered = lambda interaction: None
-) -> None:
+def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the chat, its models and its events."""
 
     async def chat_completions(request: Request) -> Response:
@@ -270,7 +264,7 @@ def add_chat_routes(
         try:
             asked = await _read(request)
             agent_id, arm = await _find(gateway, asked.model)
-            answer = _Answer(gateway, asked, agent_id, arm, on_answer)
+            answer = _Answer(gateway, asked, agent_id, arm)
             if not asked.stream:
                 return await _unless_gone(request, answer.whole())
             stream = answer.events()
@@ -384,10 +378,8 @@ class _Answer:
         asked: ChatRequest,
         agent_id: str,
         arm: Arm,
-        on_answer: Answered,
     ) -> None:
         self.asked = asked
-        self.on_answer = on_answer
         self.interaction_id = uuid7()
         self.created = int(time.time())
         name = asked.user or ""
@@ -410,7 +402,6 @@ class _Answer:
             async with aclosing(self.pieces) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, Reply):
-                        self.on_answer(piece.interaction)
                         choice = {
                             "index": 0,
                             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -440,7 +431,6 @@ class _Answer:
                     elif text:
                         yield before + _json(text) + after
                     if isinstance(piece, Reply):
-                        self.on_answer(piece.interaction)
                         last = self._chunk({}, piece.ending, usage)
                         if usage:
                             told = {"usage": _usage(piece)}

@@ -32,6 +32,7 @@ from rlhf_pipeline.records import ELSEWHERE, Interaction, Prompt, hashed, now, u
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
+from rlhf_pipeline.serving.tracing import Tracing
 from rlhf_pipeline.serving.trials import Trials
 from rlhf_pipeline.serving.upstream import Served, name_of, upstream_pieces
 
@@ -126,6 +127,7 @@ class Gateway:
         self.champions = Champions(settings, store, registry)
         self.served = Served(registry.ledger)
         self.trials = Trials(store.database, self.rules_of_trials)
+        self.tracing = Tracing(settings, store, registry)
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
         self._ending: set[str] = set()  # ids of replies that are being stored
@@ -254,7 +256,7 @@ class Gateway:
                     draft.text = draft.text[:shown]
                     left = as_kept(draft, time.monotonic() - began, {"left": True})
                     # Not waited for: whoever cancels does so again at every wait.
-                    self._finish(interaction_id, partial(self._store, left))
+                    self._finish(interaction_id, partial(self.keep, left))
                 raise
             except _Stopped as stop:
                 meet(whose, stop.blocked.rail, stop.blocked.detail)
@@ -299,7 +301,7 @@ class Gateway:
         if done is not None:
             took = time.monotonic() - began
             interaction = as_kept(done, took, note(done.text, done.others) if note else {})
-            last.append(partial(self._store, interaction))
+            last.append(partial(self.keep, interaction))
         ending = self._finish(interaction_id, *last)
         await asyncio.wait([ending])  # who leaves meanwhile leaves it alone
         ending.result()
@@ -314,6 +316,14 @@ class Gateway:
             interaction, done.ending, done.prompt_tokens, done.completion_tokens, done.others
         )
 
+    def keep(self, interaction: Interaction) -> None:
+        """Store an answer that somebody sees, and have it traced where that is asked for."""
+        if interaction.agent_id not in self._known:
+            self.store.ensure_agent(interaction.agent_id)
+            self._known.add(interaction.agent_id)
+        self.store.add_interactions([interaction])
+        self.tracing.note(interaction)
+
     async def settled(self) -> None:
         """Return once nothing is under way and what people saw before they left is stored."""
         until = time.monotonic() + SETTLE_SECONDS
@@ -321,8 +331,9 @@ class Gateway:
             await asyncio.sleep(0.01)
 
     def close(self) -> None:
-        """Let the models go."""
+        """Let the models go, and end the logging of traces."""
         self.champions.close()
+        self.tracing.close()
 
     def rules_of_trials(self, agent_id: str) -> ExperimentSettings:
         """Return the rules of the agent's own recipe; where that has gone, the service's."""
@@ -514,12 +525,6 @@ class Gateway:
         draft.stopped = bool(wishes.stop) and draft.ending == "stop"  # few tell which stop it was
 
     # -- the store --------------------------------------------------------------------------------
-
-    def _store(self, interaction: Interaction) -> None:
-        if interaction.agent_id not in self._known:
-            self.store.ensure_agent(interaction.agent_id)
-            self._known.add(interaction.agent_id)
-        self.store.add_interactions([interaction])
 
     def _finish(self, interaction_id: str, *jobs: Callable[[], None]) -> asyncio.Future[None]:
         """Begin what ends a reply, in a thread; who asked may leave, the service waits for it."""

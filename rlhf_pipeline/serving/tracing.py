@@ -73,6 +73,7 @@ class Tracing:
 
     def close(self) -> None:
         """End without waiting for MLflow; what is not logged by then is counted in the log."""
+        self.enabled = False  # an answer that is stored later still costs nobody an error
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._waiting:
             log.error("traces not logged", answers=self._waiting, why="the service ended")

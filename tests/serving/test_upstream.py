@@ -459,6 +459,35 @@ def test_what_people_saw_of_an_answer_is_stored_before_the_service_has_ended(
         asyncio.run(cut_off())
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_answer_that_is_stopped_or_breaks_off_is_a_trace_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    from rlhf_pipeline.registry import traces
+
+    logged: list[Interaction] = []
+    monkeypatch.setattr(traces, "log_interaction", lambda _, answer: logged.append(answer))
+    with answering(200, chunk("Hello there, ") + chunk("dear ") + event({"error": {}})) as upstream:
+        serving = {"upstreams": {"tea": upstream.model_dump()}}
+        told = {"state_dir": tmp_path, "serving": serving, "pages": {"log_traces": True}}
+        gateway = create_app(load_settings("tiny", told), pages=False).state.gateway
+
+        async def seen() -> None:
+            reply = gateway.reply("tea", user_prompt("hi"), Wishes(), at_once=True)
+            assert await anext(reply) == "Hello there, "
+            if not stops:
+                assert await anext(reply) == "dear "
+                with pytest.raises(ModelError):
+                    await anext(reply)
+            await reply.aclose()
+            await gateway.settled()
+
+        asyncio.run(seen())
+        gateway.tracing.finish()
+        gateway.close()
+    assert [answer.completion for answer in logged] == ["Hello there, " + "dear " * (not stops)]
+
+
 @pytest.mark.parametrize(
     ("rest", "seen"),
     [

@@ -31,7 +31,6 @@ from rlhf_pipeline.serving.doubts import HeadDoubts
 from rlhf_pipeline.serving.gateway import Ending, Gateway, Reply, Wishes
 from rlhf_pipeline.serving.guardrails import Rail, output_block
 from rlhf_pipeline.serving.limits import RaterLimit
-from rlhf_pipeline.serving.tracing import Tracing
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -71,7 +70,6 @@ class Desk:
         registry: ModelRegistry,
         gateway: Gateway | None = None,
         limit: RaterLimit | None = None,
-        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -79,7 +77,6 @@ class Desk:
         self.gateway = gateway or Gateway(settings, store, registry)
         self.limit = limit or RaterLimit(settings.feedback.votes_per_minute)
         self.doubts = HeadDoubts(registry.ledger, self.gateway.champions.limits)
-        self.tracing = tracing or Tracing(settings, store, registry)
         self._explaining = threading.Lock()  # a reward model is loaded for it: one at a time
         self._disagreements: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
@@ -149,10 +146,7 @@ class Desk:
                 sampling=drawn,
                 latency_seconds=None,
             )
-            self.store.add_interactions([shown])
-        for one in (this, shown):
-            if one is not None:
-                self.tracing.note(one)
+            self.gateway.keep(shown)
         share = unit_interval("ask", this.interaction_id)
         yield Answer(
             this, unusual or share < self.settings.pages.collection_rate, shown, reply.ending

@@ -797,10 +797,10 @@ def test_a_trace_is_logged_when_asked_to_and_its_failure_costs_no_answer(
 
     monkeypatch.setattr(traces, "log_interaction", fails)
     ask(desk)
-    desk.tracing.enabled = True  # as pages.log_traces says
+    desk.gateway.tracing.enabled = True  # as pages.log_traces says
     with capture_logs() as said:
         _, answer = ask(desk, pair=True)
-        desk.tracing.finish()
+        desk.gateway.tracing.finish()
     assert answer.other is not None
     about = [one for one in said if "not logged" in one["event"]]  # other threads log as well
     assert {"MLflow is away"} == {one["why"] for one in about}
@@ -817,10 +817,10 @@ def test_a_trace_that_comes_after_an_erasure_is_taken_back(
     monkeypatch.setattr(traces, "log_interaction", lambda registry, interaction: "tr-1")
     monkeypatch.setattr(forgetting, "forget_traces", lambda r, agent, ids, rater: gone.append(ids))
     _, answer = ask(desk)
-    desk.tracing.enabled = True
+    desk.gateway.tracing.enabled = True
     for one in (answer.interaction, replace(answer.interaction, interaction_id="erased")):
-        desk.tracing.note(one)
-    desk.tracing.finish()
+        desk.gateway.tracing.note(one)
+    desk.gateway.tracing.finish()
     assert gone == [{"erased"}]
 
 
