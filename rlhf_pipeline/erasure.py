@@ -1,11 +1,12 @@
 """A person's data: everything that is held about them, shown or taken out, wherever it lies.
 
 An erasure holds the claim of each of the person's agents, so that nothing is trained or snapshotted
-meanwhile. It goes MLflow first, then files, then the store in one transaction: while the store has
-their rows there is something left to do, and an erasure that was killed, begun again, ends the
-same. What stays: counts, hashes, fingerprints, ids that point to nothing, and model weights; the
-report names every version that learned from their rows. What it does not reach: backups, exports,
-and whatever is kept outside the state folder but for the store and MLflow.
+meanwhile, and no answer's trace stays that it may have missed. It goes MLflow first, then files,
+then the store in one transaction: while the store has their rows there is something left to do, and
+an erasure that was killed, begun again, ends the same. What stays: counts, hashes, fingerprints,
+ids that point to nothing, and model weights; the report names every version that learned from their
+rows. What it does not reach: backups, exports, and whatever is kept outside the state folder but
+for the store and MLflow.
 """
 
 from __future__ import annotations

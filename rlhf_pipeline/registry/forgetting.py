@@ -67,6 +67,13 @@ def forget_traces(
     return {"traces": len(traces), "assessments": len(said)}
 
 
+def forget_trace(registry: ModelRegistry, agent_id: str, trace_id: str) -> None:
+    """Delete one trace with its files."""
+    with mlflow_refusals("looking for a trace"):
+        info = registry.client._tracing_client.get_trace_info(trace_id)
+    _delete_traces(registry, agent_id, [info])
+
+
 def old_traces(registry: ModelRegistry, agent_id: str, newest: int, before: datetime) -> list[Any]:
     """Return the agent's traces from before that moment, but for its `newest` ones."""
     return _too_old(_newest_first(registry, agent_id), newest, before)

@@ -1,7 +1,8 @@
 """Answers logged as MLflow traces, where `pages.log_traces` asks for it: the API's and the pages'.
 
 Nobody who chats waits for MLflow. What this does not promise is every trace: while MLflow is away,
-or slower than people chat, the service's log names the answers that have none.
+or slower than people chat, or somebody is erased from the agent, the service's log names the
+answers that have none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rlhf_pipeline.errors import RegistryError
+from rlhf_pipeline.feedback.claims import ERASURE, ClaimBook
+from rlhf_pipeline.records import now
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -31,6 +34,7 @@ class Tracing:
     def __init__(self, settings: Settings, store: FeedbackStore, registry: ModelRegistry) -> None:
         self.enabled = settings.pages.log_traces
         self._store = store
+        self._claims = ClaimBook(store.database)
         self._registry = registry
         self._thread = ThreadPoolExecutor(1, "traces")
         self._waiting = 0
@@ -50,15 +54,14 @@ class Tracing:
 
     def _write(self, interaction: Interaction) -> None:
         """Log the answer; where that fails, the log says which one is missing."""
-        from rlhf_pipeline.registry.forgetting import forget_traces
+        from rlhf_pipeline.registry.forgetting import forget_trace
         from rlhf_pipeline.registry.traces import log_interaction
 
         try:
-            log_interaction(self._registry, interaction)
-            if self._store.interaction(interaction.interaction_id) is None:  # erased meanwhile
-                forget_traces(
-                    self._registry, interaction.agent_id, {interaction.interaction_id}, ""
-                )
+            trace_id = log_interaction(self._registry, interaction)
+            if why := self._must_go(interaction):
+                forget_trace(self._registry, interaction.agent_id, trace_id)
+                log.warning("trace taken back", interaction=interaction.interaction_id, why=why)
         except RegistryError as error:  # a line each: MLflow may be away for days
             log.error("trace not logged", interaction=interaction.interaction_id, why=str(error))
         except Exception:  # nobody waits for this result: the log is where it is heard
@@ -66,6 +69,21 @@ class Tracing:
         finally:
             with self._count:
                 self._waiting -= 1
+
+    def _must_go(self, interaction: Interaction) -> str | None:
+        """Return why an answer's trace, which is there by now, must not stay; None: it may.
+
+        An erasure looks for traces once, and takes the answers out of the store last: one that is
+        at work may have looked before this trace was there, and after it nothing would lead from
+        the person to the trace. So whether one is at work is asked first: one that has ended since
+        has taken the answer along, one that begins later finds the trace.
+        """
+        claim = self._claims.held(interaction.agent_id)
+        if claim is not None and claim.asked_by == ERASURE and claim.expires_at > now():
+            return "somebody is being erased"
+        if self._store.interaction(interaction.interaction_id) is None:
+            return "it was erased"
+        return None
 
     def finish(self) -> None:
         """Return once what was noted is logged."""

@@ -19,7 +19,9 @@ from rlhf_pipeline.records import (
     now,
     user_prompt,
 )
-from rlhf_pipeline.registry.traces import log_interaction, read_assessments
+from rlhf_pipeline.registry import forgetting
+from rlhf_pipeline.registry.traces import INTERACTION, log_interaction, read_assessments
+from rlhf_pipeline.serving.tracing import Tracing
 from tests.assets.world import Loop
 
 AGENT = "forgotten"
@@ -121,6 +123,35 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     )
     assert worth == {"findings": {"by_topic": {"[erased]": {"n": 10}, "pears": {"n": 10}}}}
     assert groups["data"] == [["topic [erased]", "score"], ["topic pears", "score"]]
+
+
+def test_a_trace_that_comes_while_somebody_is_erased_does_not_outlive_them(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = loop.agent("overtaken")
+    pipeline = loop.pipeline
+    registry, store, settings = pipeline.registry, pipeline.store, pipeline.settings()
+    theirs, other = said("o-ann", "ann", SECRET, agent), said("o-bob", "bob", "pear", agent)
+    store.add_interactions([theirs, other])
+    tracing, forget_traces = Tracing(settings, store, registry), forgetting.forget_traces
+    tracing.enabled = True
+
+    def overtaken(*given: Any) -> dict[str, int]:
+        found = forget_traces(*given)
+        tracing.note(theirs)
+        tracing.finish()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting, "forget_traces", overtaken)
+        erase(settings, registry, "ann", agent)
+    later = Tracing(settings, store, registry)
+    later.enabled = True
+    later.note(other)
+    later.finish()
+    [left] = registry.client.search_traces(locations=[registry.experiment(agent)])
+    assert left.info.tags[INTERACTION] == "o-bob"
+    assert bytes_under(settings.state_dir / "mlflow") == []
 
 
 def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(

@@ -813,15 +813,17 @@ def test_a_trace_that_comes_after_an_erasure_is_taken_back(
 ) -> None:
     from rlhf_pipeline.registry import forgetting, traces
 
-    gone: list[set[str]] = []
-    monkeypatch.setattr(traces, "log_interaction", lambda registry, interaction: "tr-1")
-    monkeypatch.setattr(forgetting, "forget_traces", lambda r, agent, ids, rater: gone.append(ids))
+    gone: list[str] = []
+    monkeypatch.setattr(
+        traces, "log_interaction", lambda _, interaction: f"tr-{interaction.interaction_id}"
+    )
+    monkeypatch.setattr(forgetting, "forget_trace", lambda _, agent, trace: gone.append(trace))
     _, answer = ask(desk)
     desk.gateway.tracing.enabled = True
     for one in (answer.interaction, replace(answer.interaction, interaction_id="erased")):
         desk.gateway.tracing.note(one)
     desk.gateway.tracing.finish()
-    assert gone == [{"erased"}]
+    assert gone == ["tr-erased"]
 
 
 def test_more_answers_than_mlflow_takes_are_named_and_not_held(
