@@ -2,7 +2,7 @@
 
 Nobody who chats waits for MLflow. What this does not promise is every trace: while MLflow is away,
 or slower than people chat, or somebody is erased from the agent, the service's log names the
-answers that have none.
+answers that have none; of those that wait when the service ends it says how many.
 """
 
 from __future__ import annotations
