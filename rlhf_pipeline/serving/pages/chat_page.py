@@ -36,6 +36,7 @@ INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
 NO_ANSWER = "Not stored: no answer is known here; ask first, or again if one is shown."
 BEFORE = "Not stored: that was for the answer before this one."
+GONE = "Not stored: this answer is no longer there."
 WHICH = "Which answer is better?"
 ALIKE = "This time no second answer says anything else."
 CUT_OFF = {
@@ -448,6 +449,8 @@ def not_stored(error: PipelineError | sa.exc.DatabaseError) -> str:
         return f"Thank you, but that was too fast to count. Please vote again in {error.seconds} s."
     if isinstance(error, FeedbackRefused) and error.rule == Rule.value_missing:
         return "Not stored: nothing is written yet."
+    if isinstance(error, FeedbackRefused) and error.rule == Rule.unknown_interaction:
+        return GONE
     return f"Not stored: {error}"[:300]
 
 

@@ -14,7 +14,7 @@ from rlhf_pipeline.records import FeedbackKind, Interaction, hash_rater
 from rlhf_pipeline.serving.access import SIGN_OUT
 from rlhf_pipeline.serving.pages import review
 from rlhf_pipeline.serving.pages.approval_page import PATH as CANDIDATES
-from rlhf_pipeline.serving.pages.chat_page import assistants, not_stored
+from rlhf_pipeline.serving.pages.chat_page import BEFORE, GONE, assistants, not_stored
 from rlhf_pipeline.serving.pages.desk import Desk
 from rlhf_pipeline.serving.pages.files_page import PATH as FILES
 
@@ -163,11 +163,11 @@ def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
 
         try:
             if waiting and waiting[0].interaction_id != seen:
-                return not_done("Not stored: that was for the answer before this one.")
+                return not_done(BEFORE)
             found = desk.store.interaction(seen)  # it may have been erased since
             if found is None:
                 waiting = waiting[1:]
-                return not_done("Not stored: this answer is no longer there.")
+                return not_done(GONE)
             waiting = waiting or [found]  # where they went with the session
             if problem := _unfit(who):
                 return not_done(f"Not stored: {problem}")

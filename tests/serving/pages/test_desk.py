@@ -22,6 +22,7 @@ import torch
 from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import UpstreamSettings
+from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import (
     ChatAway,
     FeedbackError,
@@ -344,6 +345,18 @@ def test_votes_pass_the_rules_and_carry_what_a_person_wants(desk: Desk) -> None:
     desk.settings = desk.settings.model_copy(update={"feedback": feedback})
     with pytest.raises(FeedbackError, match="nothing was stored"):
         desk.vote(this, FeedbackKind.thumbs, person="ann", number=1.0)
+
+
+def test_a_vote_on_an_answer_that_was_erased_is_told_as_on_the_review_page(desk: Desk) -> None:
+    _, answer = ask(desk, pair=True)
+    assert answer.other is not None
+    erase(desk.settings, desk.registry, "ann")
+    vote = chat_page._vote(desk)
+    assert vote(answer, seen_of(answer), [], FeedbackKind.thumbs, number=1.0) == chat_page.GONE
+    compared: dict[str, Any] = {"other_interaction_id": answer.other.interaction_id}
+    compared |= {"choice": "left", "kind": FeedbackKind.preference}
+    assert vote(answer, seen_of(answer), [], **compared) == chat_page.GONE
+    assert desk.store.counts("shop") == {}
 
 
 def test_a_comment_is_a_vote_that_stays_in_its_box_until_it_is_stored(desk: Desk) -> None:
