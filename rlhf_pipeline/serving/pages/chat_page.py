@@ -37,6 +37,7 @@ THANKS = "Thank you, that is stored."
 NO_ANSWER = "Not stored: no answer is known here; ask first, or again if one is shown."
 BEFORE = "Not stored: that was for the answer before this one."
 GONE = "Not stored: this answer is no longer there."
+ANEW = "What was said before is no longer there: this is a new conversation."
 WHICH = "Which answer is better?"
 ALIKE = "This time no second answer says anything else."
 CUT_OFF = {
@@ -156,7 +157,7 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
         )
 
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
-        asked = [question, history, agent, session, pair_mode]
+        asked = [question, history, agent, session, pair_mode, answer]
         said = [stars, better, comment, *sliders, seen]
         answering = gr.on(  # one event, so that no second answer begins beside the first
             [send.click, question.submit],
@@ -300,15 +301,20 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
         agent: Any,
         session: str,
         pair_mode: Any,
+        answer: Answer | None,
         request: Any,
     ) -> Iterator[tuple[Any, ...]]:
         """Show the answer as it is written; a pair only once both are there, in random order.
 
-        What the browser sent comes as it is, whatever that may be.
+        Where the `answer` before has been erased, the conversation begins anew: the next one would
+        bring back what was said. What the browser sent comes as it is, whatever that may be.
         """
         same = talk = gr.skip()
         question, pair_mode = question if isinstance(question, str) else "", pair_mode is True
         try:
+            notice = ""
+            if answer and desk.store.interaction(answer.interaction.interaction_id) is None:
+                history, notice = [], ANEW
             prompt = said_so_far(history, question)
             right = _right_of(request)
             if not isinstance(agent, str):  # who types faster than the page is told of any
@@ -326,8 +332,10 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
             nothing = (*[same] * (2 + len(UNSAID)), "", _closed(gr))
-            rest = (history, None, same, *[hidden] * 3, *nothing)
-            yield (waiting, "", "", *rest)
+            # The answer before stays known, for the question after one that goes unanswered; nobody
+            # votes on it, as none is seen.
+            rest = (history, same, same, *[hidden] * 3, *nothing)
+            yield (waiting, "", notice, *rest)
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
             client = getattr(request, "client", None)
@@ -341,7 +349,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             )
             for piece in pieces:
                 if isinstance(piece, Answer):
-                    yield _finished(gr, piece, history, question, pair_mode)
+                    yield _finished(gr, piece, history, question, pair_mode, notice)
                 elif not pair_mode:
                     text += piece
                     if time.monotonic() < due:
@@ -361,7 +369,12 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
 
 
 def _finished(
-    gr: Any, answer: Answer, history: list[tuple[str, str]], question: str, pair_mode: bool
+    gr: Any,
+    answer: Answer,
+    history: list[tuple[str, str]],
+    question: str,
+    pair_mode: bool,
+    notice: str = "",
 ) -> tuple[Any, ...]:
     this, other = answer.interaction, answer.other
     turns = [*history, (question, this.completion)]
@@ -378,11 +391,11 @@ def _finished(
     if not ask and answer.asks:
         ask = "Was this a good answer? Your vote teaches the assistant."
     if answer.ending in CUT_OFF and not hides:
-        ask = f"{CUT_OFF[answer.ending]} {ask}".rstrip()
+        ask = f"{CUT_OFF[answer.ending]} {ask}"
     return (
         messages,
         gr.skip(),  # the next question may be half written
-        ask,
+        f"{notice} {ask}".strip(),
         turns,
         answer,
         first,

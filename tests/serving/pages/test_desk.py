@@ -178,7 +178,7 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     monkeypatch.setattr(desk, "answer", answer)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
     before = [("how?", "so.")]
-    *_, last = say("how much?", before, "shop", "s", False, SimpleNamespace(cookies={}))
+    *_, last = say("how much?", before, "shop", "s", False, None, SimpleNamespace(cookies={}))
     talk, question, words, *rest = last
     assert [said["content"] for said in talk] == ["how?", "so."]  # and no … that nothing follows
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
@@ -196,7 +196,7 @@ def test_an_answer_that_is_late_after_its_first_words_ends_as_any_that_breaks_of
     )
     monkeypatch.setattr(Decoder, "pieces", late)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    *_, shown, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    *_, shown, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
     assert shown[0][-1]["content"].startswith("It costs nine euros")
     assert last[:3] == ([], "how much?", SORRY)
     with desk.store.database.read() as connection:
@@ -209,7 +209,9 @@ def test_an_answer_that_is_late_after_its_first_words_ends_as_any_that_breaks_of
 def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) -> None:
     gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    [told] = say(" ", [], "shop", "s", False, SimpleNamespace(cookies={}))  # as a client's key
+    [told] = say(
+        " ", [], "shop", "s", False, None, SimpleNamespace(cookies={})
+    )  # as a client's key
     assert told[2] == "a question is needed, found an empty one; write something"
 
 
@@ -230,7 +232,7 @@ def test_what_is_written_fast_is_shown_together(
     monkeypatch.setattr(desk, "answer", written)
     monkeypatch.setattr(chat_page, "SHOWN_EVERY_SECONDS", apart)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    _, *between, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    _, *between, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
     assert len(between) == shown
     assert last[0][-1] == chat_page._said("assistant", answer.interaction.completion)
 
@@ -249,7 +251,7 @@ def test_what_no_page_would_send_is_refused_in_words(
 ) -> None:
     gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    [told] = say(question, [], agent, "s", None, SimpleNamespace(cookies={}))
+    [told] = say(question, [], agent, "s", None, None, SimpleNamespace(cookies={}))
     assert told[1:3] == (question if isinstance(question, str) else "", words)
     with desk.store.database.read() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM chat_events").scalar_one() == 0
@@ -262,10 +264,39 @@ def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_th
         skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
     )
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    first, *_, last = say("how much?", [], "shop", "s", False, SimpleNamespace(cookies={}))
+    first, *_, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
     assert len(first) == len(last)
     assert (first[1], last[1]) == ("", "same")
     assert last[-2 - len(chat_page.UNSAID) : -2] == (None, "", "", 0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_conversation_that_was_erased_begins_anew_with_the_next_question(
+    desk: Desk, pair: bool
+) -> None:
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+
+    def asked(question: str, history: Any, answer: Any) -> tuple[Any, ...]:
+        first, *_, last = say(
+            question, history, "shop", "s", pair, answer, SimpleNamespace(cookies={})
+        )
+        assert first[4] == "same"  # or who is not answered would lose what tells of an erasure
+        return last
+
+    _, _, notice, history, answer, *_ = asked("my secret?", [], None)
+    assert chat_page.ANEW not in notice
+    _, _, notice, history, answer, *_ = asked("and then?", history, answer)
+    assert chat_page.ANEW not in notice
+    assert [said.content for said in answer.interaction.prompt][::2] == ["my secret?", "and then?"]
+    erase(desk.settings, desk.registry, "s")
+    talk, _, notice, history, answer, *_ = asked("what now?", history, answer)
+    assert notice.startswith(chat_page.ANEW)
+    assert answer.interaction.prompt == user_prompt("what now?")
+    assert [question for question, _ in history] == ["what now?"]
+    assert [said["content"] for said in talk][::2] == ["what now?"]
 
 
 @pytest.mark.parametrize("host", ["8.8.8.7", "10.0.0.7", None])
@@ -283,7 +314,7 @@ def test_the_page_says_of_which_network_a_question_is_where_there_is_one(
     visitors = Visitors(b"s" * 32)
     client = SimpleNamespace(host=host) if host else None
     request = SimpleNamespace(cookies={}, client=client)
-    list(chat_page._say(gr, desk, visitors)("how much?", [], "shop", "s", False, request))
+    list(chat_page._say(gr, desk, visitors)("how much?", [], "shop", "s", False, None, request))
     assert told == [visitors.network(host) if host else None]
     assert (told[0] is not None) is (host == "8.8.8.7")
 
