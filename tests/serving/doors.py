@@ -156,7 +156,7 @@ async def one_of_many(world: World, number: int) -> bool:
         send = {one["id"] for one in page["components"] if one["props"].get("elem_id") == "send"}
         [event] = [one for one in page["dependencies"] if one["targets"][0][0] in send]
         session = f"crowd {number}"
-        asked = {"data": ["hi", None, "tea", None, False], "fn_index": event["id"]}
+        asked = {"data": ["hi", None, "tea", None, False, None], "fn_index": event["id"]}
         joined = await user.post("gradio_api/queue/join", json={**asked, "session_hash": session})
         joined.raise_for_status()
         told = await user.get("gradio_api/queue/data", params={"session_hash": session})
@@ -195,7 +195,7 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             return [one.get("data") or [one.get("error")] for one in events if one]
 
         async def said(agent: Any, session: str) -> str:
-            asked = ["hi", None, agent, None, False]
+            asked = ["hi", None, agent, None, False, None]
             told = (await call(("send", "click"), *asked, session=session))[-1]
             return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
 
