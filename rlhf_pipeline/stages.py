@@ -17,7 +17,7 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
-from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.files import read_json, write_json, write_text
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     Message,
@@ -627,7 +627,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         judge_by_group,
         judge_by_voted_groups,
     )
-    from rlhf_pipeline.evaluation.page import write_page
+    from rlhf_pipeline.evaluation.page import page as page_of
     from rlhf_pipeline.evaluation.plots import write_plots
     from rlhf_pipeline.reward.named import needs_references
 
@@ -684,7 +684,8 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
     drawn = write_plots(comparison, turn.work / "evaluation")
     pictures = [*drawn, *sorted((turn.work / "ppo").rglob("over_optimisation.png"))]
     title = f"{turn.agent_id}: candidate from snapshot {turn.fingerprint[:16]}"
-    page = write_page(turn.work / PAGE, title, comparison, decision, pictures)
+    page = turn.work / PAGE
+    write_text(page, page_of(title, comparison, decision, pictures))
     return {
         "report": comparison.to_json(),
         "page": str(page),

@@ -149,8 +149,9 @@ def offline(
     """
     from rich.table import Table
 
-    from rlhf_pipeline.evaluation.page import write_page
+    from rlhf_pipeline.evaluation.page import page as page_of
     from rlhf_pipeline.experiment.offline import offline as compared
+    from rlhf_pipeline.files import write_text
 
     here = workspace()
     here.need_agent(agent)
@@ -170,7 +171,7 @@ def offline(
     if page is not None:
         title = f"{agent}: version {found.second} beside version {found.first}"
         words = [found.words, found.basis, *found.warnings]
-        write_page(page, title, found.report, None, [], words=words, names=found.names)
+        write_text(page, page_of(title, found.report, None, [], words=words, names=found.names))
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
         return

@@ -23,7 +23,6 @@ from rlhf_pipeline.evaluation.report import (
     Sample,
     group_rows,
 )
-from rlhf_pipeline.files import write_text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"
 STYLE = """
@@ -44,24 +43,6 @@ img{filter:invert(.93) hue-rotate(180deg)}
 PLAIN: Mapping[str, str] = {}  # systems and metrics under the report's own names
 
 
-def write_page(
-    path: Path,
-    title: str,
-    report: EvaluationReport,
-    decision: GateDecision | None,
-    pictures: Sequence[Path],
-    *,
-    words: Sequence[str] = (),
-    names: Mapping[str, str] = PLAIN,
-) -> Path:
-    """Write the page and return its path; pictures that are PNG files are put into it.
-
-    Without a decision nothing is said of the gate. For `words` and `names` see `body`.
-    """
-    write_text(path, page(title, report, decision, pictures, words=words, names=names))
-    return path
-
-
 def page(
     title: str,
     report: EvaluationReport,
@@ -71,7 +52,10 @@ def page(
     words: Sequence[str] = (),
     names: Mapping[str, str] = PLAIN,
 ) -> str:
-    """Return the page: its title, and the body below it."""
+    """Return the page: its title, and the body below it; PNG files among `pictures` are put in.
+
+    Without a decision nothing is said of the gate. For `words` and `names` see `body`.
+    """
     inner = body(report, decision, pictures, words=words, names=names)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

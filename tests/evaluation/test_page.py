@@ -11,7 +11,7 @@ import pytest
 from rlhf_pipeline.evaluation.behaviour import ItemResult
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number, bleu
-from rlhf_pipeline.evaluation.page import page, write_page
+from rlhf_pipeline.evaluation.page import page
 from rlhf_pipeline.evaluation.phrases import Phrase
 from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample
 from tests.evaluation.test_gate import report
@@ -49,7 +49,7 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
     picture = tmp_path / "curve.png"
     picture.write_bytes(b"\x89PNG")
     found = full()
-    text = write_page(tmp_path / "r.html", EVIL, found, decide(found), [picture]).read_text()
+    text = page(EVIL, found, decide(found), [picture])
     parser = Found()
     parser.feed(text)
     assert "script" not in parser.tags
@@ -59,8 +59,8 @@ def test_the_page_needs_nothing_else_and_lets_nothing_act(tmp_path: Path) -> Non
     assert text.count("&lt;script&gt;") == 9
 
 
-def test_the_page_shows_absolute_numbers_changes_and_intervals(tmp_path: Path) -> None:
-    text = write_page(tmp_path / "r.html", "t", full(), decide(full()), []).read_text()
+def test_the_page_shows_absolute_numbers_changes_and_intervals() -> None:
+    text = page("t", full(), decide(full()), [])
     cells = ["0.500", "1.000", "+0.500", "–", "+0.200 to +0.600"]  # a score is no share of another
     assert "</td>" + "</td>".join(f"<td class=n>{cell}" for cell in cells) in text
     assert "+0.0 %" in text  # other numbers are
