@@ -96,8 +96,8 @@ def test_promotion_waits_for_a_person_by_default_and_after_drift(
     first = loop.run("retrain", agent, compute=replaying(first_turn.work))
     assert first.success, failures(first)
     assert verdict(first) == (
-        "version 1 passed and waits for a person: rlhf promote 1 --agent asking, or the service's "
-        "/candidates/asking"
+        f"version 1 passed and waits for a person: rlhf promote 1 --agent {agent}, or the "
+        f"service's /candidates/{agent}"
     )
     assert loop.aliases(agent) == {"champion": 0, "challenger": 1}
     assert evaluation_of(first, "feedback_is_stable").passed  # nothing to compare with
@@ -183,8 +183,9 @@ def test_votes_leave_quarantine_with_the_turn_that_finds_nothing_wrong(loop: Loo
         loop.pipeline.claims.finish(loop.pipeline.claims.history(agent)[-1].token, "done")
         return loop.pipeline.store.quarantined(agent)
 
-    chat(loop.pipeline.store, loop.agent("mended"), 60)
-    come_again(loop.pipeline.store, "mended", 20)
+    agent = loop.agent("mended")
+    chat(loop.pipeline.store, agent, 60)
+    come_again(loop.pipeline.store, agent, 20)
     before = set_aside()
     assert before["narrow_support"] == 20
     strict = set_aside(validation={"max_completion_characters": 35, "min_rows": 1})

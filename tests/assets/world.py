@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +140,10 @@ def chat(
 
 @dataclass(frozen=True)
 class Loop:
-    """A state folder, its pipeline and a Dagster instance; each test names its own agents."""
+    """A state folder, its pipeline and a Dagster instance; each test has agents of its own."""
 
     state: Path
     instance: dg.DagsterInstance
-    tests: dict[str, str] = field(default_factory=dict)  # which one each agent belongs to
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -152,15 +152,17 @@ class Loop:
 
         return Pipeline(recipe=str(write_recipe(self.state / "minute.yaml", self.state)))
 
-    def agent(self, agent_id: str, **changes: Mapping[str, Any]) -> str:
-        """Make an agent known, with a recipe of its own where something is changed.
+    def agent(self, name: str, **changes: Mapping[str, Any]) -> str:
+        """Make an agent known, with a recipe of its own where something is changed; return its id.
 
-        What one test leaves held would refuse another for as long as a lease lives, so whether both
-        pass would hang on how fast the machine is: a name that another test has is refused.
+        What one test leaves held would refuse another for as long as a lease lives: the id holds
+        the test, so two tests never share one, whatever they call it and wherever they run.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        other = self.tests.setdefault(agent_id, test)
-        assert other == test, f"needed an agent of the test's own; {agent_id!r} belongs to {other}"
+        return self.known(f"{name}-{sha256(test.encode()).hexdigest()[:6]}", **changes)
+
+    def known(self, agent_id: str, **changes: Mapping[str, Any]) -> str:
+        """Make the agent of this id known, as `agent` does; return the id."""
         self.pipeline.store.ensure_agent(agent_id)
         if changes:
             path = write_recipe(self.state / f"{agent_id}.yaml", self.state, **changes)
@@ -269,7 +271,7 @@ def play_first_turn(loop: Loop, launcher: list[str]) -> FirstTurn:
     """Run one turn with real training; kill -9 its PPO process after three updates."""
     from resources.compute import Compute
 
-    agent_id = loop.agent("shop")
+    agent_id = loop.known("shop")
     chat(loop.pipeline.store, agent_id, 160)
     killed: list[int] = []
 

@@ -24,11 +24,10 @@ from rlhf_pipeline.registry.traces import INTERACTION, log_interaction, read_ass
 from rlhf_pipeline.serving.tracing import Tracing
 from tests.assets.world import Loop
 
-AGENT = "forgotten"
 SECRET = "nougat"
 
 
-def said(key: str, user: str, text: str, agent: str = AGENT) -> Interaction:
+def said(key: str, user: str, text: str, agent: str) -> Interaction:
     person = hash_rater(agent, user)
     prompt = user_prompt(f"{text}?")
     return Interaction(key, agent, prompt, f"{text}.", 0, now(), user_id=person)
@@ -52,21 +51,21 @@ def bytes_under(folder: Path) -> list[str]:
 
 
 def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(loop: Loop) -> None:
-    loop.agent(AGENT)
+    agent = loop.agent("forgotten")
     pipeline = loop.pipeline
     registry, store, database = pipeline.registry, pipeline.store, pipeline.database
-    theirs, other = said("f-ann", "ann", SECRET), said("f-bob", "bob", "pear")
+    theirs, other = said("f-ann", "ann", SECRET, agent), said("f-bob", "bob", "pear", agent)
     store.add_interactions([theirs, other])
     log_interaction(registry, theirs)
     kept = log_interaction(registry, other)
     assess(loop, kept, "ann", True)
     assess(loop, kept, "bob", False)
-    store.append(list(read_assessments(registry, AGENT).events))
-    rater = hash_rater(AGENT, "bob")
+    store.append(list(read_assessments(registry, agent).events))
+    rater = hash_rater(agent, "bob")
     store.append(
         [
             Feedback(
-                AGENT,
+                agent,
                 FeedbackKind.thumbs,
                 key,
                 interaction_id=key,
@@ -77,14 +76,14 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
             for key, topic in (("f-ann", SECRET), ("f-bob", "pears"))
         ]
     )
-    newest = snapshot.newest_seq(database, AGENT)
-    mark = snapshot.fingerprint(database, AGENT, newest)
+    newest = snapshot.newest_seq(database, agent)
+    mark = snapshot.fingerprint(database, agent, newest)
     settings = pipeline.settings()
-    place = settings.agent_folder(AGENT) / "snapshots" / mark[:16] / snapshot.FILE
-    snapshot.take(database, AGENT, newest, place)
+    place = settings.agent_folder(agent) / "snapshots" / mark[:16] / snapshot.FILE
+    snapshot.take(database, agent, newest, place)
     texts = (f"{SECRET}?", "pear?")
     samples = [{"update": 0, "prompt": text, "completion": text} for text in texts]
-    with registry.run(AGENT, fingerprint=mark, stage="turn", parameters={}) as run:
+    with registry.run(agent, fingerprint=mark, stage="turn", parameters={}) as run:
         run.log_table("ppo/samples.json", samples)
         run.log_json("ppo/result.json", {"evaluations": [{"samples": samples}], "x": 1})
         run.log_text(
@@ -99,16 +98,16 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     folder = settings.state_dir / "mlflow"
     assert len(bytes_under(folder)) == 7
 
-    [shown] = held_about(registry, "ann", AGENT)["agents"]
+    [shown] = held_about(registry, "ann", agent)["agents"]
     assert (len(shown["traces"]), len(shown["assessments"])) == (1, 1)
-    [done] = erase(settings, registry, "ann", AGENT)["erasures"]
+    [done] = erase(settings, registry, "ann", agent)["erasures"]
     assert (done["counts"]["traces"], done["counts"]["assessments"]) == (1, 1)
 
     assert bytes_under(folder) == []
-    [left] = registry.client.search_traces(locations=[registry.experiment(AGENT)])
+    [left] = registry.client.search_traces(locations=[registry.experiment(agent)])
     assert left.info.trace_id == kept
     assert [a.source.source_id for a in left.info.assessments] == ["bob"]
-    events = read_assessments(registry, AGENT).events
+    events = read_assessments(registry, agent).events
     assert {event.rater_id for event in events} == {rater}  # hers do not come in again
     client = registry.client
     table = json.loads(Path(client.download_artifacts(run.run_id, "ppo/samples.json")).read_text())

@@ -32,10 +32,9 @@ def launcher(warmed: list[str]) -> list[str]:
     return [*warmed, "-m", "tests.resources.launch"]
 
 
-def begun(loop: Loop, agent_id: str, **changes: Any) -> Turn:
+def begun(loop: Loop, name: str, **changes: Any) -> Turn:
     """Return a turn whose claim is held."""
-    pipeline = loop.pipeline
-    loop.agent(agent_id)
+    pipeline, agent_id = loop.pipeline, loop.agent(name)
     claim = pipeline.claims.claim(agent_id, "f" * 64, 1, holder=agent_id, asked_by="person")
     folder = pipeline.settings().agent_folder(agent_id)
     return Turn(
@@ -227,10 +226,10 @@ def test_the_databases_address_reaches_the_worker_but_no_file(
 ) -> None:
     url = f"sqlite:///{loop.state}/sesame-open-7.db"
     settings = load_settings(str(loop.pipeline.recipe), {"database_url": url})
-    claim = ClaimBook(open_database(url)).claim(
-        "hidden", "f" * 64, 1, holder="hidden", asked_by="person"
-    )
     turn = begun(loop, "hidden", database_url=SecretStr(url))
+    claim = ClaimBook(open_database(url)).claim(
+        turn.agent_id, "f" * 64, 1, holder="hidden", asked_by="person"
+    )
     turn = Turn(
         **{n: getattr(turn, n) for n in Turn.__slots__ if n not in ("token", "settings")},
         token=claim.token,
