@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.raters import marks_of
 from rlhf_pipeline.feedback.rules import Rule
+from rlhf_pipeline.feedback.together import GroupCommit, Ticket
 from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
@@ -64,14 +64,7 @@ class Opinion:
     std: float | None
 
 
-@dataclass(slots=True)
-class Ticket:
-    """One caller's events on their way through a group commit."""
-
-    events: Sequence[Feedback]
-    outcomes: list[Stored | FeedbackError] = field(default_factory=list)  # one per event, in order
-    error: BaseException | None = None  # none of the events is stored
-    done: bool = False
+Vote = Ticket[Feedback, Stored | FeedbackError]
 
 
 class FeedbackStore:
@@ -83,9 +76,8 @@ class FeedbackStore:
         """Open the store; `on_stored` hears of every new event once it is synced."""
         self.database = database
         self._on_stored = on_stored
-        self._waiting: list[Ticket] = []
-        self._queue = threading.Lock()
-        self._leader = threading.Lock()
+        self._votes = GroupCommit(self._add_votes)
+        self._answers = GroupCommit(self._add_answers)
 
     # -- agents ---------------------------------------------------------------------------------
 
@@ -150,7 +142,7 @@ class FeedbackStore:
         one about an interaction nobody has seen, raises (IdempotencyConflict, FeedbackRefused)
         after the others are stored; with `on_refused` it is handed over instead and left out.
         """
-        ticket = Ticket(events)
+        ticket = Vote(events)
         self.commit([ticket])
         if ticket.error is not None:
             raise ticket.error
@@ -164,43 +156,19 @@ class FeedbackStore:
                 on_refused(event, outcome)
         return stored
 
-    def commit(self, tickets: Sequence[Ticket]) -> None:
-        """Store the events of every ticket, and of all who came meanwhile; fill the tickets in.
-
-        Returns once they are synced, or why not stands in the ticket. Whoever gets the lock first
-        commits for all who wait; they find theirs done.
-        """
-        with self._queue:
-            self._waiting.extend(tickets)
-        with self._leader:
-            if not all(ticket.done for ticket in tickets):
-                with self._queue:
-                    waiting, self._waiting = self._waiting, []
-                self._commit(waiting)
+    def commit(self, tickets: Sequence[Vote]) -> None:
+        """Store the votes of every ticket, as GroupCommit does; `on_stored` hears of the new."""
+        self._votes.commit(tickets)
         for ticket in tickets:
-            for event, outcome in zip(ticket.events, ticket.outcomes, strict=False):
+            for event, outcome in zip(ticket.items, ticket.outcomes, strict=False):
                 if isinstance(outcome, Stored) and not outcome.known:
                     self._on_stored(event)
 
-    def _commit(self, tickets: Sequence[Ticket]) -> None:
-        events = [event for ticket in tickets for event in ticket.events]
-        try:
-            # Alone: sequence numbers then appear in the order of commits, so no reader ever sees
-            # a number below its watermark turn up late.
-            with self.database.write(alone=True) as connection:
-                outcomes = iter(_insert_events(connection, events))
-        except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it
-            away = isinstance(error, sa.exc.OperationalError) or not isinstance(error, Exception)
-            if len(tickets) > 1 and not away:
-                for ticket in tickets:  # one caller's unfit row is nobody else's trouble
-                    self._commit([ticket])
-                return
-            for ticket in tickets:
-                ticket.error, ticket.done = error, True
-            return
-        for ticket in tickets:
-            ticket.outcomes = [next(outcomes) for _ in ticket.events]
-            ticket.done = True
+    def _add_votes(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
+        # Alone: sequence numbers then appear in the order of commits, so no reader ever sees
+        # a number below its watermark turn up late.
+        with self.database.write(alone=True) as connection:
+            return _insert_events(connection, events)
 
     def withdraw(self, agent_id: str, keys: Collection[str]) -> int:
         """Take back the votes under these keys that count; return how many those were.
@@ -227,10 +195,21 @@ class FeedbackStore:
         return len(rows)
 
     def add_interactions(self, interactions: Sequence[Interaction]) -> None:
-        """Store what was said; an id that is already there is left as it is."""
+        """Store what was said; an id that is already there is left as it is.
+
+        Callers that arrive while a commit is under way share the next one, as those of `append`.
+        """
+        ticket = Ticket[Interaction, None](interactions)
+        self._answers.commit([ticket])
+        if ticket.error is not None:
+            raise ticket.error
+
+    def _add_answers(self, interactions: Sequence[Interaction]) -> list[None]:
+        told: dict[str, Interaction] = {}
+        for interaction in interactions:
+            told.setdefault(interaction.interaction_id, interaction)
         with self.database.write() as connection:
-            for some in db.chunks(interactions):
-                ids = [i.interaction_id for i in some]
+            for ids in db.chunks(list(told)):
                 known = set(
                     connection.execute(
                         sa.select(db.interactions.c.interaction_id).where(
@@ -238,9 +217,10 @@ class FeedbackStore:
                         )
                     ).scalars()
                 )
-                rows = [_interaction_row(i) for i in some if i.interaction_id not in known]
+                rows = [_interaction_row(told[key]) for key in ids if key not in known]
                 if rows:
                     connection.execute(db.interactions.insert(), rows)
+        return [None] * len(interactions)
 
     def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
         """Set the rows aside and return how many were not there yet; their agents become known."""
@@ -451,8 +431,7 @@ class FeedbackStore:
     @property
     def waiting(self) -> int:
         """Return how many events wait for the next commit."""
-        with self._queue:
-            return sum(len(ticket.events) for ticket in self._waiting)
+        return self._votes.waiting
 
     def quarantined(self, agent_id: str) -> dict[str, int]:
         """Return how many rows each rule has set aside that nobody has dealt with."""

@@ -626,12 +626,40 @@ def test_who_waits_for_a_commit_shares_the_next(tmp_path: Path) -> None:
     blocker.execute("BEGIN IMMEDIATE")
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(store.append, [vote(str(n), rater_id=str(n))]) for n in range(8)]
-        while len(store._waiting) < 7:  # one leads and waits for the lock, seven stand behind
+        while store.waiting < 7:  # one leads and waits for the lock, seven stand behind
             time.sleep(0.01)
         blocker.execute("COMMIT")
         assert not any(answer.result()[0].known for answer in waiting)
     assert len(commits) == 2
     assert len(stored_keys(store)) == 8
+    blocker.close()
+    database.close()
+
+
+def test_answers_that_end_together_share_a_commit(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    store, commits = FeedbackStore(database), list[object]()
+    store.ensure_agent("tea")
+    sa.event.listen(database.engine, "commit", commits.append)
+    said = [interaction(completion=f"answer {n}") for n in range(6)]
+    blocker = sqlite3.connect(tmp_path / "feedback.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(7) as threads:
+        waiting = [threads.submit(store.add_interactions, said[:1])]
+        while not store._answers._leader.locked() or store._answers.waiting:
+            time.sleep(0.01)
+        waiting += [threads.submit(store.add_interactions, [one]) for one in said[1:]]
+        again = replace(said[5], completion="Something else.")  # a retry in the same commit
+        while store._answers.waiting < 5:
+            time.sleep(0.01)
+        waiting.append(threads.submit(store.add_interactions, [again]))
+        while store._answers.waiting < 6:
+            time.sleep(0.01)
+        blocker.execute("COMMIT")
+        for one in waiting:
+            one.result()
+    assert len(commits) == 2
+    assert [store.interaction(one.interaction_id) for one in said] == said
     blocker.close()
     database.close()
 
@@ -644,11 +672,11 @@ def test_one_callers_unfit_row_is_nobody_elses_trouble(tmp_path: Path) -> None:
     blocker.execute("BEGIN IMMEDIATE")
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(store.append, [vote("first")])
-        while not store._leader.locked() or store._waiting:
+        while not store._votes._leader.locked() or store.waiting:
             time.sleep(0.01)
         good = [threads.submit(store.append, [vote(f"good {n}")]) for n in range(2)]
         unfit = threads.submit(store.append, [vote("unfit", completion="\ud800")])
-        while len(store._waiting) < 3:
+        while store.waiting < 3:
             time.sleep(0.01)
         blocker.execute("COMMIT")
         for answer in (first, *good):
