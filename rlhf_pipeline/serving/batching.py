@@ -15,10 +15,9 @@ rows, the less often each.
 
 While tokens are written the loop has the interpreter's lock for itself (policy/lean.py), but not
 in between. So several are written in one go: until some are due to be handed on, a row has ended,
-or somebody has come or gone. And after a token for somebody without text the thread stands aside
-until the loop has dealt with it, and what it does after writing comes before the loop is woken.
-For the same reason the thread keeps its books in lists and arrays, which never let go of the lock,
-and asks torch for as few operations as it can: a cache is changed in one (policy/scripting.py).
+or somebody has come or gone. And what the thread does after writing comes before the loop is woken.
+For the same reason it keeps its books in lists and arrays, which never let go of the lock, and asks
+torch for as few operations as it can: a cache is changed in one (policy/scripting.py).
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ from rlhf_pipeline.records import Prompt
 log = structlog.get_logger(__name__)
 
 TOGETHER_SECONDS = 0.03  # tokens drawn within this time are handed on together
-ASIDE_SECONDS = 0.02  # the longest wait, a token, for those who read their first ones
 LINGER_SECONDS = 5.0  # of a retired decoder, after its last request
 ROW_SECONDS = 0.005  # more rows take longer between two times: they share the event loop
 
@@ -81,7 +79,6 @@ class _Row:
     held: list[int] = field(default_factory=list)  # drawn, and not handed on yet
     handed: float = 0.0  # the time.monotonic() moment when tokens were last handed on
     shown: bool = False  # whoever asked has text
-    back: threading.Event = field(default_factory=threading.Event)  # for more tokens, or gone
     gone: bool = False
 
 
@@ -183,7 +180,6 @@ class Decoder:
         late = loop.call_later(deadline - time.monotonic(), row.tokens.put_nowait, TimeoutError())
         try:
             while True:
-                row.back.set()
                 tokens = await row.tokens.get()
                 if isinstance(tokens, Exception):
                     raise tokens
@@ -211,7 +207,6 @@ class Decoder:
                 self._enough[0] = 1
                 with self._changed, suppress(ValueError):  # it waits no more, or never had to
                     self._waiting.remove(row)
-            row.back.set()
             late.cancel()
 
     # -- the thread -------------------------------------------------------------------------------
@@ -242,9 +237,13 @@ class Decoder:
             try:
                 with torch.inference_mode():
                     if joining:
+                        late = batch is not None and not all(row.shown for row in batch.rows)
                         batch = self._join(batch, joining)
-                        if self._waiting and batch is not None and len(batch.rows) < self._most:
-                            continue  # who came meanwhile reads first: a first text is waited for
+                        has_room = batch is not None and len(batch.rows) < self._most
+                        # Who came meanwhile reads first: a first text is waited for. But not before
+                        # the next token of who has none yet and was there before these.
+                        if self._waiting and has_room and not late:
+                            continue
                     if batch is not None:
                         batch = self._go_on(batch, batch.inputs, self._most_tokens(batch.rows))
             except Exception as error:  # one batch's trouble must not end the service
@@ -313,12 +312,7 @@ class Decoder:
         batch.inputs = np.array([new[-1:] for new in tokens])
         left = _kept(batch, keep)  # before the loop is woken, which would want the lock meanwhile
         told.sort(key=lambda one: one[0].shown)  # who has no text yet is woken first
-        # Who has not come back for their last tokens is not waited for a second time.
-        awaited = [row for row, _ in told if not row.shown and row.back.is_set()]
-        for row in awaited:
-            row.back.clear()
         _deliver(told)
-        _stand_aside(awaited)
         return left
 
     def _there(self, array: NDArray[Any]) -> Tensor:
@@ -370,13 +364,6 @@ def _deliver(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:
         except RuntimeError:  # the loop is closed: nobody listens
             for row, _ in some:
                 row.gone = True
-
-
-def _stand_aside(rows: Sequence[_Row]) -> None:
-    """Wait until the loop has dealt with these rows' tokens, ASIDE_SECONDS at most."""
-    until = time.monotonic() + ASIDE_SECONDS
-    for row in rows:
-        row.back.wait(max(0.0, until - time.monotonic()))
 
 
 def _put(told: Sequence[tuple[_Row, list[int] | Exception]]) -> None:

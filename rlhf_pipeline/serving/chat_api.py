@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import sqlalchemy as sa
 from fastapi import Query
@@ -24,7 +24,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, field_
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from rlhf_pipeline.errors import ChatRefused, FeedbackRefused, PipelineError
 from rlhf_pipeline.feedback.lines import RawRow, parse
@@ -48,8 +49,6 @@ from rlhf_pipeline.serving.guardrails import Rail
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-T = TypeVar("T")
 
 LONGEST_BODY = 1 << 20  # bytes
 SORRY = "Sorry, the assistant cannot answer right now; please try again."
@@ -266,11 +265,17 @@ def add_chat_routes(app: FastAPI, gateway: Gateway) -> None:
             agent_id, arm = await _find(gateway, asked.model)
             answer = _Answer(gateway, asked, agent_id, arm)
             if not asked.stream:
-                return await _unless_gone(request, answer.whole())
-            stream = answer.events()
-            head = await _begun(request, stream)
+                async with _listening(request.receive):
+                    return await answer.whole()
+            events = answer.events()
+            try:  # an answer that cannot begin is an error and no stream
+                async with _listening(request.receive):
+                    head = await anext(events)
+            except BaseException:
+                await events.aclose()
+                raise
             taken = False  # the stream gives the place back
-            return _Stream(head, stream, gateway)
+            return _Stream(head, events, gateway)
         except _Refused as refusal:
             return _error(refusal.status, str(refusal), param=refusal.param, code=refusal.code)
         except _Gone:
@@ -343,30 +348,40 @@ EVENT = {
     },
     "required": ["data"],
 }
+DONE = b"data: [DONE]\n\n"
 NO_STORE = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-class _Stream(StreamingResponse):
+class _Stream(Response):
     """An answer under way; however it ends, its row leaves the batch and its place is free."""
 
     def __init__(self, head: bytes, rest: AsyncGenerator[bytes, None], gateway: Gateway) -> None:
+        self._head, self._rest = head, rest
         self._gateway = gateway
-        self._rest = rest
-        super().__init__(_after(head, rest), media_type="text/event-stream", headers=NO_STORE)
+        super().__init__(media_type="text/event-stream", headers=NO_STORE)
+        del self.headers["content-length"]  # of an answer that is not written yet
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
+
+        async def give(event: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": event, "more_body": more})
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            async with aclosing(self._rest):
-                await super().__call__(scope, receive, send)
+            with suppress(_Gone):  # nobody reads the rest
+                async with aclosing(self._rest), _listening(receive):
+                    await send(start)
+                    await give(self._head)
+                    async for event in self._rest:
+                        # The last in one with the end: each time costs others' first texts.
+                        if event.endswith(DONE):
+                            await give(event, more=False)
+                            return
+                        await give(event)
+                    await give(b"", more=False)
         finally:
             self._gateway.under_way -= 1
-
-
-async def _after(head: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    yield head
-    async for event in rest:
-        yield event
 
 
 class _Answer:
@@ -441,7 +456,7 @@ class _Answer:
                 raise refusal from error
             yield _event(for_openai(refusal.status, str(refusal), code=refusal.code))
             return
-        yield last + b"data: [DONE]\n\n"  # in one: each time costs others' first texts
+        yield last + DONE
 
     def _chunk(self, delta: dict[str, str], ending: str | None, usage: dict[str, Any]) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": ending}
@@ -458,38 +473,32 @@ class _Answer:
         }
 
 
-async def _begun(request: Request, stream: AsyncGenerator[bytes, None]) -> bytes:
-    """Return a stream's first event; where nobody gets that, the stream is closed.
+@asynccontextmanager
+async def _listening(receive: Receive) -> AsyncGenerator[None, None]:
+    """Run the block for as long as the client is there. Raises _Gone where it leaves meanwhile.
 
-    Raises _Refused for an answer that cannot begin, which is an error and no stream, and _Gone.
-    """
-    try:
-        return await _unless_gone(request, anext(stream))
-    except BaseException:
-        await stream.aclose()
-        raise
-
-
-async def _unless_gone(request: Request, answering: Awaitable[T]) -> T:
-    """Return the answer. A client that goes away meanwhile takes its place in the batch along.
-
-    Raises _Gone where it does.
+    The block runs in this task: whoever asks at the same moment as others gets as far as the batch
+    in one go, and not a step each by turns, after which all of them would be there late.
     """
 
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
+        leaving.reschedule(0)  # what waits in the block is cancelled, and what it holds let go
 
-    answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(gone())
+    leaving = asyncio.timeout(None)
+    listener: asyncio.Task[None] | None = None
     try:
-        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise _Gone
-        return answer.result()
-    finally:
-        for task in (answer, leaving):
-            task.cancel()
-        await asyncio.gather(answer, leaving, return_exceptions=True)
+        async with leaving:
+            listener = asyncio.create_task(listen())
+            try:
+                yield
+            finally:
+                listener.cancel()
+    except TimeoutError as error:
+        if not leaving.expired():
+            raise
+        raise _Gone from error
 
 
 async def _read(request: Request) -> ChatRequest:

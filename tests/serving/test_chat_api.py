@@ -221,36 +221,56 @@ def test_tokens_come_one_by_one_until_there_is_text_to_show(
     assert (max(handed) == 1) is held_back
 
 
-@pytest.mark.parametrize(("aside", "goes_on"), [(60.0, False), (0.02, True)])
-def test_no_token_is_drawn_while_a_first_text_is_dealt_with_for_a_moment_at_most(
-    world: Workspace, monkeypatch: pytest.MonkeyPatch, aside: float, goes_on: bool
+@pytest.mark.parametrize("held_back", [True, False])
+def test_newcomers_read_before_who_has_text_but_not_before_who_waits_longer(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, *, held_back: bool
 ) -> None:
-    monkeypatch.setattr(batching, "ASIDE_SECONDS", aside)
-    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=1)
-    handed = 0
-    deliver = batching._deliver
+    decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=3)
+    join, go_on, done = Decoder._join, Decoder._go_on, list[str]()
+    second, third = threading.Event(), threading.Event()
 
-    def counting(told: Sequence[tuple[Any, list[int] | Exception]]) -> None:
-        nonlocal handed
-        handed += 1
-        deliver(told)
+    def joining(self: Decoder, batch: Any, rows: list[Any]) -> Any:
+        done.append("read")
+        joined = join(self, batch, rows)
+        if done.count("read") == 2:  # while the second reads, the third comes
+            third.set()
+            while not self.waiting:
+                time.sleep(0.002)
+        return joined
 
-    monkeypatch.setattr(batching, "_deliver", counting)
+    def going_on(self: Decoder, batch: Any, ids: Any, most: int) -> Any:
+        if ids is batch.inputs:
+            done.append("write")
+            time.sleep(0.005)
+        return go_on(self, batch, ids, most)
 
-    async def ask() -> None:
-        sampling = Sampling(60, 60, 1.0, seed=1)
-        ids = decoder.prompt_ids(user_prompt("hi"), sampling)
-        pieces = decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE)
-        await anext(pieces)
-        before, until = handed, time.monotonic() + (PATIENCE if goes_on else 0.2)
-        while time.monotonic() < until and handed < before + 3:
-            await asyncio.sleep(0.005)  # who asked is busy with the text
-        assert (handed > before) is goes_on
-        *_, last = [piece async for piece in pieces]
-        assert isinstance(last, Completion)
+    monkeypatch.setattr(Decoder, "_join", joining)
+    monkeypatch.setattr(Decoder, "_go_on", going_on)
 
-    asyncio.run(ask())
+    async def ask(seed: int, come: threading.Event | None, begun: threading.Event | None) -> None:
+        while come is not None and not come.is_set():
+            await asyncio.sleep(0.002)
+        sampling = Sampling(60, 60, 1.0, seed=seed)
+        pieces = decoder.pieces(
+            decoder.prompt_ids(user_prompt("hi"), sampling),
+            sampling,
+            deadline=time.monotonic() + PATIENCE,
+            certain=(lambda text: "") if held_back else str,
+        )
+        heard = 0
+        async for _ in pieces:
+            heard += 1
+            if begun is not None and heard == 2:  # what came first is shown by now
+                begun.set()
+
+    async def all_three() -> None:
+        await asyncio.gather(ask(1, None, second), ask(2, second, None), ask(3, third, None))
+
+    asyncio.run(all_three())
     decoder.retire()
+    reads = [n for n, what in enumerate(done) if what == "read"]
+    assert len(reads) == 3
+    assert ("write" in done[reads[1] : reads[2]]) is held_back
 
 
 def test_who_ends_in_a_step_that_fails_is_told_too(
