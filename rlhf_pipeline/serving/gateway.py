@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,6 +132,9 @@ class Gateway:
         self.under_way = 0  # requests answered or waiting, as the API admits them
         self._known: set[str] = set()
         self._ending: set[str] = set()  # ids of replies that are being stored
+        # Two: one commits while the next prepares. More fight over the interpreter, for which first
+        # texts wait, and those that share a commit come back with their next requests together.
+        self._enders = ThreadPoolExecutor(2, thread_name_prefix="ending")
 
     @property
     def waiting(self) -> int:
@@ -540,7 +544,7 @@ class Gateway:
                 self._ending.discard(interaction_id)
 
         self._ending.add(interaction_id)
-        return asyncio.get_running_loop().run_in_executor(None, finish)
+        return asyncio.get_running_loop().run_in_executor(self._enders, finish)
 
     def _count_tokens(self, agent_id: str, draft: _Draft) -> None:
         """Count what an arm read and wrote, whatever became of it: the upstream's bill has it."""

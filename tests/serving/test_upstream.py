@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -507,11 +506,11 @@ def test_what_people_saw_of_an_answer_is_stored_where_they_leave_while_it_is(
         app = create_app(settings, pages=False)
 
         async def read() -> None:
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
             async for _ in app.state.gateway.reply(
                 "tea", user_prompt("hi"), Wishes(), interaction_id="seen", at_once=True
             ):
-                asyncio.get_running_loop().run_in_executor(None, over.wait, PATIENCE)
+                for _ in range(2):
+                    app.state.gateway._enders.submit(over.wait, PATIENCE)
 
         async def leave() -> None:
             async with app.router.lifespan_context(app):
