@@ -487,7 +487,6 @@ async def _listening(receive: Receive) -> AsyncGenerator[None, None]:
         leaving.reschedule(0)  # what waits in the block is cancelled, and what it holds let go
 
     leaving = asyncio.timeout(None)
-    listener: asyncio.Task[None] | None = None
     try:
         async with leaving:
             listener = asyncio.create_task(listen())
