@@ -287,6 +287,13 @@ def test_who_ends_in_a_step_that_fails_is_told_too(
 
     monkeypatch.setattr(batching, "_kept", failing)
     decoder = Decoder(load_policy(world.ledger.version("shop", 0).path, device="cpu"), rows=2)
+    write = decoder._write
+
+    def slowly(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.02)  # the one that goes on does not end before the other has come
+        return write(*given)
+
+    monkeypatch.setattr(decoder, "_write", slowly)
     prompt = user_prompt("how much is the kettle?")
 
     async def ask(longest: int) -> None:
@@ -295,11 +302,13 @@ def test_who_ends_in_a_step_that_fails_is_told_too(
         )
         ids = decoder.prompt_ids(prompt, sampling)
         with pytest.raises(ModelError, match="failed while it wrote"):
-            async for _ in decoder.pieces(ids, sampling, deadline=time.monotonic() + PATIENCE):
+            async for _ in decoder.pieces(
+                ids, sampling, deadline=time.monotonic() + PATIENCE, certain=lambda text: ""
+            ):
                 pass
 
     async def both() -> None:
-        await asyncio.gather(ask(4), ask(40))
+        await asyncio.gather(ask(40), ask(4))
 
     asyncio.run(both())
     decoder.retire()
