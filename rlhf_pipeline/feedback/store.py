@@ -64,7 +64,7 @@ class Opinion:
     std: float | None
 
 
-Vote = Ticket[Feedback, Stored | FeedbackError]
+VoteTicket = Ticket[Feedback, Stored | FeedbackError]
 
 
 class FeedbackStore:
@@ -142,7 +142,7 @@ class FeedbackStore:
         one about an interaction nobody has seen, raises (IdempotencyConflict, FeedbackRefused)
         after the others are stored; with `on_refused` it is handed over instead and left out.
         """
-        ticket = Vote(events)
+        ticket = VoteTicket(events)
         self.commit([ticket])
         if ticket.error is not None:
             raise ticket.error
@@ -156,7 +156,7 @@ class FeedbackStore:
                 on_refused(event, outcome)
         return stored
 
-    def commit(self, tickets: Sequence[Vote]) -> None:
+    def commit(self, tickets: Sequence[VoteTicket]) -> None:
         """Store the votes of every ticket, as GroupCommit does; `on_stored` hears of the new."""
         self._votes.commit(tickets)
         for ticket in tickets:

@@ -239,10 +239,9 @@ class Decoder:
                     if joining:
                         late = batch is not None and not all(row.shown for row in batch.rows)
                         batch = self._join(batch, joining)
-                        has_room = batch is not None and len(batch.rows) < self._most
                         # Who came meanwhile reads first: a first text is waited for. But not before
                         # the next token of who has none yet and was there before these.
-                        if self._waiting and has_room and not late:
+                        if self._waiting and not late:
                             continue
                     if batch is not None:
                         batch = self._go_on(batch, batch.inputs, self._most_tokens(batch.rows))

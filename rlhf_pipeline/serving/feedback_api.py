@@ -22,7 +22,7 @@ from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
-from rlhf_pipeline.feedback.store import Stored, Vote
+from rlhf_pipeline.feedback.store import Stored, VoteTicket
 from rlhf_pipeline.records import Feedback, hashed, uuid7
 from rlhf_pipeline.serving.contract import KEY_HEADER, refusals
 from rlhf_pipeline.serving.feedback_schema import (
@@ -92,7 +92,7 @@ class Inbox:
         """Open it; without `limit` everybody votes as often as they like."""
         self._store = store
         self._limit = limit or RaterLimit(None)
-        self._waiting: list[tuple[Vote, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[VoteTicket, asyncio.Future[None]]] = []
         self._emptying: asyncio.Task[None] | None = None
 
     @property
@@ -106,7 +106,7 @@ class Inbox:
         Raises TooManyVotes where somebody votes too fast; then none is stored.
         """
         self._limit.admit(events)
-        ticket, done = Vote(events), asyncio.get_running_loop().create_future()
+        ticket, done = VoteTicket(events), asyncio.get_running_loop().create_future()
         self._waiting.append((ticket, done))
         if self._emptying is None:
             self._emptying = asyncio.create_task(self._empty())

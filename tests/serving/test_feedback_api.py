@@ -18,7 +18,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback.formats import EVENT_FIELDS
-from rlhf_pipeline.feedback.store import FeedbackStore, Stored, Vote
+from rlhf_pipeline.feedback.store import FeedbackStore, Stored, VoteTicket
 from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
 from rlhf_pipeline.serving.chat_api import ChatMessage
 from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, Inbox, add_feedback_route, take
@@ -262,7 +262,7 @@ def test_votes_that_arrive_together_share_commits(store: FeedbackStore) -> None:
     commits: list[int] = []
 
     class Counted(FeedbackStore):
-        def commit(self, tickets: Sequence[Vote]) -> None:
+        def commit(self, tickets: Sequence[VoteTicket]) -> None:
             commits.append(len(tickets))
             super().commit(tickets)
 
