@@ -846,6 +846,11 @@ class ServingSettings(Section):
     )
     guardrails: GuardrailSettings = GuardrailSettings()
 
+    @property
+    def longest_answer(self) -> float:
+        """Return the seconds that an answer may take: the champion's, and then the baseline's."""
+        return 2 * self.timeout_seconds
+
 
 class NotificationSettings(Section):
     """Who hears of failures and alerts: the log always, a webhook where one is set."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
+from uuid import UUID
 
 from rlhf_pipeline.errors import PipelineError
 
@@ -354,6 +355,17 @@ def uuid7() -> str:
     value = (milliseconds << 80) | (0x7 << 76) | (part << 64) | (0x2 << 62)
     digits = f"{value | int.from_bytes(os.urandom(8), 'big') >> 2:032x}"
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def age_of(made: str) -> float | None:
+    """Return the seconds since `uuid7` made the id, None where it did not; < 0 by a fast clock."""
+    try:
+        value = UUID(made)
+    except ValueError:
+        return None
+    if value.version != 7 or str(value) != made:
+        return None
+    return time.time() - (value.int >> 80) / 1000
 
 
 def now() -> datetime:

@@ -6,11 +6,13 @@ import time
 import uuid
 from datetime import UTC
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_pipeline.records import (
     Message,
+    age_of,
     hash_rater,
     hashed,
     now,
@@ -35,6 +37,17 @@ def test_ids_are_version_7_and_sort_by_time() -> None:
     milliseconds = [each.int >> 80 for each in parsed]
     assert milliseconds == sorted(milliseconds)
     assert abs(milliseconds[-1] - time.time_ns() // 1_000_000) < 5_000
+
+
+def test_an_id_says_how_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, moment = uuid7(), time.time()
+    for later in (0.0, 90.0, -90.0):
+        monkeypatch.setattr(time, "time", lambda later=later: moment + later)
+        age = age_of(made)
+        assert age is not None
+        assert abs(age - later) < 1.0
+    for other in (made.upper(), f"{{{made}}}", str(uuid.uuid4()), "i0", ""):
+        assert age_of(other) is None
 
 
 @given(st.lists(messages, min_size=1, max_size=5).map(tuple))

@@ -39,12 +39,14 @@ from rlhf_pipeline.feedback.rules import LONGEST_KEY
 from rlhf_pipeline.records import hash_rater, hashed
 from rlhf_pipeline.serving.contract import Closed, Told, refusals, refused
 from rlhf_pipeline.serving.feedback_api import (
+    AGAIN_SECONDS,
     NOT_JSON,
     READ_AT_ONCE,
     REFUSED,
     TOO_LARGE,
     TOO_LATE,
     is_json,
+    may_be_under_way,
 )
 from rlhf_pipeline.serving.keys import ApiKey, Keys, Role
 from rlhf_pipeline.serving.limits import Buckets
@@ -397,9 +399,17 @@ def unsign(secret: bytes, purpose: str, signed: str) -> dict[str, Any] | None:
 
 
 def add_access(
-    app: FastAPI, store: FeedbackStore, keys: Keys, *, open_without_keys: bool = True
+    app: FastAPI,
+    store: FeedbackStore,
+    keys: Keys,
+    *,
+    open_without_keys: bool = True,
+    longest_answer: float = 0.0,
 ) -> None:
-    """Put the door before every route of the application, and add sign-in and feedback tokens."""
+    """Put the door before every route of the application, and add sign-in and feedback tokens.
+
+    `longest_answer` is as for `feedback_api.Inbox`: a token asked for earlier comes when it can.
+    """
     secret = keys.signing_secret()
 
     async def show_sign_in(to: str = "") -> Response:
@@ -446,6 +456,9 @@ def add_access(
         asked = await _look(await _read_whole(request.receive), _asked_for)
         right: Right = request.scope["rlhf.right"]
         found = await run_in_threadpool(store.interaction, asked)
+        while found is None and may_be_under_way(asked, longest_answer):
+            await asyncio.sleep(AGAIN_SECONDS)
+            found = await run_in_threadpool(store.interaction, asked)
         if found is None or not right.reaches(found.agent_id):
             return JSONResponse({"error": "interaction_id: no such interaction"}, 404)
         who = found.session_id or found.interaction_id  # where nobody was named, as on our pages

@@ -74,7 +74,8 @@ def create_app(
     metrics = Metrics()
     store = FeedbackStore(database, on_stored=metrics.count_feedback)
     limit = RaterLimit(settings.feedback.votes_per_minute)  # one for the API and the pages
-    inbox = Inbox(store, limit)
+    longest_answer = settings.serving.longest_answer
+    inbox = Inbox(store, limit, longest_answer=longest_answer)
     metrics.watch_queue("feedback", lambda: store.waiting + inbox.waiting)
 
     @asynccontextmanager
@@ -135,7 +136,7 @@ def create_app(
         add_data_pages(app, settings, registry, store.agents, keys.signing_secret())
         add_files_page(app, settings, store, store.agents)
         add_approval_page(app, registry, store.agents, keys.signing_secret())
-    add_access(app, store, keys, open_without_keys=open_without_keys)
+    add_access(app, store, keys, open_without_keys=open_without_keys, longest_answer=longest_answer)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     add_metrics(app, metrics)
     add_contract(app, open_paths=OPEN, schemas=SCHEMAS)

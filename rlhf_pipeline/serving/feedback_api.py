@@ -3,8 +3,9 @@
 A body is an `events` row (feedback/formats.py), or {"events": [rows]}; `agent_id` names the agent.
 The same `Idempotency-Key` header (or `idempotency_key` field) with the same body gets the same
 answer, with another body 409. A 2xx means committed and synced; a store that cannot be written is
-503 with Retry-After. Refused: what is not JSON (so that no page elsewhere can send it as a form),
-bodies over LONGEST_BODY, and rows that break a rule, by its name.
+503 with Retry-After. An answer's id is out with its first words, and it is stored after its last:
+a vote that comes in between waits for that. Refused: what is not JSON (so that no page elsewhere
+can send it as a form), bodies over LONGEST_BODY, and rows that break a rule, by its name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
 from rlhf_pipeline.feedback.store import Stored, VoteTicket
-from rlhf_pipeline.records import Feedback, hashed, uuid7
+from rlhf_pipeline.records import Feedback, age_of, hashed, uuid7
 from rlhf_pipeline.serving.contract import KEY_HEADER, refusals
 from rlhf_pipeline.serving.feedback_schema import (
     BODY,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
+AGAIN_SECONDS = 0.2  # between two looks for an answer that is not stored yet
+FASTER_SECONDS = 5.0  # that the clock of another machine, whose answer it is, may be ahead
 KEY_IS_USED = "this key was used before for another body; send a new key for a new vote"
 TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, TOO_MANY, AWAY = 408, 409, 413, 415, 422, 429, 503
 
@@ -88,10 +91,16 @@ class Inbox:
     everybody; with a thread per request they would fight over the interpreter instead.
     """
 
-    def __init__(self, store: FeedbackStore, limit: RaterLimit | None = None) -> None:
-        """Open it; without `limit` everybody votes as often as they like."""
+    def __init__(
+        self, store: FeedbackStore, limit: RaterLimit | None = None, *, longest_answer: float = 0.0
+    ) -> None:
+        """Open it; without `limit` everybody votes as often as they like.
+
+        `longest_answer` is how many seconds after its id was made an answer may not be stored yet.
+        """
         self._store = store
         self._limit = limit or RaterLimit(None)
+        self._longest_answer = longest_answer
         self._waiting: list[tuple[VoteTicket, asyncio.Future[None]]] = []
         self._emptying: asyncio.Task[None] | None = None
 
@@ -103,9 +112,25 @@ class Inbox:
     async def put(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
         """Store the events; return each one's outcome, in order, once they are synced.
 
+        One on an answer that may be under way waits until it is stored, or no longer may be.
         Raises TooManyVotes where somebody votes too fast; then none is stored.
         """
         self._limit.admit(events)
+        outcomes = await self._commit(events)
+        while early := [n for n, one in enumerate(outcomes) if self._is_early(events[n], one)]:
+            await asyncio.sleep(AGAIN_SECONDS)
+            again = await self._commit([events[n] for n in early])
+            for n, outcome in zip(early, again, strict=True):
+                outcomes[n] = outcome
+        return outcomes
+
+    def _is_early(self, event: Feedback, outcome: Stored | FeedbackError) -> bool:
+        if not isinstance(outcome, FeedbackRefused) or outcome.rule != Rule.unknown_interaction:
+            return False
+        both = (event.interaction_id, event.other_interaction_id)
+        return any(may_be_under_way(one, self._longest_answer) for one in both if one)
+
+    async def _commit(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
         ticket, done = VoteTicket(events), asyncio.get_running_loop().create_future()
         self._waiting.append((ticket, done))
         if self._emptying is None:
@@ -128,6 +153,12 @@ class Inbox:
                 if not done.done():  # its request was given up
                     done.set_result(None)
         self._emptying = None
+
+
+def may_be_under_way(interaction_id: str, longest: float) -> bool:
+    """Say whether an answer of this id, which is not in the store, may be there soon."""
+    age = age_of(interaction_id)
+    return age is not None and -FASTER_SECONDS < age < longest
 
 
 async def read_body(request: Request) -> bytes | JSONResponse:

@@ -36,9 +36,9 @@ from rlhf_pipeline.policy.cache import merge
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
-from rlhf_pipeline.records import Prompt, hash_rater, user_prompt
+from rlhf_pipeline.records import Prompt, hash_rater, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion
-from rlhf_pipeline.serving import access, batching
+from rlhf_pipeline.serving import access, batching, feedback_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
@@ -717,6 +717,56 @@ def test_who_leaves_before_the_first_word_gives_the_place_back(
     while gateway.under_way:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_vote_on_an_answer_under_way_waits_for_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id is out with its first words, and people vote on those; a page asks for its token."""
+    looked, going_on = threading.Semaphore(0), threading.Event()
+
+    async def slow(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+        yield "It costs "
+        await asyncio.to_thread(going_on.wait, PATIENCE)
+        yield "ten."
+
+    def looks_again(*about: Any) -> bool:
+        looked.release()
+        return again(*about)
+
+    again = feedback_api.may_be_under_way
+    for module in (feedback_api, access):
+        monkeypatch.setattr(module, "may_be_under_way", looks_again)
+    monkeypatch.setattr(Gateway, "_raw", slow)
+    stream = service.client().chat.completions.create(
+        model="shop",
+        messages=[{"role": "user", "content": "how much is it?"}],
+        stream=True,
+    )
+    asked = {"interaction_id": next(stream).id}
+    vote = {**asked, "agent_id": "shop", "kind": "thumbs", "value": "down", "rater": "ann"}
+    before = service.here.store.counts("shop").get("thumbs", 0)
+    sent = {"/v1/feedback": vote, "/v1/feedback/tokens": asked}
+    with ThreadPoolExecutor() as pool:
+        early = [
+            pool.submit(httpx.post, f"{service.address}{path}", json=body, timeout=PATIENCE)
+            for path, body in sent.items()
+        ]
+        for _ in range(4):
+            assert looked.acquire(timeout=PATIENCE)
+        assert not any(one.done() for one in early)
+        going_on.set()
+        assert "".join(piece.choices[0].delta.content or "" for piece in stream) == "ten."
+        assert [one.result().status_code for one in early] == [200, 200]
+    assert service.here.store.counts("shop").get("thumbs", 0) == before + 1
+
+
+def test_an_id_that_no_answer_can_have_any_more_is_refused(world: Workspace) -> None:
+    """What a killed service was writing is never stored; nobody waits longer than it may take."""
+    vote = {"agent_id": "shop", "kind": "thumbs", "value": "down", "interaction_id": uuid7()}
+    with serving(told(world.settings, timeout_seconds=0.3), world) as running:
+        answer = httpx.post(f"{running.address}/v1/feedback", json=vote, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["rule"]) == (422, "unknown_interaction")
 
 
 def test_beyond_the_admission_limit_the_answer_is_come_again(service: Service) -> None:
