@@ -14,7 +14,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import write_json
 from rlhf_pipeline.records import RewardInput, hashed, prompt_to_json, user_prompt
-from rlhf_pipeline.reward.composite import CompositeReward, Term
+from rlhf_pipeline.reward.composite import SOME, CompositeReward, Term
 from rlhf_pipeline.reward.judge import JudgeReward
 from rlhf_pipeline.reward.verdicts import TRIES, Verdicts
 from tests.serving.pages.world import free_port, made_desk, served
@@ -71,7 +71,7 @@ def test_nonsense_is_a_skip_that_is_counted_and_never_a_grade(
     assert list(tmp_path.rglob("*.json")) == []  # and no verdict was kept of that
     composite = CompositeReward({"judge": Term(skips)})
     with pytest.raises(ModelError, match="found all skipped"):
-        composite(ITEMS)
+        composite(ITEMS * (SOME // len(ITEMS)))
     key = hashed(skips.version, prompt_to_json(ITEMS[0].prompt), ITEMS[0].completion)
     write_json(tmp_path / key[:2] / f"{key}.json", {"score": 5})  # as of an earlier, sound verdict
     composite.begin_update(0)
