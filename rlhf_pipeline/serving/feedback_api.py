@@ -117,18 +117,29 @@ class Inbox:
         """
         self._limit.admit(events)
         outcomes = await self._commit(events)
-        while early := [n for n, one in enumerate(outcomes) if self._is_early(events[n], one)]:
+        while early := [
+            n for n, one in enumerate(outcomes) if await self._is_early(events[n], one)
+        ]:
             await asyncio.sleep(AGAIN_SECONDS)
             again = await self._commit([events[n] for n in early])
             for n, outcome in zip(early, again, strict=True):
                 outcomes[n] = outcome
         return outcomes
 
-    def _is_early(self, event: Feedback, outcome: Stored | FeedbackError) -> bool:
+    async def _is_early(self, event: Feedback, outcome: Stored | FeedbackError) -> bool:
+        """Say whether all it is about is this agent's by now, or may soon be."""
         if not isinstance(outcome, FeedbackRefused) or outcome.rule != Rule.unknown_interaction:
             return False
-        both = (event.interaction_id, event.other_interaction_id)
-        return any(may_be_under_way(one, self._longest_answer) for one in both if one)
+        about = [one for one in (event.interaction_id, event.other_interaction_id) if one]
+        if not any(may_be_under_way(one, self._longest_answer) for one in about):
+            return False
+        found = {one: await run_in_threadpool(self._store.interaction, one) for one in about}
+        return all(
+            may_be_under_way(one, self._longest_answer)
+            if there is None
+            else there.agent_id == event.agent_id
+            for one, there in found.items()
+        )
 
     async def _commit(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
         ticket, done = VoteTicket(events), asyncio.get_running_loop().create_future()

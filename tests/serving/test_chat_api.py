@@ -761,6 +761,18 @@ def test_a_vote_on_an_answer_under_way_waits_for_it(
     assert service.here.store.counts("shop").get("thumbs", 0) == before + 1
 
 
+def test_a_vote_that_names_another_agent_than_the_answers_is_refused_at_once(
+    service: Service,
+) -> None:
+    said = service.post(max_tokens=4).json()
+    vote = {"kind": "preference", "value": "left", "interaction_id": said["id"]}
+    others = {"tea": {"other_completion": "9"}, "shop": {"other_interaction_id": "nobody-s"}}
+    for agent, other in others.items():
+        body = {**vote, "agent_id": agent, **other}
+        answer = httpx.post(f"{service.address}/v1/feedback", json=body, timeout=PATIENCE)
+        assert (answer.status_code, answer.json()["rule"]) == (422, "unknown_interaction")
+
+
 def test_an_id_that_no_answer_can_have_any_more_is_refused(world: Workspace) -> None:
     """What a killed service was writing is never stored; nobody waits longer than it may take."""
     vote = {"agent_id": "shop", "kind": "thumbs", "value": "down", "interaction_id": uuid7()}
