@@ -607,7 +607,7 @@ def test_who_waits_is_told_the_run_when_the_service_is_to_stop(tmp_path: Path) -
             run_id = next(s.strip() for s in process.stdout if s.startswith("run-"))
             process.send_signal(signal.SIGTERM)
             told = waits.result()
-        process.wait(60)  # who waits holds nothing up
+        assert process.wait(60) == -signal.SIGTERM
     finally:
         process.kill()
         process.communicate()
