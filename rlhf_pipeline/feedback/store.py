@@ -563,7 +563,7 @@ def _insert_events(
         if before is not None:
             outcomes.append(Stored(before.feedback_id, known=True))
             continue
-        lost = missing & {(event.agent_id, i) for i in _interaction_ids(event)}
+        lost = missing & {(event.agent_id, i) for i in interaction_ids(event)}
         if lost:
             outcomes.append(
                 FeedbackRefused(
@@ -713,7 +713,7 @@ def _missing_interactions(
     connection: sa.Connection, events: Sequence[Feedback]
 ) -> set[tuple[str, str]]:
     i = db.interactions.c
-    wanted = {(event.agent_id, key) for event in events for key in _interaction_ids(event)}
+    wanted = {(event.agent_id, key) for event in events for key in interaction_ids(event)}
     found: set[tuple[str, str]] = set()
     for some in db.chunks(sorted({key for _, key in wanted})):
         query = sa.select(i.agent_id, i.interaction_id).where(i.interaction_id.in_(some))
@@ -721,7 +721,8 @@ def _missing_interactions(
     return wanted - found
 
 
-def _interaction_ids(event: Feedback) -> list[str]:
+def interaction_ids(event: Feedback) -> list[str]:
+    """Return the ids of the interactions a vote is about: none where it brings its own texts."""
     return [i for i in (event.interaction_id, event.other_interaction_id) if i is not None]
 
 

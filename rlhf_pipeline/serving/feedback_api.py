@@ -23,7 +23,7 @@ from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, TooManyVotes
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import LONGEST_KEY, Rule, check_event, refuse
-from rlhf_pipeline.feedback.store import Stored, VoteTicket
+from rlhf_pipeline.feedback.store import Stored, VoteTicket, interaction_ids
 from rlhf_pipeline.records import Feedback, age_of, hashed, uuid7
 from rlhf_pipeline.serving.contract import KEY_HEADER, refusals
 from rlhf_pipeline.serving.feedback_schema import (
@@ -130,7 +130,7 @@ class Inbox:
         """Say whether all it is about is this agent's by now, or may soon be."""
         if not isinstance(outcome, FeedbackRefused) or outcome.rule != Rule.unknown_interaction:
             return False
-        about = [one for one in (event.interaction_id, event.other_interaction_id) if one]
+        about = interaction_ids(event)
         if not any(may_be_under_way(one, self._longest_answer) for one in about):
             return False
         found = {one: await run_in_threadpool(self._store.interaction, one) for one in about}
