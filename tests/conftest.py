@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_teardown() -> None:
     """Let log lines be caught again: a command shows them in its own way from then on."""
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_child_inherits_deafness() -> None:
+    """A suite that a script runs in the background ignores SIGINT, and its children would too.
+
+    And SIGTERM: Dagster, once it has run here, leaves that with whatever SIGINT does. What a
+    function of Python's handles, be it by doing nothing, a child does not inherit.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,11 +38,7 @@ def environment() -> Iterator[None]:
 @pytest.fixture
 def idle() -> Iterator[subprocess.Popen[bytes]]:
     """A child that waits to be told to end."""
-    # It inherits the signals this process ignores. Dagster, once it has run here, gives SIGTERM the
-    # handler of SIGINT, and that is ignored where the whole suite was started in the background.
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     child = subprocess.Popen(["sleep", "600"])
-    signal.signal(signal.SIGTERM, before)
     yield child
     child.kill()
     child.wait()
