@@ -13,6 +13,7 @@ import structlog
 
 from automation.jobs import bootstrap, retrain
 from resources.pipeline import AGENT, Pipeline
+from rlhf_pipeline.errors import RegistryError
 from rlhf_pipeline.feedback.claims import LEASE, Claim
 from rlhf_pipeline.records import now
 
@@ -38,13 +39,19 @@ def end_dead_turns(
     1. A claim whose heartbeat stopped: its runs are ended, then the claim is given up.
     2. A run that is at work long after its claim was closed, or that claimed nothing at all: it
        died before its first step or after its last, or another run took its stale claim over.
-    MLflow comes first: where it is away this raises, and the next call begins here again.
+    MLflow comes first: where it is away for all of them this raises, and the next call begins here
+    again; where it comes to be away half way, those that were ended are returned.
     """
     died = []
+    refused: RegistryError | None = None
     for claim in pipeline.claims.stale():
         if agent_id not in (None, claim.agent_id):
             continue
-        pipeline.registry.end_runs(claim.agent_id, claim.fingerprint)
+        try:
+            pipeline.registry.end_runs(claim.agent_id, claim.fingerprint)
+        except RegistryError as error:
+            refused = error
+            continue
         runs = runs_of(instance, claim.holder)
         is_terminated = bool(runs) and runs[-1].status in TERMINATED
         for run in runs:
@@ -61,9 +68,17 @@ def end_dead_turns(
     for run, words, closed in _left_over(instance, pipeline, agent_id):
         held = None if closed is None else pipeline.claims.held(closed.agent_id)
         if closed is not None and (held is None or held.fingerprint != closed.fingerprint):
-            pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
+            try:
+                pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
+            except RegistryError as error:
+                refused = error
+                continue
         instance.report_run_failed(run, message=words)
         log.warning("run found dead", agent=run.tags.get(AGENT, ""), run=run.run_id, why=words)
+    if refused is not None:
+        log.warning("turns that died not all ended", error=str(refused))
+        if not died:
+            raise refused
     return died
 
 

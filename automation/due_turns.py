@@ -2,7 +2,8 @@
 
 A run that waits in the queue holds no claim yet: until it begins, only Dagster knows of it. What
 this does not see is a run that the other of the two asks for in the same second. An agent whose own
-recipe does not load keeps no other one waiting; the sensor `alerts` tells people of it.
+recipe does not load, or whose turn's files are damaged, keeps no other one waiting; the sensor
+`alerts` tells people of it.
 """
 
 import dagster as dg
@@ -12,7 +13,7 @@ from automation.jobs import retrain
 from resources.pipeline import AGENT, Pipeline
 from rlhf_pipeline.config import ContinuousLearningSettings
 from rlhf_pipeline.continuous import Due, due
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.records import now
 
 
@@ -28,12 +29,12 @@ def due_turns(
             continue
         try:
             settings = pipeline.settings(agent_id)
-        except ConfigError as error:
+            verdict = due(
+                pipeline.database, agent_id, settings, at=now(), min_new_feedback=min_new_feedback
+            )
+        except PipelineError as error:
             reasons.append(f"{agent_id}: {error}")
             continue
-        verdict = due(
-            pipeline.database, agent_id, settings, at=now(), min_new_feedback=min_new_feedback
-        )
         if isinstance(verdict, Due):
             turns.append((verdict, settings.continuous_learning))
         else:

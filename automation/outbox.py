@@ -8,6 +8,7 @@ good would be sent all of them at every tick. Where no webhook is set nothing is
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from rlhf_pipeline.reward.remote import NoRedirect
 AWAY = (OSError, http.client.HTTPException)  # what `tell` raises where the webhook took nothing
 OUTBOX = "outbox"  # folder in the state
 MOST = 50  # messages that wait
+TELLING = 30.0  # seconds of a tick for a slow webhook; Dagster gives up a tick after a minute
 
 
 def keep(settings: Settings, body: Mapping[str, str]) -> None:
@@ -37,13 +39,17 @@ def _kept(settings: Settings) -> list[Path]:
     return sorted((settings.state_dir / OUTBOX).glob("[!.]*.json"))
 
 
-def send_kept(settings: Settings) -> None:
+def send_kept(settings: Settings, *, seconds: float) -> None:
     """Tell what is kept, oldest first. One that is refused keeps no later one back.
 
-    Raises what `tell` raised first, once all were tried; at once where the webhook is away.
+    Raises what `tell` raised first, once all were tried; at once where the webhook is away, or
+    takes so long that after these seconds some were not tried.
     """
     refused: urllib.error.HTTPError | None = None
+    until = time.monotonic() + seconds
     for path in _kept(settings):
+        if time.monotonic() > until:
+            raise refused or TimeoutError("the webhook is slow: the rest is told later")
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -5,6 +5,7 @@ cool-down) and by `rlhf pause`, which work the same with and without the UI.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import UTC, timedelta
 
@@ -35,9 +36,9 @@ from resources.pipeline import (
     Pipeline,
     bootstrap_mark,
 )
-from rlhf_pipeline.alerts import UNSEEN, alerts_about, disk_alerts, name_alerts
+from rlhf_pipeline.alerts import BLIND, UNSEEN, alerts_about, disk_alerts, name_alerts
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.continuous import Due, attempts_at, back_off, minutes_since
+from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, minutes_since
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
@@ -143,6 +144,9 @@ def dropped_files(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg
                 stat, problem = path.stat(), unfit_to_take(path)
             except FileNotFoundError:
                 continue  # taken in since the folder was listed
+            except OSError as error:  # as a link to itself is: the other files are taken in
+                reasons.append(f"{path.name} cannot be looked at: {error.strerror}")
+                continue
             if problem:
                 reasons.append(f"{path.name} is {problem}")
                 continue
@@ -309,8 +313,9 @@ def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> 
         try:
             settings = pipeline.settings(agent_id)
             done = go_back_if_failing(pipeline.registry, agent_id, settings, at=now())
-        except PipelineError as error:  # the others are looked at all the same
-            failed.append(f"{agent_id}: {error}")
+        except Exception as error:  # the others are looked at all the same
+            log.exception("champion not looked at", agent=agent_id)
+            failed.append(f"{agent_id}: {type(error).__name__}: {error}")
             continue
         if done is not None:
             log.warning("champion rolled back", agent=agent_id, done=done)
@@ -329,19 +334,23 @@ def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> 
 def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipReason:
     """Tell people of what is worth a look, once when it begins; the cursor holds what was told.
 
-    What `run_failed` could not tell is told here too. Raises RuntimeError where no agent can be
-    looked at and all that can be said of it was told before.
+    What `run_failed` could not tell is told here too. Of an agent that nobody can look at now,
+    what was told stands. Raises RuntimeError where no agent can be looked at and all that can be
+    said of it was told before.
     """
 
     def looked(agent_id: str, settings: Settings) -> Overview:
         enough = settings.continuous_learning.min_new_feedback
         latest = settings.experiments.trouble_answers
+        # Asked for what it raises: a turn that cannot be asked for is told of nowhere else.
+        due(pipeline.database, agent_id, settings, at=now())
         return overview(pipeline.store, pipeline.ledger, agent_id, enough=enough, latest=latest)
 
     told, settings = set(json.loads(context.cursor or "[]")), pipeline.settings()
     standing, failed, is_away = set(), [], False
+    until = time.monotonic() + outbox.TELLING
     try:
-        outbox.send_kept(settings)
+        outbox.send_kept(settings, seconds=outbox.TELLING)
     except outbox.AWAY as error:
         failed.append(f"a failed run was not told: {type(error).__name__}")
         is_away = outbox.is_away(error)
@@ -352,7 +361,7 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
     for alert in found:
         if alert.key not in told:
             log.warning("alert", agent=alert.agent_id, alert=alert.name, words=alert.words)
-            if is_away:
+            if is_away or time.monotonic() > until:
                 failed.append(f"{alert.key} was not told")
                 continue
             text = f"{alert.agent_id}: {alert.name.replace('_', ' ')}"
@@ -363,6 +372,8 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
                 is_away = outbox.is_away(error)
                 continue
         standing.add(alert.key)
+    blind = {alert.agent_id for alert in found if alert.name in BLIND}
+    standing |= {key for key in told if key.split("/")[0] in blind}
     for key in sorted(told - standing):
         log.info("alert over", alert=key)
     unseen = [f"{alert.agent_id}: {alert.words}" for alert in found if alert.name == UNSEEN]
@@ -390,5 +401,11 @@ def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     logs = context.instance.all_logs(run.run_id)
     events = [entry.dagster_event for entry in logs if entry.dagster_event is not None]
     message = why_failed_in_our_words(events, context.failure_event.message or "")
-    outbox.keep(settings, {"text": text, "run": run.run_id, "message": message})
-    outbox.send_kept(settings)
+    body = {"text": text, "run": run.run_id, "message": message}
+    try:
+        outbox.keep(settings, body)
+    except OSError:  # a full disk perhaps, which the run failed of too
+        log.exception("message not kept", run=run.run_id)
+        outbox.tell(settings, body)
+    else:
+        outbox.send_kept(settings, seconds=5)  # a tick may hear of several runs

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-UNSEEN = "not_looked_at"
+UNSEEN, UNSOUND = "not_looked_at", "settings_unsound"
+BLIND = (UNSEEN, UNSOUND)  # who is told one of these is told nothing else
 SHORTEST = 4  # characters of a part of a name in which one may be a slip
 DECIDED = timedelta(minutes=10)  # after a version is registered, where nobody has to be asked
 
@@ -59,7 +60,7 @@ def alerts_about(
         return alerts_of(overview_of(agent_id, settings), settings, at=at)
     except ConfigError as error:
         words = f"no turn starts and nothing is pruned until its recipe loads: {error}"
-        return [Alert("settings_unsound", agent_id, words)]
+        return [Alert(UNSOUND, agent_id, words)]
     except Exception as error:
         log.exception("agent not looked at", agent=agent_id)
         # What anything else says may quote what people wrote, and this goes out to a webhook.

@@ -1337,7 +1337,11 @@ def _read_recipe(name: str | Path, faults: list[str]) -> dict[str, Any]:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = RECIPES / f"{name}.yaml"
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:  # in a folder that is not ours to enter, or named beyond all bounds
+        raise ConfigError(f"recipe {path} cannot be looked for: {error}") from error
+    if not is_there:
         near = difflib.get_close_matches(str(name), recipe_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
@@ -1345,7 +1349,7 @@ def _read_recipe(name: str | Path, faults: list[str]) -> dict[str, Any]:
         )
     try:
         tree = read_yaml(path) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: as 2026-02-30 gives
         raise ConfigError(f"{path} is not YAML that can be read: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold settings by name, found {type(tree).__name__}")

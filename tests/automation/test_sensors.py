@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
 import threading
+import time
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +29,7 @@ from dagster._core.remote_origin import (
 )
 
 from assets.common import Materialized
-from automation import outbox, sensors
+from automation import due_turns, outbox, sensors
 from automation.jobs import DROPPED, WATERMARK
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
@@ -41,6 +44,7 @@ from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
 from rlhf_pipeline.files import locked, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.stages import BEGAN, REWARD
 from tests.assets.world import QUIET, Loop, chat, failures, write_recipe
 from tests.experiment.world import ledger_of_two, meet
 from tests.loopback import answering
@@ -252,6 +256,61 @@ def test_an_agent_whose_recipe_has_gone_keeps_no_other_one_waiting(ticks: Ticks)
     assert [r.partition_key for r in ticks.tick("dead_runs").run_requests] == ["here"]
 
 
+@pytest.mark.parametrize("damage", ["a date that is none", "a folder not ours", "a turn's file"])
+def test_an_agent_that_cannot_be_judged_keeps_no_other_one_waiting(
+    ticks: Ticks, tmp_path: Path, damage: str
+) -> None:
+    for agent in ("aaa", "good"):
+        ticks.instance.add_dynamic_partitions("agents", [agent])
+        ticks.vote(agent, 40)
+    recipe, told_as = tmp_path / "private" / "own.yaml", "settings_unsound"
+    with contextlib.ExitStack() as held:
+        if damage == "a turn's file":
+            told_as = "not_looked_at"
+            begun = began_and_failed(ticks, "aaa")
+            write_text(begun, "")
+            later = now() + BACK_OFF + timedelta(minutes=1)
+            for module in (due_turns, sensors):
+                held.enter_context(patch.object(module, "now", lambda: later))
+        else:
+            recipe.parent.mkdir()
+            recipe.write_text("note: 2026-02-30\n")
+            ticks.pipeline.store.set_agent("aaa", recipe=str(recipe))
+        if damage == "a folder not ours":  # root, who may run the tests, enters every folder
+            real = Path.exists
+
+            def exists(path: Path) -> bool:
+                if path == recipe:
+                    raise PermissionError(13, "Permission denied", str(path))
+                return real(path)
+
+            held.enter_context(patch.object(Path, "exists", exists))
+        asked = ticks.tick("enough_new_feedback").run_requests
+        assert [request.partition_key for request in asked] == ["good"]
+        assert [request.partition_key for request in night(ticks).run_requests] == ["good"]
+        assert f"aaa/{told_as}" in json.loads(ticks.tick("alerts").cursor)
+
+
+def began_and_failed(ticks: Ticks, agent_id: str) -> Path:
+    """Let a turn fail once its rewards are trained; return the file that says how it began."""
+    ticks.pipeline.ledger.add_baseline(
+        agent_id,
+        label="v0",
+        path=ticks.state / "0",
+        files={"model.safetensors": "00"},
+        lineage={},
+        actor="test",
+    )
+    watermark = snapshot.newest_seq(ticks.pipeline.database, agent_id)
+    mark = snapshot.fingerprint(ticks.pipeline.database, agent_id, watermark)
+    claims = ticks.pipeline.claims
+    claim = claims.claim(agent_id, mark, watermark, holder="run", asked_by="sensor")
+    claims.finish(claim.token, "failed", "the disk is full")
+    folder = ticks.pipeline.settings(agent_id).turn_folder(agent_id, mark)
+    write_text(folder / REWARD, "{}")
+    return folder / BEGAN
+
+
 @pytest.mark.parametrize(("agent", "end"), [("stillborn", "failed"), ("unqueued", "canceled")])
 def test_a_run_that_ended_before_it_began_is_asked_for_again_later(
     ticks: Ticks, agent: str, end: str
@@ -396,6 +455,19 @@ def test_a_name_that_is_not_utf_8_keeps_no_other_file_waiting(ticks: Ticks) -> N
     [request] = ticks.tick("dropped_files", seen.cursor).run_requests
     assert take_in(ticks, request).success
     assert list(inbox.glob("*.jsonl")) == [latin]
+
+
+@pytest.mark.parametrize("leads_to", ["votes.jsonl", "file/votes.jsonl"])
+def test_a_link_to_nowhere_keeps_no_other_file_waiting(ticks: Ticks, leads_to: str) -> None:
+    inbox = ticks.state / "inbox"
+    write_text(inbox / "good" / "votes.jsonl", line(1) + "\n")
+    settle(inbox / "good" / "votes.jsonl")
+    write_text(inbox / "bad" / "file", "")
+    (inbox / "bad" / "votes.jsonl").symlink_to(leads_to)
+    first = ticks.tick("dropped_files")
+    assert "votes.jsonl cannot be looked at: " in first.skip_message
+    [asked] = ticks.tick("dropped_files", first.cursor).run_requests
+    assert asked.run_config["ops"]["take_in"]["config"]["agent_id"] == "good"
 
 
 def test_what_a_program_is_still_copying_is_left_alone(ticks: Ticks) -> None:
@@ -665,6 +737,31 @@ def test_a_dead_run_is_marked_failed_and_asked_for_again(ticks: Ticks) -> None:
         [],
         "no claim without a heartbeat that may be tried again",
     )
+
+
+def test_a_dead_run_is_asked_for_again_though_mlflow_refuses_another(ticks: Ticks) -> None:
+    for agent_id in ("aaa", "bbb"):
+        ticks.vote(agent_id, 40)
+        run = ticks.start_run(agent_id, job="retrain")
+        mark = snapshot.fingerprint(ticks.pipeline.database, agent_id, 80)
+        ticks.pipeline.claims.claim(
+            agent_id, mark, 80, holder=run.run_id, asked_by="sensor", lease=EXPIRED
+        )
+    real = ModelRegistry.end_runs
+
+    def ends(registry: ModelRegistry, agent_id: str, mark: str) -> None:
+        if agent_id in refused:
+            raise RegistryError("MLflow is away")
+        real(registry, agent_id, mark)
+
+    with patch.object(ModelRegistry, "end_runs", ends):
+        refused = ["aaa", "bbb"]
+        with pytest.raises(RegistryError, match="MLflow is away"):
+            ticks.tick("dead_runs")
+        refused = ["bbb"]
+        assert [r.partition_key for r in ticks.tick("dead_runs").run_requests] == ["aaa"]
+        refused = []
+        assert [r.partition_key for r in ticks.tick("dead_runs").run_requests] == ["bbb"]
 
 
 def test_a_dead_turn_that_newer_votes_have_a_run_for_is_not_asked_for_again(ticks: Ticks) -> None:
@@ -1078,11 +1175,11 @@ def test_a_message_that_is_refused_keeps_no_later_one_back(
         outbox.keep(settings, {"text": text})
     kept.refuses = "too long"
     with pytest.raises(urllib.error.HTTPError):
-        outbox.send_kept(settings)
+        outbox.send_kept(settings, seconds=30)
     assert [body["text"] for body in kept.received] == ["too long", "short"]
     kept.refuses = None
-    outbox.send_kept(settings)
-    outbox.send_kept(settings)
+    outbox.send_kept(settings, seconds=30)
+    outbox.send_kept(settings, seconds=30)
     assert [body["text"] for body in kept.received] == ["too long", "short", "too long"]
 
 
@@ -1097,10 +1194,10 @@ def test_a_webhook_that_has_moved_has_taken_nothing(
     settings = ticks.pipeline.settings()
     outbox.keep(settings, {"text": "it failed"})
     with pytest.raises(urllib.error.HTTPError, match=str(status)):
-        outbox.send_kept(settings)
+        outbox.send_kept(settings, seconds=30)
     assert kept.asked_for == []
     kept.answer = 200
-    outbox.send_kept(settings)
+    outbox.send_kept(settings, seconds=30)
     assert [body["text"] for body in kept.received] == ["it failed"] * 2
 
 
@@ -1114,11 +1211,54 @@ def test_messages_that_nobody_takes_neither_pile_up_nor_fill_a_tick(
         outbox.keep(settings, {"text": str(number)})
     kept.answer = 503
     with pytest.raises(urllib.error.HTTPError):
-        outbox.send_kept(settings)
+        outbox.send_kept(settings, seconds=30)
     assert [body["text"] for body in kept.received] == ["3"]
     kept.answer = 200
-    outbox.send_kept(settings)
+    outbox.send_kept(settings, seconds=30)
     assert len(kept.received) == 1 + outbox.MOST
+
+
+def test_a_slow_webhook_is_told_part_of_it_in_a_tick_and_the_rest_later(
+    ticks: Ticks, hook: tuple[str, type[Hook]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tick that took a minute would be given up, its cursor lost, and all told again."""
+    url, kept = hook
+    ticks.set(alerts={"disk_gib": 10**6}, notifications={"webhook": url})
+    for agent in ("support", "suport"):
+        ticks.vote(agent, 3)
+    for number in range(3):
+        outbox.keep(ticks.pipeline.settings(), {"text": str(number)})
+    takes = kept.do_POST
+
+    def slow(hook: Hook) -> None:
+        time.sleep(0.15)
+        takes(hook)
+
+    monkeypatch.setattr(kept, "do_POST", slow)
+    monkeypatch.setattr(outbox, "TELLING", 0.25)
+    cursor = "[]"
+    told: list[int] = []
+    while len(told) < 2 or told[-1] > told[-2]:
+        cursor = ticks.tick("alerts", cursor).cursor
+        told.append(len(kept.received))
+    assert json.loads(cursor) == ["every agent/disk_nearly_full", "suport/name_alike"]
+    assert [body["text"] for body in kept.received] == [
+        *"012",
+        "every agent: disk nearly full",
+        "suport: name alike",
+    ]
+    assert told[0] < 5  # which would have taken three times as long as a tick has
+
+
+def test_a_failed_run_is_told_though_the_disk_is_full(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(outbox, "write_json", side_effect=full):
+        fail(ticks, "unlucky")
+    assert [body["text"] for body in kept.received] == ["bootstrap of unlucky failed"]
 
 
 # -- nightly ----------------------------------------------------------------------------------
@@ -1352,3 +1492,23 @@ def test_a_webhook_in_trouble_is_told_no_second_alert_in_a_tick(
     assert json.loads(ticks.tick("alerts").cursor) == ["suport/name_alike"]
     told = [body["text"] for body in kept.received]
     assert told[1:] == ["a run failed"] * 2 + [kept.refuses, "suport: name alike"]
+
+
+def test_what_was_told_of_an_agent_stands_while_nobody_can_look_at_it(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    ledger_of_two(ticks.pipeline.store, ticks.state)
+    later = now() + timedelta(minutes=11)
+    with patch.object(sensors, "now", lambda: later):
+        cursor = ticks.tick("alerts").cursor
+        ticks.pipeline.store.set_agent("shop", recipe="/srv/gone.yaml")
+        cursor = ticks.tick("alerts", cursor).cursor
+        ticks.pipeline.store.set_agent("shop", recipe=None)
+        cursor = ticks.tick("alerts", cursor).cursor
+    assert [body["text"] for body in kept.received] == [
+        "shop: version waits",
+        "shop: settings unsound",
+    ]
+    assert json.loads(cursor) == ["shop/version_waits"]
