@@ -358,8 +358,9 @@ def _is_foreseen(error: Exception) -> bool:
         return False  # click's own
     if isinstance(error, PipelineError | OSError) or _damage(error) is not None:
         return True
-    # SQLAlchemy's, or SQLite's as it is
-    return type(error).__name__ == "OperationalError" or _is_for_reading(_drivers(error))
+    # SQLAlchemy's, or SQLite's as it is; the other is of a connection that was cut while it read
+    away = type(error).__name__ in ("OperationalError", "InterfaceError")
+    return away or _is_for_reading(_drivers(error))
 
 
 def _told(error: Exception) -> str:

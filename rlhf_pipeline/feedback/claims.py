@@ -255,10 +255,14 @@ class ClaimBook:
             return _all(connection, query)
 
 
-def check_token(connection: sa.Connection, token: int) -> None:
-    """Raise ClaimLost unless the token's claim is held; for use inside another transaction."""
+def check_token(connection: sa.Connection, token: int, *, keep: bool = False) -> None:
+    """Raise ClaimLost unless the token's claim is held; for use inside another transaction.
+
+    With `keep` nobody takes it over before that has ended, however long the claim's holder is out.
+    """
     c = db.claims.c
-    claim = _one(connection, db.claims.select().where(c.token == token))
+    query = db.claims.select().where(c.token == token)
+    claim = _one(connection, query.with_for_update() if keep else query)
     if claim is None or claim.state != "held":
         found = "no such claim" if claim is None else f"{claim.state}: {claim.reason or 'closed'}"
         raise ClaimLost(f"needed claim {token} to be held, found {found}; this run must stop")

@@ -229,7 +229,7 @@ def remove(
     does not hold any more.
     """
     with database.write(alone=True) as connection:  # nobody adds a vote while this looks
-        check_token(connection, token)
+        check_token(connection, token, keep=True)
         f, i, e, q = db.feedback, db.interactions, db.chat_events, db.quarantine
         blank: dict[str, Any] = dict.fromkeys(WORDS)
         mentioned = _lines(connection, person, found.gone, found.interactions)[1]

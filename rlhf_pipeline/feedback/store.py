@@ -272,7 +272,7 @@ class FeedbackStore:
             .join(db.feedback, f.feedback_id == q.feedback_id)
             .where(q.agent_id == agent_id, f.seq <= watermark)
         )
-        with self.database.write() as connection:
+        with self.database.write(alone=True) as connection:  # as `close_quarantined`, row by row
             gone = [
                 row.quarantine_id
                 for row in connection.execute(query)
@@ -287,7 +287,7 @@ class FeedbackStore:
 
         Returns how many there were. They stay, and are counted and shown no more.
         """
-        with self.database.write() as connection:
+        with self.database.write(alone=True) as connection:
             closed = db.quarantine.update().where(*_open(agent_id, rule)).values(closed_at=now())
             return connection.execute(closed).rowcount
 

@@ -444,6 +444,9 @@ class PromotionLedger:
             with self.database.engine.begin() as connection:
                 milliseconds = max(1, int(1000 * wait_seconds))
                 connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
+                # A server's own limits would let go of the lock while the work goes on.
+                connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
                 try:
                     connection.execute(
                         sa.text("SELECT pg_advisory_xact_lock(712008, hashtext(:agent))"),

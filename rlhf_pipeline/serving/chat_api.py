@@ -426,7 +426,7 @@ class _Answer:
                         kind = "chat.completion"
                         return JSONResponse(self._object(kind, [choice], usage=_usage(piece)))
                     text += piece
-        except (PipelineError, TimeoutError, sa.exc.DatabaseError) as error:
+        except (PipelineError, TimeoutError, sa.exc.DBAPIError) as error:
             raise _told(error) from error
         raise AssertionError("a reply ends with a Reply")
 
@@ -450,7 +450,7 @@ class _Answer:
                         if usage:
                             told = {"usage": _usage(piece)}
                             last += _event(self._object("chat.completion.chunk", [], **told))
-        except (PipelineError, TimeoutError, sa.exc.DatabaseError) as error:
+        except (PipelineError, TimeoutError, sa.exc.DBAPIError) as error:
             refusal = _told(error)
             if not begun:
                 raise refusal from error

@@ -170,7 +170,7 @@ def add_contract(
 
     app.add_exception_handler(RequestValidationError, unfit)
     app.add_exception_handler(HTTPException, nowhere)
-    app.add_exception_handler(sa.exc.DatabaseError, away)
+    app.add_exception_handler(sa.exc.DBAPIError, away)
 
     def made() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -65,7 +65,7 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
             code, told = await take(inbox, body, key)
         except TooManyVotes as refusal:
             return too_many(refusal)
-        except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
+        except sa.exc.DBAPIError:  # locked, full, read-only, damaged or gone
             code, told = AWAY, {"error": "the store cannot be written now; send it again"}
         return answer(code, told)
 

@@ -301,7 +301,7 @@ async def _settled(answered: Awaitable[tuple[int, Any]]) -> tuple[int, Any]:
         return REFUSED, {"error": str(error)}
     except OrchestratorAway as error:
         return AWAY, {"error": str(error)}
-    except sa.exc.DatabaseError:  # locked, full, read-only, damaged or gone
+    except sa.exc.DBAPIError:  # locked, full, read-only, damaged or gone
         return AWAY, {"error": "the store cannot be used now; send it again"}
 
 

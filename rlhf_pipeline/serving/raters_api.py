@@ -91,6 +91,7 @@ REFUSALS = (
     RegistryError,
     OrchestratorAway,
     sa.exc.OperationalError,
+    sa.exc.InterfaceError,  # of a connection that was cut while it read
 )
 """What `held_about` and `erase` may be refused with."""
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sqlalchemy as sa
@@ -16,6 +17,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ClaimLost, ClaimRefused
+from rlhf_pipeline.feedback import raters
 from rlhf_pipeline.feedback.claims import LEASE, NO_TRAINING, Claim, ClaimBook, check_token
 
 
@@ -251,6 +253,36 @@ def test_who_is_overtaken_between_look_and_write_writes_nothing(
         book.finish(old.token, "done") if write == "finish" else book.beat(old.token)
     assert [c.state for c in book.history("tea")] == ["lost", "held"]
     assert book.history("tea")[0].heartbeat_at == old.heartbeat_at
+    database.close()
+    heirs.close()
+
+
+def test_an_erasure_keeps_its_claim_to_its_end_though_it_takes_longer_than_the_lease(
+    postgres_url: str,
+) -> None:
+    """Else a turn could begin on the votes that are being taken out."""
+    database, heirs = Database(postgres_url), Database(postgres_url)
+    made = claim(ClaimBook(database), lease=timedelta(seconds=-1))
+    person = raters.Person("tea", "r" * 64)
+    nobody = raters.Held((), (), frozenset(), frozenset(), frozenset())
+    found: list[str] = []
+
+    def overtake() -> None:
+        claim(ClaimBook(heirs), holder="heir")
+        found.append("overtaken")
+
+    heir = threading.Thread(target=overtake)
+
+    def look(*_: Any) -> tuple[frozenset[str], frozenset[str]]:
+        heir.start()
+        heir.join(1.0)
+        found.append("erased")
+        return frozenset(), frozenset()
+
+    with patch.object(raters, "_lines", look):
+        raters.remove(database, person, nobody, made.token, counts={}, snapshots=[], versions=[])
+    heir.join()
+    assert found == ["erased", "overtaken"]
     database.close()
     heirs.close()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -505,6 +506,25 @@ def test_linking_mlflow_writes_its_numbers(ledger: PromotionLedger) -> None:
     assert (linked.mlflow_version, linked.mlflow_run_id) == ("4", "run")
     with pytest.raises(RegistryError):
         ledger.link_mlflow(AGENT, 9, mlflow_version="4", mlflow_run_id=None)
+
+
+def test_a_server_that_ends_idle_sessions_lets_no_second_one_project(postgres_url: str) -> None:
+    first, second = Database(postgres_url), Database(postgres_url)
+    with first.engine.begin() as connection:
+        name = first.engine.url.database
+        limit = f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '100ms'"
+        connection.exec_driver_sql(limit)
+    first.close()  # what is opened from here on has the limit
+    first = Database(postgres_url)
+    with PromotionLedger(first).one_projection_at_a_time(AGENT):
+        time.sleep(0.5)
+        with (
+            pytest.raises(RegistryError, match="needs its turn"),
+            PromotionLedger(second).one_projection_at_a_time(AGENT, wait_seconds=0.1),
+        ):
+            pass
+    first.close()
+    second.close()
 
 
 @pytest.mark.slow

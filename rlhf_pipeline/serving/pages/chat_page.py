@@ -357,7 +357,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
                     waiting[-1] = _said("assistant", text)
                     yield (waiting, *[same] * (12 + len(UNSAID)))
                     due = time.monotonic() + SHOWN_EVERY_SECONDS
-        except (PipelineError, sa.exc.DatabaseError) as error:
+        except (PipelineError, sa.exc.DBAPIError) as error:
             # What failed inside, addresses and paths in it, is for admins.
             tells = isinstance(error, ChatRefused) or _right_of(request).role == "admin"
             words = str(error)[:300] if tells and isinstance(error, PipelineError) else SORRY
@@ -426,7 +426,7 @@ def _vote(desk: Desk) -> Callable[..., str]:
         try:
             chosen = [want for want in wants or () if want in WANTS]
             desk.vote(answer.interaction, kind, wants=chosen, **value)
-        except (PipelineError, sa.exc.DatabaseError) as error:
+        except (PipelineError, sa.exc.DBAPIError) as error:
             return not_stored(error)
         return THANKS
 
@@ -454,9 +454,9 @@ def _comment(vote: Callable[..., str]) -> Callable[..., tuple[str, str]]:
     return comment
 
 
-def not_stored(error: PipelineError | sa.exc.DatabaseError) -> str:
+def not_stored(error: PipelineError | sa.exc.DBAPIError) -> str:
     """Return what a person is told whose vote was not stored."""
-    if isinstance(error, sa.exc.DatabaseError):  # its own words hold the vote
+    if isinstance(error, sa.exc.DBAPIError):  # its own words hold the vote
         return "Not stored: the store cannot be written now; please vote again."
     if isinstance(error, TooManyVotes):
         return f"Thank you, but that was too fast to count. Please vote again in {error.seconds} s."

@@ -173,7 +173,7 @@ def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
                 return not_done(f"Not stored: {problem}")
             if kind is not None:
                 desk.vote(waiting[0], kind, person=_person(who), origin="review", **value)
-        except (PipelineError, sa.exc.DatabaseError) as error:
+        except (PipelineError, sa.exc.DBAPIError) as error:
             return not_done(not_stored(error))
         rest = waiting[1:]
         if kind is None:
