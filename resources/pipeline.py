@@ -45,6 +45,10 @@ ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "dagster/partition"  # run tag, whoever started the run: one at a time (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
+TRAINED_WITH = {  # which sections of a recipe say what a stage came to
+    "reward": ("reward",),
+    "ppo": ("policy", "ppo", "training"),
+}
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -253,6 +257,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             for job in JOBS
             if (turn.work / "reward" / job).is_dir()
         }
+        recipe = _recipe_of(turn)
         places = [datasets.place_of(turn.data / name) for name in stages.DATA_SETS]
         lines = {path.name: path for path in places if path.exists()}
         return {
@@ -268,13 +273,13 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "reward_models": rewards,
             **_training_of(turn),
             **_evaluation_of(turn),
-            "base": turn.settings.policy.base,
+            "base": recipe["policy"]["base"],
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
             "previous": str(before) if (before := stages.rewards_before(turn)) else None,
-            "recipe": shown(turn.settings),
+            "recipe": recipe,
             "code": code_version(),
-            "seed": turn.settings.training.seed,
+            "seed": recipe["training"]["seed"],
         }
 
     def promote_if_due(self, turn: Turn) -> str:
@@ -450,6 +455,21 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _recipe_of(turn: Turn) -> dict[str, Any]:
+    """Return the recipe the turn went by, as `shown` tells one.
+
+    Each step reads it anew, so that what a person corrects counts from the next one on. What a
+    stage trained with is what it was given, whatever stands there since.
+    """
+    recipe = shown(turn.settings)
+    for stage, sections in TRAINED_WITH.items():
+        given = turn.work / f"{stage}.spec.json"
+        if given.exists():
+            settings = read_json(given)["settings"]
+            recipe |= {name: settings[name] for name in sections}
+    return recipe
 
 
 def _training_of(turn: Turn) -> dict[str, Any]:

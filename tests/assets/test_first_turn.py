@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,22 @@ def test_a_version_keeps_the_gates_numbers_and_its_whole_lineage(
         1000 * report["differences"]["baseline"]["gate_score"]["value"] / lineage["votes"]
     )
     assert lineage["votes"] == metadata(first_turn, "feedback_snapshot")["dagster/row_count"]
+
+
+def test_a_recipe_that_was_edited_since_is_not_taken_for_the_one_that_trained(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    lineage, claim = loop.version("shop", 1).lineage, loop.pipeline.claims.history("shop")[0]
+    turn = loop.pipeline._turn(claim)
+    edited = turn.settings.model_copy(
+        update={
+            "ppo": replace(turn.settings.ppo, learning_rate=0.5),
+            "reward": turn.settings.reward.model_copy(update={"epochs": 77}),
+            "alerts": turn.settings.alerts.model_copy(update={"quiet_hours": 5}),
+        }
+    )
+    told = loop.pipeline.lineage(replace(turn, settings=edited))["recipe"]
+    assert {name for name in told if told[name] != lineage["recipe"][name]} == {"alerts"}
 
 
 def test_one_mlflow_run_holds_parameters_metrics_per_step_and_plots(
