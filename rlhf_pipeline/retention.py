@@ -31,7 +31,7 @@ import structlog
 
 from rlhf_pipeline import old_rows
 from rlhf_pipeline.config import KeptSettings, Settings
-from rlhf_pipeline.errors import ClaimRefused, ConfigError
+from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError
 from rlhf_pipeline.evaluation.facts import SUPPORT
 from rlhf_pipeline.event_logs import Traces, forget_examples
 from rlhf_pipeline.experiment.book import ExperimentBook
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 log = structlog.get_logger(__name__)
+UNREADABLE = (PipelineError, OSError, ValueError)  # what reading a damaged snapshot raises
 
 Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"] | RowKind
 CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
@@ -140,10 +141,19 @@ def _prune_agent(
     for leftover in [*folder.glob("snapshots/.*.old-*"), *folder.glob("turns/**/.*.old-*")]:
         shutil.rmtree(leftover, ignore_errors=True)  # of a prune that was killed
     items = survey(registry, settings, agent_id, at=at, ours=held.token)
-    for item in items:
+    for n, item in enumerate(items):
         if item.stays is not None:
             continue
         claims.check(held.token)
+        taken = [place for place in item.places if place.parent.name == "snapshots"]
+        try:
+            shown = [_said_alone(settings, place) for place in taken]
+        except UNREADABLE as error:
+            items[n] = replace(item, stays=f"its snapshot is damaged, look at it: {error}")
+            continue
+        for said in shown:
+            if said is not None:
+                forget_examples(settings.state_dir / "dagster", said)
         if item.kind == "traces":
             forget_old_traces(registry, agent_id, *_traces_that_go(settings, at))
         if item.kind in old_rows.KINDS:
@@ -157,8 +167,6 @@ def _prune_agent(
             )
         forget_runs(registry, item.runs)
         for place in item.places:
-            if place.parent.name == "snapshots":
-                _forget_shown(settings, place)
             _remove(place)
         report({"agent": agent_id, "kind": item.kind, "removed": item.name})
         log.info("pruned", agent=agent_id, kind=item.kind, name=item.name, bytes=item.bytes)
@@ -402,11 +410,11 @@ def _traced(
     return traced(registry, item.agent_id, *_traces_that_go(settings, at), item.made_at)
 
 
-def _forget_shown(settings: Settings, taken: Path) -> None:
-    """Blank what Dagster's pages quote of a snapshot and of no other one.
+def _said_alone(settings: Settings, taken: Path) -> Traces | None:
+    """Return what Dagster's pages may quote of a snapshot and of no other one: to be blanked.
 
     Whoever is erased later is looked for by what the snapshots say of them; this one will not be
-    there to say it.
+    there to say it. Raises one of UNREADABLE where nobody can tell.
     """
     from rlhf_pipeline.registry.forgetting import asked
 
@@ -416,11 +424,12 @@ def _forget_shown(settings: Settings, taken: Path) -> None:
     others.sort(key=lambda p: (p.parent == taken.parent, p.stat().st_mtime), reverse=True)
     prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
     for other in others:  # one at a time: difference(*...) would hold what all of them say
-        prompts = prompts and prompts - _prompts_of(other)
-        ngrams = ngrams and ngrams - _ngrams_of(other)
-    if prompts or ngrams:
-        shown = Traces(asked(prompts), ngrams=ngrams)
-        forget_examples(settings.state_dir / "dagster", shown)
+        try:
+            prompts = prompts and prompts - _prompts_of(other)
+            ngrams = ngrams and ngrams - _ngrams_of(other)
+        except UNREADABLE as error:  # it says nothing any more, and keeps nothing from going
+            log.warning("snapshot damaged", path=str(other), error=str(error))
+    return Traces(asked(prompts), ngrams=ngrams) if prompts or ngrams else None
 
 
 def _prompts_of(taken: Path) -> frozenset[str]:

@@ -483,7 +483,7 @@ def test_what_other_snapshots_say_is_looked_at_one_snapshot_at_a_time(
     snapshots = state.settings.agent_folder(state.new_agent()) / "snapshots"
     for name in "abcdef":
         (snapshots / name).mkdir(parents=True)
-    retention._forget_shown(state.settings, snapshots / "a")
+    retention._said_alone(state.settings, snapshots / "a")
     assert most == 2  # what goes, and one that stays
 
 
@@ -505,8 +505,34 @@ def test_snapshots_are_read_no_further_than_until_all_is_said_again(
     taken = state.settings.agent_folder(ours) / "snapshots" / "a"
     shutil.rmtree(state.settings.agent_folder(ours) / "snapshots" / hashed(ours, "seeds")[:16])
     taken.mkdir()
-    retention._forget_shown(state.settings, taken)
+    retention._said_alone(state.settings, taken)
     assert looked == [f"{ours}/a", f"{ours}/e", f"{ours}/c"]
+
+
+@pytest.mark.parametrize("file", [SUPPORT, snapshot.FILE])
+def test_a_damaged_snapshot_stays_and_keeps_nothing_else_from_going(
+    state: State, file: str
+) -> None:
+    damaged, other = state.new_agent(), state.new_agent()
+    for agent in (damaged, other):
+        state.trained(agent, "failed", state="failed")
+    mark = hashed(damaged, "failed")
+    broken = state.settings.agent_folder(damaged) / "snapshots" / mark[:16]
+    write(broken / file, "")
+    items = state.prune(damaged)
+    [why] = {item.stays for item in items if broken in item.places}
+    assert str(why).startswith("its snapshot is damaged, look at it: ")
+    assert broken.exists()
+    write(
+        state.settings.agent_folder(other) / "snapshots" / hashed(other, "failed")[:16] / SUPPORT,
+        json.dumps({"associations": [{"ngram": "of no other one"}]}),
+    )
+    state.prune(other)
+    assert not state.settings.turn_folder(other, hashed(other, "failed")).exists()
+    write_json(broken / SUPPORT, {"associations": []})
+    (broken / snapshot.FILE).unlink(missing_ok=True)
+    state.prune(damaged)
+    assert not broken.exists()
 
 
 def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
