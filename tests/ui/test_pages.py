@@ -474,6 +474,17 @@ def review(page: Any, service: tuple[str, Path], who: str) -> None:
     page.fill("#who input, #who textarea", who)
     page.click("#start")
     eventually(lambda: page.input_value("#completion textarea"))
+    read(page)
+
+
+def read(page: Any) -> None:
+    """Take the time to read an answer; the page drops what comes sooner."""
+    page.wait_for_timeout(1000)
+
+
+def next_shown(page: Any, shown: str) -> None:
+    """Wait until another answer is on the screen than the one whose id is given."""
+    eventually(lambda: page.input_value("#seen textarea") not in (shown, ""))
 
 
 def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], votes: Votes) -> None:
@@ -485,6 +496,7 @@ def test_annotators_review_by_keyboard(page: Any, service: tuple[str, Path], vot
         page.keyboard.press(key)
         eventually(lambda: votes() and votes()[-1][:2] == expected)  # noqa: B023 - called at once
         eventually(lambda: page.input_value("#completion textarea") != shown)  # noqa: B023
+        read(page)
         assert votes()[-1][6] == "review"
     assert "greement" in page.input_value("#agreement textarea, #agreement input")
 
@@ -494,13 +506,44 @@ def test_a_key_that_is_held_down_votes_once(
 ) -> None:
     review(page, service, "Bea")
     page.locator("body").click(position={"x": 5, "y": 5})
-    for _ in range(20):
+    for _ in range(40):
         page.keyboard.down("g")
         page.wait_for_timeout(50)
     page.keyboard.up("g")
+    page.focus("#good")
+    for _ in range(40):
+        page.keyboard.down("Enter")
+        page.wait_for_timeout(50)
+    page.keyboard.up("Enter")
+    read(page)
     page.keyboard.press("b")
     eventually(lambda: votes() and votes()[-1][:2] == ("thumbs", 0.0))
-    assert [vote[:2] for vote in votes()] == [("thumbs", 1.0), ("thumbs", 0.0)]
+    assert [vote[:2] for vote in votes()] == [("thumbs", 1.0), ("thumbs", 1.0), ("thumbs", 0.0)]
+
+
+def test_an_answer_that_nobody_can_have_read_yet_is_not_judged(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    review(page, service, "Dan")
+    page.locator("body").click(position={"x": 5, "y": 5})
+
+    def press(key: str | None) -> None:
+        if key:
+            page.keyboard.press(key)
+        else:
+            page.click("#good")
+
+    for stored, key in enumerate((None, "g"), 1):
+        first = page.input_value("#seen textarea")
+        press(key)
+        next_shown(page, first)
+        second = page.input_value("#seen textarea")
+        press(key)
+        read(page)
+        assert (len(votes()), page.input_value("#seen textarea")) == (stored, second)
+        assert "Not stored" not in page.input_value("#notice textarea, #notice input")
+    page.click("#bad")
+    eventually(lambda: votes()[-1][:2] == ("thumbs", 0.0))
 
 
 def test_a_key_that_is_pressed_before_the_next_answer_is_shown_judges_nothing(

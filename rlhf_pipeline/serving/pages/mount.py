@@ -22,7 +22,7 @@ from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.pages.chat_page import chat_page
 from rlhf_pipeline.serving.pages.desk import Desk
 from rlhf_pipeline.serving.pages.parts import no_such_page
-from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, review_page
+from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, UNREAD, review_page
 from rlhf_pipeline.serving.pages.visitors import KnowAgain, Visitors
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def mount_pages(
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     theme.set(**LEGIBLE)
     for path, page, may, head in (
-        ("/ui/review", review_page(desk, kept_with), may_review, SPOKEN + SHORTCUTS),
+        ("/ui/review", review_page(desk, kept_with), may_review, SPOKEN + UNREAD + SHORTCUTS),
         ("/ui", chat_page(desk, visitors, kept_with), may_chat, SPOKEN),  # after what lies below it
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)

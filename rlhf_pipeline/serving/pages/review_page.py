@@ -37,6 +37,27 @@ document.addEventListener('keydown', (event) => {
   }
 });
 </script>""".replace("KEYS", json.dumps(BY_KEY))
+# A double click, a bouncing key or a held Enter would judge the next answer too. Only the browser
+# knows since when that is on the screen: frames are drawn only while people can see the page.
+UNREAD = """<script>
+const READ_MILLISECONDS = 500;  // nobody has read an answer sooner
+let shown = '';
+let since = 0;
+const look = () => {
+  const seen = document.querySelector('#seen textarea, #seen input')?.value ?? '';
+  if (seen !== shown) [shown, since] = [seen, performance.now()];
+};
+const everyFrame = () => { look(); requestAnimationFrame(everyFrame); };
+everyFrame();
+document.addEventListener('click', (event) => {
+  look();
+  const unread = event.timeStamp - since < READ_MILLISECONDS;
+  if (unread && event.target.closest('JUDGES')) event.stopPropagation();
+}, true);
+document.addEventListener('keydown', (event) => {
+  if (event.repeat && event.target.closest('JUDGES')) event.preventDefault();
+}, true);
+</script>""".replace("JUDGES", ", ".join(f"#{one}" for one in (*BY_KEY.values(), "send-better")))
 
 
 def review_page(desk: Desk, kept_with: str) -> Any:
