@@ -546,6 +546,28 @@ def test_an_answer_that_nobody_can_have_read_yet_is_not_judged(
     eventually(lambda: votes()[-1][:2] == ("thumbs", 0.0))
 
 
+def test_a_better_answer_that_is_not_sent_yet_is_not_lost(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    review(page, service, "Eli")
+    shown = page.input_value("#seen textarea")
+    page.fill("#better textarea", "It is 9 euros.")
+    for button in ("#good", "#bad", "#star-3", "#skip", "#start"):
+        page.fill("#who input, #who textarea", "")  # of which something else is said meanwhile
+        page.click("#send-better")
+        eventually(lambda: "A name is needed" in page.input_value("#notice textarea"))
+        page.fill("#who input, #who textarea", "Eli")
+        page.click(button)
+        eventually(lambda: page.input_value("#notice textarea").startswith("Send the better"))
+        kept = page.input_value("#seen textarea"), page.input_value("#better textarea")
+        assert kept == (shown, "It is 9 euros.")
+    assert votes() == []
+    page.click("#send-better")
+    next_shown(page, shown)
+    eventually(lambda: page.input_value("#better textarea") == "")
+    assert [vote[:3] for vote in votes()] == [("correction", None, "It is 9 euros.")]
+
+
 def test_a_key_that_is_pressed_before_the_next_answer_is_shown_judges_nothing(
     page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:

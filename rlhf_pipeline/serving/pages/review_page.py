@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -59,6 +60,8 @@ document.addEventListener('keydown', (event) => {
 }, true);
 </script>""".replace("JUDGES", ", ".join(f"#{one}" for one in (*BY_KEY.values(), "send-better")))
 
+UNSENT = "Send the better answer first, or empty its box."
+
 
 def review_page(desk: Desk, kept_with: str) -> Any:
     """Return the page as Gradio Blocks; what a browser keeps is encrypted with `kept_with`."""
@@ -110,10 +113,14 @@ def review_page(desk: Desk, kept_with: str) -> Any:
 
         shown = [waiting, skipped, seen, prompt, completion, notice, agreement, better]
         here = [waiting, skipped, seen, agent, who]
-        judge = _judge(desk, gr.skip())
-        start.click(_fetch(desk), [agent, who], shown, api_visibility="private").then(
-            lambda given: given, who, name, api_visibility="private"
-        )
+        keep = gr.skip()
+        judge = _judge(desk, keep)
+        start.click(
+            _unless_typed(_fetch(desk, keep), keep),
+            [seen, better, agent, who],
+            shown,
+            api_visibility="private",
+        ).then(lambda given: given, who, name, api_visibility="private")
         judgements: list[tuple[Any, FeedbackKind | None, float]] = [
             (good, FeedbackKind.thumbs, 1.0),
             (bad, FeedbackKind.thumbs, 0.0),
@@ -122,13 +129,13 @@ def review_page(desk: Desk, kept_with: str) -> Any:
         ]
         for button, kind, number in judgements:
             button.click(
-                lambda *now, kind=kind, number=number: judge(*now, kind, number=number),
-                here,
+                _unless_typed(partial(judge, kind=kind, number=number), keep),
+                [seen, better, *here],
                 shown,
                 api_visibility="private",
             )
         send.click(
-            lambda *now: judge(*now[:-1], FeedbackKind.correction, text=now[-1]),
+            lambda *now: judge(*now[:-1], kind=FeedbackKind.correction, text=now[-1]),
             [*here, better],
             shown,
             api_visibility="private",
@@ -142,21 +149,34 @@ def review_page(desk: Desk, kept_with: str) -> Any:
     return page
 
 
-def _fetch(desk: Desk) -> Callable[..., tuple[Any, ...]]:
+def _unless_typed(act: Callable[..., tuple[Any, ...]], keep: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return what acts, except while a better answer than the one on the screen is unsent."""
+
+    def checked(seen: str | None, typed: str | None, *now: Any) -> tuple[Any, ...]:
+        if seen and (typed or "").strip():
+            return *[keep] * 5, UNSENT, keep, keep
+        return act(*now)
+
+    return checked
+
+
+def _fetch(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return what fetches a queue; `keep` leaves the box of the better answer as it is."""
+
     def fetch(agent: str | None, who: str | None, skipped: Sequence[str] = ()) -> tuple[Any, ...]:
         """Return a queue without what was skipped, and its first answer."""
         if problem := _unfit(who):
-            return _shown([], skipped, problem, "")
+            return _shown([], skipped, problem, "", keep)
         if not agent:
             words = "No assistant has a model yet; its first turn trains one."
-            return _shown([], skipped, words, "")
+            return _shown([], skipped, words, "", keep)
         rater = hash_rater(agent, _person(who))
         waiting = review.queue(desk.store.database, agent, rater, without=skipped)
         words = review.agreement(desk.store.database, agent).words()
         notice = f"{len(waiting)} answers to judge" if waiting else "Nothing left to judge for now."
         if skipped and not waiting:
             notice = "Nothing left but what was skipped; fetch answers to see it again."
-        return _shown(waiting, skipped, notice, words)
+        return _shown(waiting, skipped, notice, words, keep)
 
     return fetch
 
@@ -175,12 +195,11 @@ def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
     ) -> tuple[Any, ...]:
         """Store the judgement of the answer that was seen and show the next one."""
         if not seen or agent is None:
-            return _fetch(desk)(agent, who, skipped)
+            return _fetch(desk, keep)(agent, who, skipped)
 
         def not_done(why: str) -> tuple[Any, ...]:
             words = review.agreement(desk.store.database, agent).words()
-            *shown, _ = _shown(waiting, skipped, why, words)
-            return *shown, keep  # what is typed stays in its box, whichever button was pressed
+            return _shown(waiting, skipped, why, words, keep)
 
         try:
             if waiting and waiting[0].interaction_id != seen:
@@ -199,11 +218,13 @@ def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
         rest = waiting[1:]
         if kind is None:
             skipped = [*skipped, seen]
+        sent = "" if kind == FeedbackKind.correction else keep
         if not rest:
-            return _fetch(desk)(agent, who, skipped)
+            *shown, _ = _fetch(desk, keep)(agent, who, skipped)
+            return *shown, sent
         words = review.agreement(desk.store.database, agent).words()
         done = "Skipped" if kind is None else "Stored"
-        return _shown(rest, skipped, f"{done}; {len(rest)} left", words)
+        return _shown(rest, skipped, f"{done}; {len(rest)} left", words, sent)
 
     return judge
 
@@ -229,10 +250,11 @@ def _shown(
     skipped: Sequence[str],
     notice: str,
     agreement: str,
+    better: Any,
 ) -> tuple[Any, ...]:
     if not waiting:
-        return [], list(skipped), "", "", "", notice, agreement, ""
+        return [], list(skipped), "", "", "", notice, agreement, better
     first = waiting[0]
     turns = "\n".join(f"{m.role}: {m.content}" for m in first.prompt)
     ids = list(skipped), first.interaction_id
-    return waiting, *ids, turns, first.completion, notice, agreement, ""
+    return waiting, *ids, turns, first.completion, notice, agreement, better

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -442,7 +443,7 @@ def test_the_pages_and_the_api_count_one_persons_votes_together(desk: Desk) -> N
 @pytest.mark.parametrize("name", ["", "   ", None, "\ud800", "a\x00b", "x" * 65])
 def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     _, answer = ask(desk)
-    fetch, judge = review_page._fetch(desk), review_page._judge(desk, KEEP)
+    fetch, judge = review_page._fetch(desk, KEEP), review_page._judge(desk, KEEP)
     assert fetch("shop", name)[0] == []
     assert fetch(None, "Eve")[-3].startswith("No assistant has a model yet")
     [first, *_] = waiting = fetch("shop", "Eve")[0]
@@ -459,6 +460,30 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     assert desk.store.counts("shop") == {}
     judge(*on_screen(waiting), "shop", " Eve ", FeedbackKind.thumbs, number=1.0)
     assert desk.store.counts("shop") == {"thumbs": 1}
+
+
+def test_a_better_answer_that_is_not_sent_yet_stays_with_its_answer(desk: Desk) -> None:
+    answers = [ask(desk)[1].interaction for _ in range(2)]
+    fetch, judge = review_page._fetch(desk, KEEP), review_page._judge(desk, KEEP)
+    first = on_screen(answers)
+    blocked = (*[KEEP] * 5, review_page.UNSENT, KEEP, KEEP)
+    for act, given in (
+        (partial(judge, kind=FeedbackKind.thumbs, number=0.0), (*first, "shop", "Eve")),
+        (partial(judge, kind=None), (*first, "shop", "Eve")),
+        (fetch, ("shop", "Eve")),
+    ):
+        assert review_page._unless_typed(act, KEEP)(first[-1], "Nine euros.", *given) == blocked
+    assert judged(desk) == []
+    # Where no answer is shown it is in nobody's way.
+    fetched = review_page._unless_typed(fetch, KEEP)("", "Nine euros.", "shop", "Eve")
+    assert (len(fetched[0]), fetched[-1]) == (2, KEEP)
+    thumbs = partial(judge, kind=FeedbackKind.thumbs, number=0.0)
+    for box in ("", " \n", None):
+        after = review_page._unless_typed(thumbs, KEEP)(first[-1], box, *first, "shop", "Eve")
+        assert (after[0], after[-1]) == (answers[1:], KEEP)  # it may be written in already
+    for left in (answers, answers[1:]):
+        sent = judge(*on_screen(left), "shop", "Eve", FeedbackKind.correction, text="Nine.")
+        assert sent[-1] == ""
 
 
 def judged(desk: Desk) -> list[tuple[str, str]]:
@@ -518,7 +543,7 @@ def test_a_judgement_after_the_session_has_ended_is_of_what_is_on_the_screen(des
 
 def test_what_was_skipped_comes_back_only_when_answers_are_fetched(desk: Desk) -> None:
     answers = [ask(desk)[1].interaction for _ in range(2)]
-    fetch, judge = review_page._fetch(desk), review_page._judge(desk, KEEP)
+    fetch, judge = review_page._fetch(desk, KEEP), review_page._judge(desk, KEEP)
     waiting, skipped, seen, *_ = fetch("shop", "Eve")
     for left in (1, 0):
         waiting, skipped, seen, *_, notice, _, _ = judge(
