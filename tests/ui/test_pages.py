@@ -568,6 +568,28 @@ def test_a_better_answer_that_is_not_sent_yet_is_not_lost(
     assert [vote[:3] for vote in votes()] == [("correction", None, "It is 9 euros.")]
 
 
+@pytest.mark.parametrize("width", [1000, 390])
+def test_the_question_that_was_answered_is_seen_below_a_long_conversation(
+    page: Any, service: tuple[str, Path], width: int
+) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    ask(page, service[0], "line\n" * 12 + "first?")
+    page.wait_for_selector("#up")
+    ask_again(page, "line\n" * 12 + f"second at {width}?")
+    review(page, service, f"Fay {width}")
+    while f"second at {width}?" not in page.input_value("#prompt textarea"):
+        shown = page.input_value("#seen textarea")
+        page.click("#skip")
+        next_shown(page, shown)
+        read(page)
+    box = page.locator("#prompt textarea")
+    hidden, below = box.evaluate(
+        "e => [e.scrollTop, e.scrollHeight - e.clientHeight - e.scrollTop]"
+    )
+    assert hidden > 50  # of the conversation's beginning
+    assert below < 2
+
+
 def test_a_key_that_is_pressed_before_the_next_answer_is_shown_judges_nothing(
     page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:

@@ -44,9 +44,15 @@ UNREAD = """<script>
 const READ_MILLISECONDS = 500;  // nobody has read an answer sooner
 let shown = '';
 let since = 0;
+const showQuestion = () => {  // the last thing said, and no key scrolls a box one cannot write in
+  const said = document.querySelector('#prompt textarea');
+  said.scrollTop = said.scrollHeight;
+};
 const look = () => {
   const seen = document.querySelector('#seen textarea, #seen input')?.value ?? '';
-  if (seen !== shown) [shown, since] = [seen, performance.now()];
+  if (seen === shown) return;
+  [shown, since] = [seen, performance.now()];
+  requestAnimationFrame(showQuestion);  // once the box has the height of what is in it
 };
 const everyFrame = () => { look(); requestAnimationFrame(everyFrame); };
 everyFrame();
