@@ -40,6 +40,7 @@ from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 MANIFEST = "manifest.json"
+PRIVATE = 0o700  # of a copy from its first file on: it is what people wrote, and may be killed
 STATE = "state"
 FORMAT = 1
 
@@ -96,6 +97,7 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
             "there, or the whole state folder to the larger disk and name it with --state"
         )
     with new_folder(target) as folder:
+        folder.chmod(PRIVATE)
         copied: set[str] = set()
         for rank in (_DROPPED, _DATABASE, _OTHER):
             left = set(_files_of(state)) - copied
@@ -162,6 +164,7 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
         )
     names = read_json(source / MANIFEST)["files"]
     with new_folder(state) as folder:
+        folder.chmod(PRIVATE)
         for done, name in enumerate(names, 1):
             copy = folder / name
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,21 @@ def test_a_copy_has_what_matters_and_says_what_it_is(state: Path, tmp_path: Path
     assert made.files == 3
 
 
+def test_nobody_else_may_look_into_a_copy_while_it_is_made(state: Path, tmp_path: Path) -> None:
+    """Nor into what is left of one that was killed."""
+    seen: list[tuple[str, int]] = []
+
+    def look(_: object) -> None:
+        [aside] = tmp_path.glob("elsewhere/.*.new-*")
+        seen.append((aside.name.split(".")[1], aside.stat().st_mode & 0o777))
+
+    settings = Settings(state_dir=state)
+    copy = back_up(settings, tmp_path / "elsewhere" / "copy", look).path
+    restore(Settings(state_dir=tmp_path / "elsewhere" / "state"), copy, look)
+    assert set(seen) == {("copy", 0o700), ("state", 0o700)}
+    assert copy.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_dropped_file_that_is_taken_in_meanwhile_is_in_the_copy(
     state: Path, tmp_path: Path
 ) -> None:
