@@ -43,14 +43,21 @@ def end_dead_turns(
     again; where it comes to be away half way, those that were ended are returned.
     """
     died = []
-    refused: RegistryError | None = None
+    refused: list[RegistryError] = []
+
+    def ends(agent_id: str, fingerprint: str) -> bool:
+        """End the turn's runs in MLflow; say whether it let us."""
+        try:
+            pipeline.registry.end_runs(agent_id, fingerprint)
+        except RegistryError as error:
+            refused.append(error)
+            return False
+        return True
+
     for claim in pipeline.claims.stale():
         if agent_id not in (None, claim.agent_id):
             continue
-        try:
-            pipeline.registry.end_runs(claim.agent_id, claim.fingerprint)
-        except RegistryError as error:
-            refused = error
+        if not ends(claim.agent_id, claim.fingerprint):
             continue
         runs = runs_of(instance, claim.holder)
         is_terminated = bool(runs) and runs[-1].status in TERMINATED
@@ -67,18 +74,15 @@ def end_dead_turns(
         log.warning("run found dead", agent=claim.agent_id, run=claim.holder, token=claim.token)
     for run, words, closed in _left_over(instance, pipeline, agent_id):
         held = None if closed is None else pipeline.claims.held(closed.agent_id)
-        if closed is not None and (held is None or held.fingerprint != closed.fingerprint):
-            try:
-                pipeline.registry.end_runs(closed.agent_id, closed.fingerprint)
-            except RegistryError as error:
-                refused = error
-                continue
+        is_over = closed is not None and (held is None or held.fingerprint != closed.fingerprint)
+        if closed is not None and is_over and not ends(closed.agent_id, closed.fingerprint):
+            continue
         instance.report_run_failed(run, message=words)
         log.warning("run found dead", agent=run.tags.get(AGENT, ""), run=run.run_id, why=words)
-    if refused is not None:
-        log.warning("turns that died not all ended", error=str(refused))
+    if refused:
+        log.warning("turns that died not all ended", error=str(refused[-1]))
         if not died:
-            raise refused
+            raise refused[-1]
     return died
 
 

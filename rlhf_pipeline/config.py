@@ -1338,17 +1338,13 @@ def _read_recipe(name: str | Path, faults: list[str]) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         path = RECIPES / f"{name}.yaml"
     try:
-        is_there = path.exists()
-    except OSError as error:  # in a folder that is not ours to enter, or named beyond all bounds
-        raise ConfigError(f"recipe {path} cannot be looked for: {error}") from error
-    if not is_there:
+        tree = read_yaml(path) or {}
+    except (FileNotFoundError, NotADirectoryError):
         near = difflib.get_close_matches(str(name), recipe_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"needed a recipe, found no {path}; known: {', '.join(recipe_names())}{hint}"
-        )
-    try:
-        tree = read_yaml(path) or {}
+        ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: as 2026-02-30 gives
         raise ConfigError(f"{path} is not YAML that can be read: {error}") from error
     if not isinstance(tree, dict):

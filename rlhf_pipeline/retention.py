@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
 
 log = structlog.get_logger(__name__)
-UNREADABLE = (PipelineError, OSError, ValueError)  # what reading a damaged snapshot raises
+DAMAGE = (PipelineError, OSError, ValueError)  # what reading a damaged snapshot raises
 
 Kind = Literal["checkpoints", "rewards", "turns", "traces", "runs"] | RowKind
 CHECKPOINTS = Path("ppo") / "checkpoints"  # in a turn's folder
@@ -148,8 +148,8 @@ def _prune_agent(
         taken = [place for place in item.places if place.parent.name == "snapshots"]
         try:
             shown = [_said_alone(settings, place) for place in taken]
-        except UNREADABLE as error:
-            items[n] = replace(item, stays=f"its snapshot is damaged, look at it: {error}")
+        except PipelineError as error:
+            items[n] = replace(item, stays=str(error))
             continue
         for said in shown:
             if said is not None:
@@ -414,7 +414,7 @@ def _said_alone(settings: Settings, taken: Path) -> Traces | None:
     """Return what Dagster's pages may quote of a snapshot and of no other one: to be blanked.
 
     Whoever is erased later is looked for by what the snapshots say of them; this one will not be
-    there to say it. Raises one of UNREADABLE where nobody can tell.
+    there to say it. Raises PipelineError where it is damaged.
     """
     from rlhf_pipeline.registry.forgetting import asked
 
@@ -422,12 +422,15 @@ def _said_alone(settings: Settings, taken: Path) -> Traces | None:
     # The agent's newest first: mostly it says all of it again, and the hundreds before it need not
     # be read. Then strangers', newest first too.
     others.sort(key=lambda p: (p.parent == taken.parent, p.stat().st_mtime), reverse=True)
-    prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
+    try:
+        prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
+    except DAMAGE as error:
+        raise PipelineError(f"its snapshot is damaged, look at it: {error}") from error
     for other in others:  # one at a time: difference(*...) would hold what all of them say
         try:
             prompts = prompts and prompts - _prompts_of(other)
             ngrams = ngrams and ngrams - _ngrams_of(other)
-        except UNREADABLE as error:  # it says nothing any more, and keeps nothing from going
+        except DAMAGE as error:  # it says nothing any more, and keeps nothing from going
             log.warning("snapshot damaged", path=str(other), error=str(error))
     return Traces(asked(prompts), ngrams=ngrams) if prompts or ngrams else None
 

@@ -272,12 +272,14 @@ class FeedbackStore:
             .join(db.feedback, f.feedback_id == q.feedback_id)
             .where(q.agent_id == agent_id, f.seq <= watermark)
         )
-        with self.database.write(alone=True) as connection:  # as `close_quarantined`, row by row
+        with self.database.read() as connection:
             gone = [
                 row.quarantine_id
                 for row in connection.execute(query)
                 if (row.feedback_id, row.rule) not in kept
             ]
+        # Votes wait for what is alone, and so for the removing, but not for the look at every row.
+        with self.database.write(alone=True) as connection:
             for some in db.chunks(gone):
                 connection.execute(db.quarantine.delete().where(q.quarantine_id.in_(some)))
         return len(gone)

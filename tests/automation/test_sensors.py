@@ -41,7 +41,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
-from rlhf_pipeline.files import locked, write_text
+from rlhf_pipeline.files import locked, read_yaml, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.stages import BEGAN, REWARD
@@ -277,14 +277,13 @@ def test_an_agent_that_cannot_be_judged_keeps_no_other_one_waiting(
             recipe.write_text("note: 2026-02-30\n")
             ticks.pipeline.store.set_agent("aaa", recipe=str(recipe))
         if damage == "a folder not ours":  # root, who may run the tests, enters every folder
-            real = Path.exists
 
-            def exists(path: Path) -> bool:
+            def read(path: Path) -> Any:
                 if path == recipe:
                     raise PermissionError(13, "Permission denied", str(path))
-                return real(path)
+                return read_yaml(path)
 
-            held.enter_context(patch.object(Path, "exists", exists))
+            held.enter_context(patch("rlhf_pipeline.config.read_yaml", read))
         asked = ticks.tick("enough_new_feedback").run_requests
         assert [request.partition_key for request in asked] == ["good"]
         assert [request.partition_key for request in night(ticks).run_requests] == ["good"]

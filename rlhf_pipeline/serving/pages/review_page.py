@@ -166,23 +166,23 @@ def _unless_typed(act: Callable[..., tuple[Any, ...]], keep: Any) -> Callable[..
     return checked
 
 
-def _fetch(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return what fetches a queue; `keep` leaves the box of the better answer as it is."""
+def _fetch(desk: Desk, better: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return what fetches a queue and gives the box of the better answer this."""
 
     def fetch(agent: str | None, who: str | None, skipped: Sequence[str] = ()) -> tuple[Any, ...]:
         """Return a queue without what was skipped, and its first answer."""
         if problem := _unfit(who):
-            return _shown([], skipped, problem, "", keep)
+            return _shown([], skipped, problem, "", better)
         if not agent:
             words = "No assistant has a model yet; its first turn trains one."
-            return _shown([], skipped, words, "", keep)
+            return _shown([], skipped, words, "", better)
         rater = hash_rater(agent, _person(who))
         waiting = review.queue(desk.store.database, agent, rater, without=skipped)
         words = review.agreement(desk.store.database, agent).words()
         notice = f"{len(waiting)} answers to judge" if waiting else "Nothing left to judge for now."
         if skipped and not waiting:
             notice = "Nothing left but what was skipped; fetch answers to see it again."
-        return _shown(waiting, skipped, notice, words, keep)
+        return _shown(waiting, skipped, notice, words, better)
 
     return fetch
 
@@ -226,8 +226,7 @@ def _judge(desk: Desk, keep: Any) -> Callable[..., tuple[Any, ...]]:
             skipped = [*skipped, seen]
         sent = "" if kind == FeedbackKind.correction else keep
         if not rest:
-            *shown, _ = _fetch(desk, keep)(agent, who, skipped)
-            return *shown, sent
+            return _fetch(desk, sent)(agent, who, skipped)
         words = review.agreement(desk.store.database, agent).words()
         done = "Skipped" if kind is None else "Stored"
         return _shown(rest, skipped, f"{done}; {len(rest)} left", words, sent)
