@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Literal
 from urllib.parse import quote, unquote
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ValidationError
 
 from rlhf_pipeline import records
 from rlhf_pipeline.config import Settings
@@ -42,7 +43,6 @@ from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 MANIFEST = "manifest.json"
 PRIVATE = 0o700  # of a copy from its first file on: it is what people wrote, and may be killed
 STATE = "state"
-FORMAT = 1
 
 _DROPPED, _DATABASE, _OTHER = range(3)  # ranks of files, copied in this order
 _LEFT_OUT = {"checkpoints"}  # folders
@@ -56,6 +56,17 @@ _MLFLOW_PLACES = (
     ("trace_tags", "value"),  # of mlflow.artifactLocation
 )
 _ARTIFACTS = "/mlflow/artifacts"  # where in a state folder all of them lie
+
+
+class _Manifest(BaseModel):
+    """What a backup says of itself."""
+
+    format: Literal[1]
+    created_at: str
+    state_dir: str
+    damaged: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    files: dict[str, str]  # names in the state folder to their SHA-256
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +124,22 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
                 copied.add(name)
                 report({"file": name, "done": len(copied), "of": of})
         _copy_modes(state, folder / STATE)
-        damaged = _check_models(folder / STATE)
-        made = {
-            "format": FORMAT,
-            "created_at": records.now().isoformat(),
-            "state_dir": str(state.resolve()),
-            "damaged": damaged,
-            "links": links,
-            "files": folder_sha256(folder / STATE),
-        }
-        write_json(folder / MANIFEST, made)
+        made = _Manifest(
+            format=1,
+            created_at=records.now().isoformat(),
+            state_dir=str(state.resolve()),
+            damaged=tuple(_check_models(folder / STATE)),
+            links=tuple(links),
+            files=folder_sha256(folder / STATE),
+        )
+        write_json(folder / MANIFEST, made.model_dump(mode="json"))
     return _described(target, made)
 
 
 def check_backup(source: Path) -> Backup:
     """Return what the backup holds, having hashed every file. Raises BackupError if one differs."""
-    manifest = source / MANIFEST
-    if not manifest.exists():
-        raise BackupError(f"needed a backup's folder with a {MANIFEST}, found none at {source}")
-    made = read_json(manifest)
-    if made.get("format") != FORMAT:
-        raise BackupError(f"needed a backup of format {FORMAT}, found {made.get('format')!r}")
-    for name, sha256 in made["files"].items():
+    made = _manifest_of(source)
+    for name, sha256 in made.files.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise BackupError(f"a manifest may name files inside the backup only, found {name!r}")
         copy = source / STATE / name
@@ -149,7 +154,8 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
     """Make the settings' state folder from the backup at `source`; the folder must not be there.
 
     Paths inside the databases are turned to the new folder, so the copy works wherever it lies.
-    Raises BackupError where the backup is damaged or the state folder exists.
+    Its store is brought up to this release's schema. Raises BackupError where the backup is damaged
+    or the state folder exists, PipelineError where a newer release made it.
     """
     found = check_backup(source)
     state = settings.state_dir
@@ -162,7 +168,7 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
             f"a restore goes to a new state folder, found one at {state}; move it aside, or name "
             "another with --state"
         )
-    names = read_json(source / MANIFEST)["files"]
+    names = _manifest_of(source).files
     with new_folder(state) as folder:
         folder.chmod(PRIVATE)
         for done, name in enumerate(names, 1):
@@ -312,10 +318,12 @@ def moved(settings: Settings, database: Database) -> tuple[Path, ...]:
 
 def _turn_paths(folder: Path, state: Path) -> None:
     """Let absolute paths in a folder's databases point to what will be the state folder."""
-    engine = sa.create_engine(sqlite_url(folder / "feedback.db"))
-    with engine.begin() as connection:
-        _turn_snapshots(connection, state)
-    engine.dispose()
+    database = Database(sqlite_url(folder / "feedback.db"))
+    try:
+        with database.write() as connection:
+            _turn_snapshots(connection, state)
+    finally:
+        database.close()
     _turn_mlflow(folder, state)
 
 
@@ -355,9 +363,23 @@ def _turn_mlflow(folder: Path, state: Path) -> set[Path]:
     return former
 
 
-def _described(path: Path, made: dict[str, Any]) -> Backup:
-    sizes = [(path / STATE / name).stat().st_size for name in made["files"]]
-    damaged, links = (tuple(made.get(name, ())) for name in ("damaged", "links"))
-    return Backup(
-        path, len(sizes), sum(sizes), made["created_at"], made["state_dir"], damaged, links
-    )
+def _manifest_of(source: Path) -> _Manifest:
+    """Return what a backup says of itself. Raises BackupError where it says nothing of ours."""
+    path = source / MANIFEST
+    if not path.exists():
+        raise BackupError(f"needed a backup's folder with a {MANIFEST}, found none at {source}")
+    try:
+        return _Manifest.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, found = ".".join(map(str, first["loc"])) or "what it holds", str(first["input"])[:60]
+        raise BackupError(
+            f"needed a manifest as this release's rlhf backup writes it, found {where} to be "
+            f"{found} in {path}; take another backup, or the release that made this one"
+        ) from error
+
+
+def _described(path: Path, made: _Manifest) -> Backup:
+    sizes = [(path / STATE / name).stat().st_size for name in made.files]
+    created, state_dir = made.created_at, made.state_dir
+    return Backup(path, len(sizes), sum(sizes), created, state_dir, made.damaged, made.links)

@@ -24,11 +24,11 @@ from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands.common import Workspace
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, open_database
-from rlhf_pipeline.errors import BackupError, RegistryError
+from rlhf_pipeline.errors import BackupError, PipelineError, RegistryError
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
 from rlhf_pipeline.registry.forgetting import forget_traces
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -364,6 +364,34 @@ def test_a_damaged_backup_is_not_restored(how: str, state: Path, tmp_path: Path)
     victim = tmp_path / "copy" / STATE / "notes.txt"
     victim.write_text("kept?") if how == "changed" else victim.unlink()
     with pytest.raises(BackupError, match=r"damaged: notes\.txt"):
+        restore(settings_in(tmp_path / "new"), tmp_path / "copy")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "named"),
+    [
+        ("[]", r"what it holds to be \[\]"),
+        ('{"format": 2}', "format to be 2"),
+        ('{"format": 1, "created_at": "", "state_dir": "", "files": ["a"]}', "files to be"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_said_to_be_one(
+    manifest: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / MANIFEST).write_text(manifest)
+    with pytest.raises(BackupError, match=named):
+        restore(settings_in(tmp_path / "new"), tmp_path)
+
+
+def test_a_newer_releases_backup_is_not_restored(state: Path, tmp_path: Path) -> None:
+    back_up(settings_in(state), tmp_path / "copy")
+    store, manifest = tmp_path / "copy" / STATE / "feedback.db", tmp_path / "copy" / MANIFEST
+    was = file_sha256(store)
+    with closing(sqlite3.connect(store)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    manifest.write_text(manifest.read_text().replace(was, file_sha256(store)))
+    with pytest.raises(PipelineError, match="install the release that it was used with last"):
         restore(settings_in(tmp_path / "new"), tmp_path / "copy")
     assert not (tmp_path / "new").exists()
 
