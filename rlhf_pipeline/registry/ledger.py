@@ -26,7 +26,7 @@ from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
 from rlhf_pipeline.files import locked
 
 PROJECTION_WAIT_SECONDS = 240.0  # more than a projection and one call that hangs may take
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.1
 NAMES = ("champion", "challenger", "previous", "baseline")  # that a version may have
 FORCE = "`rlhf promote --force --reason WHY`"
 
@@ -427,34 +427,36 @@ class PromotionLedger:
 
         Raises RegistryError where another holds it for longer than wait_seconds.
         """
+        if self.database.is_sqlite and self.database.url.database in (None, "", ":memory:"):
+            yield  # nobody else can see this database
+            return
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            with self._projection_lock(agent_id) as is_ours:
+                if is_ours:
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise _held_too_long(agent_id, wait_seconds)
+            time.sleep(LOOK_SECONDS)
+
+    @contextmanager
+    def _projection_lock(self, agent_id: str) -> Iterator[bool]:
+        """Hold the lock where nobody does, and say whether it is held: who waits keeps nothing.
+
+        A waiting projection that kept its connection would be one the fewer for votes.
+        """
         if self.database.is_sqlite:
-            if self.database.url.database in (None, "", ":memory:"):
-                yield  # nobody else can see this database
-                return
             name = records.hashed(agent_id)[:16]
-            file = Path(f"{self.database.url.database}.projection-{name}.lock")
-            with file.open("w") as handle:
-                deadline = time.monotonic() + wait_seconds
-                while not locked(handle):
-                    if time.monotonic() > deadline:
-                        raise _held_too_long(agent_id, wait_seconds)
-                    time.sleep(LOOK_SECONDS)
-                yield  # the kernel lets go when the process dies
-        else:
-            with self.database.engine.begin() as connection:
-                milliseconds = max(1, int(1000 * wait_seconds))
-                connection.exec_driver_sql(f"SET LOCAL lock_timeout = {milliseconds}")
-                # A server's own limits would let go of the lock while the work goes on.
-                connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
-                try:
-                    connection.execute(
-                        sa.text("SELECT pg_advisory_xact_lock(712008, hashtext(:agent))"),
-                        {"agent": agent_id},
-                    )
-                except sa.exc.OperationalError as error:
-                    raise _held_too_long(agent_id, wait_seconds) from error
-                yield
+            with Path(f"{self.database.url.database}.projection-{name}.lock").open("w") as handle:
+                yield locked(handle)  # the kernel lets go when the process dies
+            return
+        with self.database.write() as connection:
+            # A server's own limits would let go of the lock while the work goes on.
+            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+            lock = sa.text("SELECT pg_try_advisory_xact_lock(712008, hashtext(:agent))")
+            yield bool(connection.execute(lock, {"agent": agent_id}).scalar_one())
 
     # ---- inside a transaction
 

