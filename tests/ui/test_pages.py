@@ -320,6 +320,32 @@ def test_a_new_conversation_forgets_the_old_one(page: Any, service: tuple[str, P
     assert "hello there" not in page.inner_text("#talk")
 
 
+def test_what_is_typed_while_a_message_is_under_way_stays(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    slowed(page, 2000)
+    page.fill("#question textarea", "and then?")
+    page.press("#question textarea", "Enter")
+    page.wait_for_timeout(1000)  # nothing has been answered yet
+    assert page.input_value("#question textarea") == ""
+    page.type("#question textarea", "half of the next")
+    eventually(lambda: "and then?" in page.inner_text("#talk") and page.is_visible("#up"))
+    assert page.input_value("#question textarea") == "half of the next"
+
+
+def test_a_message_that_cannot_be_sent_comes_back(page: Any, service: tuple[str, Path]) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    eventually(lambda: page.input_value("#question textarea") == "")
+    page.route("**/queue/join*", lambda route: route.abort())
+    page.fill("#question textarea", "and then?")
+    page.click("#send")
+    page.wait_for_timeout(1000)
+    assert page.input_value("#question textarea") == "and then?"
+
+
 def test_a_conversation_stays_where_the_list_of_assistants_is_passed(
     page: Any, service: tuple[str, Path]
 ) -> None:

@@ -47,6 +47,31 @@ CUT_OFF = {
 LAST = "always_last"
 """How often what is chosen is told: Gradio's own way drops a choice made while the one before it is
 under way, and the page would show what was not stored."""
+SENT = """<script>
+const join = window.fetch;
+const write = (box, text) => {
+  box.value = text;
+  box.dispatchEvent(new Event('input', {bubbles: true}));
+};
+window.fetch = async (address, options) => {
+  const box = document.querySelector('#question textarea');
+  const text = box?.value;
+  const asks = text && String(address).includes('/queue/join')
+    && JSON.parse(options.body).data[0] === text;
+  if (asks) write(box, '');
+  const back = () => { if (asks && !box.value) write(box, text); };
+  try {
+    const answer = await join(address, options);
+    if (!answer.ok) back();
+    return answer;
+  } catch (error) {
+    back();
+    throw error;
+  }
+};
+</script>"""
+"""Empties the box as its message leaves, and not when the service answers: what is typed in between
+would go with it. What could not be sent comes back."""
 CHOICES: tuple[tuple[Choice, str], ...] = (
     ("left", "Left is better"),
     ("right", "Right is better"),
@@ -335,7 +360,7 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             # The answer before stays known, for the question after one that goes unanswered; nobody
             # votes on it, as none is seen.
             rest = (history, same, same, *[hidden] * 3, *nothing)
-            yield (waiting, "", notice, *rest)
+            yield (waiting, same, notice, *rest)  # the page has emptied its box by itself
             session = session or uuid7()
             who = visitors.person(request.cookies) or session  # where no cookies are let in
             client = getattr(request, "client", None)

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.serving.keys import Keys
-from rlhf_pipeline.serving.pages.chat_page import chat_page
+from rlhf_pipeline.serving.pages.chat_page import SENT, chat_page
 from rlhf_pipeline.serving.pages.desk import Desk
 from rlhf_pipeline.serving.pages.parts import no_such_page
 from rlhf_pipeline.serving.pages.review_page import SHORTCUTS, UNREAD, review_page
@@ -151,7 +151,8 @@ def mount_pages(
     theme.set(**LEGIBLE)
     for path, page, may, head in (
         ("/ui/review", review_page(desk, kept_with), may_review, SPOKEN + UNREAD + SHORTCUTS),
-        ("/ui", chat_page(desk, visitors, kept_with), may_chat, SPOKEN),  # after what lies below it
+        # After what lies below it.
+        ("/ui", chat_page(desk, visitors, kept_with), may_chat, SPOKEN + SENT),
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(

@@ -267,7 +267,7 @@ def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_th
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
     first, *_, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
     assert len(first) == len(last)
-    assert (first[1], last[1]) == ("", "same")
+    assert (first[1], last[1]) == ("same", "same")
     assert last[-2 - len(chat_page.UNSAID) : -2] == (None, "", "", 0.5, 0.5, 0.5)
 
 
