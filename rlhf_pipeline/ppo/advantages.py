@@ -108,10 +108,14 @@ def whiten(x: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def scale_to_unit_variance(x: Tensor, completion_mask: Tensor) -> Tensor:
-    """Return x divided by its deviation over counted positions, 0 elsewhere; signs are kept."""
+    """Return x divided by its deviation over counted positions, 0 elsewhere; signs are kept.
+
+    Where all are equal there is no deviation, and they stay as they are.
+    """
     x, count, mean = _moments(x, completion_mask)
     variance = counted(x - mean, completion_mask).square().sum() / count
-    return x * torch.rsqrt(variance + _SMALLEST_VARIANCE)
+    scale = torch.rsqrt(variance + _SMALLEST_VARIANCE)
+    return x * torch.where(variance > _SMALLEST_VARIANCE, scale, 1.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, completion_mask: Tensor) -> float:

@@ -74,7 +74,7 @@ class PpoSettings:
     score_clip: float | None = None
     """Largest absolute score after normalisation; None leaves it (N+)."""
     whiten_rewards: bool = False
-    """Divide rewards by their deviation over completion tokens; the mean stays (N+: off)."""
+    """Divide rewards by their deviation over completion tokens, subtracting nothing (N+: off)."""
 
     # the estimator
     estimator: Literal["gae", "rloo", "dpo"] = "gae"

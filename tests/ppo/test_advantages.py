@@ -177,6 +177,12 @@ def test_scaling_keeps_signs_and_makes_variance_one() -> None:
     assert torch.allclose(scaled, by_hand, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", [[True, False], [True, True]])
+def test_scaling_one_token_or_equal_ones_leaves_them(mask: list[bool]) -> None:
+    scaled = scale_to_unit_variance(torch.tensor([[0.3, 0.3]]), torch.tensor([mask]))
+    assert scaled[0, mask].tolist() == pytest.approx([0.3] * sum(mask))
+
+
 def test_leave_one_out_worked_by_hand() -> None:
     rewards = torch.tensor([[1.0, 2.0, 0.0], [1.0, 0.0, 5.0], [4.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
     mask = torch.tensor(
