@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.errors import ModelError
+from rlhf_pipeline.errors import CheckpointDamaged, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import load_policy, switch_off_dropout
@@ -113,7 +113,14 @@ def load_critic(run: str | Path, *, device: str = "auto") -> TrainedCritic:
             "base that is not there; take ppo.critic shared beside LoRA"
         )
     policy = load_policy(root / "policy", device=device)
-    saved = checkpoint.checkpoint_at(root / "checkpoints", result.chosen_update)
+    try:
+        saved = checkpoint.checkpoint_at(root / "checkpoints", result.chosen_update)
+    except CheckpointDamaged as error:
+        raise ModelError(
+            f"the checkpoint of update {result.chosen_update}, which was kept, is needed at "
+            f"{root}, found none that is whole ({error}); retention.checkpoints lets those of "
+            "older turns go: take a newer run"
+        ) from error
     weights = saved.tensors["critic"]
     critic: SharedCritic | SeparateCritic
     if settings.critic == "shared":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,13 @@ def test_a_run_without_a_critic_to_read_is_refused(runs: Path, tmp_path: Path) -
         replace(result, settings=settings).save(tmp_path / "result.json")
         with pytest.raises(ModelError, match=message):
             load_critic(tmp_path)
+
+
+def test_a_run_whose_checkpoints_retention_let_go_is_refused(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "pieces", run, ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(ModelError, match=r"retention\.checkpoints .*: take a newer run"):
+        load_critic(run)
 
 
 def test_score_shows_the_critic_beside_the_reward(runs: Path, tmp_path: Path) -> None:
