@@ -7,7 +7,7 @@ that is not finite (which is an alarm too, so that the report names it).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.evaluation.metrics import repetition_change
@@ -26,6 +26,37 @@ GIVEN_BACK = 0.5  # of what the stopping score had gained
 NOISE = 0.2  # deviations of stopping scores: a mean over a hundred strays by half of that
 
 
+DPO_ADVICE = {  # cause and remedy where pairs are learnt from, and no reward
+    "kl_blow_up": (
+        "The policy runs from the reference faster than ppo.dpo_beta holds it",
+        "Raise ppo.dpo_beta, or lower ppo.learning_rate or ppo.epochs",
+    ),
+    "length_explosion": (
+        "The chosen completions of the pairs are the longer ones",
+        "Raise ppo.dpo_beta, or set ppo.estimator to gae or rloo and add a length penalty to the "
+        "reward",
+    ),
+    "eos_loss": (
+        "Chosen completions are cut off at the limit, or the baseline never learned to end",
+        "Raise policy.max_completion_tokens, or train SFT longer",
+    ),
+    "repetition": (
+        "The policy has run from the reference, or chosen completions repeat themselves",
+        "Raise ppo.dpo_beta, or lower ppo.learning_rate or ppo.epochs; max_repetition keeps such "
+        "an update from being chosen",
+    ),
+    "reward_saturation": (
+        "The proxy tells completions no longer apart: they are all alike, or it is at its end",
+        "Stop here and collect votes on this policy",
+    ),
+    "over_optimisation": (
+        "The policy learns what these pairs and the proxy like, and other voters do not",
+        "The best update is kept; set ppo.patience or ppo.max_kl to stop there, raise "
+        "ppo.dpo_beta, and collect votes on this policy",
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """One thing that went wrong, first seen at `update`."""
@@ -38,6 +69,12 @@ class Alarm:
 
     def __str__(self) -> str:
         return f"{self.name} at update {self.update}: {self.found}. {self.cause}. {self.remedy}."
+
+
+def for_dpo(alarm: Alarm) -> Alarm:
+    """Return the alarm with the cause and remedy that hold where DPO trains."""
+    cause, remedy = DPO_ADVICE.get(alarm.name, (alarm.cause, alarm.remedy))
+    return replace(alarm, cause=cause, remedy=remedy)
 
 
 def not_finite(update: int, what: str) -> Alarm:
@@ -71,8 +108,8 @@ def over_optimisation(looks: Sequence[Evaluation]) -> list[Alarm]:
             "over_optimisation",
             now.update,
             f"the stopping score fell from {highest:.2f} after update {best.update} to "
-            f"{now.stopping_mean:.2f}, while the score that is maximised rose from "
-            f"{best.score_mean:.2f} to {now.score_mean:.2f}",
+            f"{now.stopping_mean:.2f}, while the proxy's score rose from {best.score_mean:.2f} to "
+            f"{now.score_mean:.2f}",
             "The policy learns what the proxy alone rewards: it has left what people voted on",
             "The best update is kept; set ppo.patience or ppo.max_kl to stop there, raise "
             "ppo.kl_coef, and collect votes on this policy",
@@ -120,8 +157,7 @@ def find_alarms(
                 update,
                 f"KL to the reference is {kl:.1f} nats per completion",
                 "The policy runs from the reference faster than the KL penalty pulls",
-                "Raise ppo.kl_coef (dpo: ppo.dpo_beta), set ppo.kl_controller to adaptive, or "
-                "lower ppo.learning_rate",
+                "Raise ppo.kl_coef, set ppo.kl_controller to adaptive, or lower ppo.learning_rate",
             )
         )
     # DPO samples nothing to learn from: only looks are known of it, and they tell no entropy.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ from rlhf_pipeline.records import (
     ignore_progress,
     prompt_to_json,
 )
+
+PER_PAIR = ("rewards/margins", "rewards/accuracies")  # what TRL tells of each part, by its names
 
 
 def decided_pairs(pairs: Sequence[PreferencePair], settings: PpoSettings) -> list[PreferencePair]:
@@ -120,7 +123,8 @@ def train_dpo(
         write_samples(output_dir / "samples.jsonl", [*watcher.looks, look])
         return look
 
-    watcher = _Watcher(learner, in_all, look_at_watch_prompts, report, keep_going)
+    pairs_of = partial(pairs_of_step, rows=len(rows), pairs=batch)
+    watcher = _Watcher(learner, in_all, pairs_of, look_at_watch_prompts, report, keep_going)
     watcher.look(0)
     reference = learner.reference
     if reference is None and not is_same_model(policy_dir, reference_dir):
@@ -192,6 +196,15 @@ def pairs_at_once(rows: Sequence[Mapping[str, Sequence[int]]], pairs: int, token
     return max(parts, default=1)
 
 
+def pairs_of_step(step: int, *, rows: int, pairs: int) -> int:
+    """Return how many of all `rows` an optimizer step, counted from 0, takes: `pairs` of them.
+
+    The last of each pass takes what is left.
+    """
+    of_pass = -(-rows // pairs)
+    return pairs if (step + 1) % of_pass else rows - (of_pass - 1) * pairs
+
+
 def _make_trainer(
     learner: Learner,
     reference: Any,
@@ -210,9 +223,18 @@ def _make_trainer(
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+            """Let each pair of a step count alike: transformers averages parts of any size."""
+            loss = super().compute_loss(model, inputs, *given, **options)
+            parts, among = self.current_gradient_accumulation_steps, len(inputs["input_ids"]) // 2
+            share = among * parts / watcher.pairs_of(self.state.global_step)
+            for name in PER_PAIR:
+                self._metrics["train"][name][-1] *= share
+            return loss * share
+
     on_gpu = learner.policy.device.type == "cuda"
     steps = watcher.updates * settings.minibatches
-    pairs = settings.rollouts_per_update // settings.minibatches  # of an optimizer step
+    pairs = _pairs_per_step(settings)
     at_once = pairs_at_once(rows, pairs, settings.tokens_per_microbatch)
     arguments = DPOConfig(
         output_dir=scratch,
@@ -232,7 +254,7 @@ def _make_trainer(
         dataloader_pin_memory=on_gpu,
         save_strategy="no",
         logging_nan_inf_filter=False,
-        logging_steps=settings.minibatches,
+        logging_steps=1,
         report_to="none",
         push_to_hub=False,
         disable_tqdm=True,
@@ -278,12 +300,14 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         self,
         learner: Learner,
         updates: int,
+        pairs_of: Callable[[int], int],
         evaluate_at: Callable[[int], Evaluation],
         report: Progress,
         keep_going: Callable[[], None],
     ) -> None:
-        self.learner, self.updates = learner, updates
+        self.learner, self.updates, self.pairs_of = learner, updates, pairs_of
         self.evaluate_at, self.report, self.keep_going = evaluate_at, report, keep_going
+        self.steps: list[dict[str, float]] = []  # what is told of each of the update's so far
         self.history: list[dict[str, float]] = []
         self.looks: list[Evaluation] = []
         self.alarms: list[Alarm] = []
@@ -335,7 +359,7 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         optimizer: Any,
         **_: Any,
     ) -> None:
-        """Hear of an update's metrics.
+        """Hear of an optimizer step's metrics, and tell an update's once it has made all its steps.
 
         In float16 a gradient that overflows is not stepped with, and the loss's scale is halved:
         then only a scale below 1, which no longer helps, is an error.
@@ -343,26 +367,32 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         if "loss" not in logs:
             return
         self.keep_going()
-        update = state.global_step // self.learner.settings.minibatches
-        facts = {
-            "train/loss": logs["loss"],
-            "train/learning_rate": logs["learning_rate"],
-            "train/optimizer_steps": float(state.global_step),
-            "policy/grad_norm": logs["grad_norm"],
-            "dpo/margin": logs["rewards/margins"],
-            "dpo/accuracy": logs["rewards/accuracies"],
-            "time/train": self.passed("train"),
-            **peak_memory(self.learner.policy.device),
-        }
-        if optimizer.scaler is not None:
-            facts["train/loss_scale"] = scale = optimizer.scaler.get_scale()
-            if scale >= 1 and not math.isfinite(logs["grad_norm"]):
-                del facts["policy/grad_norm"]
-        if not all(map(math.isfinite, facts.values())):
+        step, minibatches = state.global_step, self.learner.settings.minibatches
+        update = -(-step // minibatches)
+        scale = None if optimizer.scaler is None else optimizer.scaler.get_scale()
+        overflowed = not math.isfinite(logs["grad_norm"]) and scale is not None and scale >= 1
+        if not (math.isfinite(logs["loss"]) and (overflowed or math.isfinite(logs["grad_norm"]))):
             raise TrainingError(
                 f"the loss and its gradient must stay finite, found {logs['loss']} and "
                 f"{logs['grad_norm']} at update {update}; lower ppo.learning_rate"
             )
+        self.steps.append({"pairs": float(self.pairs_of(step - 1)), **logs})
+        if step % minibatches:
+            return
+        steps, self.steps = self.steps, []
+        norms = [s["grad_norm"] for s in steps if math.isfinite(s["grad_norm"])]
+        margin, accuracy = (_mean_over_pairs(steps, name) for name in PER_PAIR)
+        facts = {
+            "train/loss": statistics.fmean(s["loss"] for s in steps),
+            "train/learning_rate": logs["learning_rate"],
+            "train/optimizer_steps": float(step),
+            **({"policy/grad_norm": statistics.fmean(norms)} if norms else {}),
+            **({} if scale is None else {"train/loss_scale": scale}),
+            "dpo/margin": margin,
+            "dpo/accuracy": accuracy,
+            "time/train": self.passed("train"),
+            **peak_memory(self.learner.policy.device),
+        }
         if update % self.learner.settings.evaluate_every == 0 or update == self.updates:
             facts |= watch_facts(self.look(update))
         self.history.append(checked(facts))
@@ -384,3 +414,8 @@ class _Watcher(TrainerCallback):  # type: ignore[misc]  # transformers ships no 
         reason = reason_to_stop(shown, settings)
         if reason is not None and update < self.updates:
             self.stopped_because, control.should_training_stop = reason, True
+
+
+def _mean_over_pairs(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    total = sum(step["pairs"] for step in steps)
+    return sum(step["pairs"] * step[name] for step in steps) / total

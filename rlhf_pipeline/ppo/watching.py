@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import CheckpointDamaged
 from rlhf_pipeline.evaluation.metrics import repetition, repetition_change
 from rlhf_pipeline.files import write_text
 from rlhf_pipeline.ppo import checkpoint
-from rlhf_pipeline.ppo.alarms import find_alarms, over_optimisation, reward_saturation
+from rlhf_pipeline.ppo.alarms import find_alarms, for_dpo, over_optimisation, reward_saturation
 from rlhf_pipeline.ppo.collecting import Task, play_episodes, sample_for, score_together
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
@@ -212,6 +212,7 @@ def raise_alarms(now: Progressed, settings: PpoSettings, report: Progress) -> No
     looks = now.evaluations
     for alarm in [*found, *reward_saturation(looks), *over_optimisation(looks)]:
         if alarm.name not in {known.name for known in now.alarms}:
+            alarm = for_dpo(alarm) if settings.estimator == "dpo" else alarm
             now.alarms.append(alarm)
             report(
                 {

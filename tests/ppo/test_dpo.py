@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +170,54 @@ def test_a_pass_holds_no_more_tokens_than_a_microbatch_may(
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+def test_a_pass_that_ends_with_fewer_pairs_counts_each_alike_however_many_run_at_once(
+    base: Path, tmp_path: Path
+) -> None:
+    """11 pairs, 6 a step: 5 are left, which 2 or 4 at once divide into parts of unequal size."""
+    rows = [
+        *pairs(6),
+        *(replace(p, chosen=LOUD, rejected=QUIET) for p in pairs(5)),
+    ]
+    found = []
+    for at_once in (6, 3, 2, 1):
+        with patch("rlhf_pipeline.ppo.dpo.pairs_at_once", return_value=at_once):
+            folder = tmp_path / str(at_once)
+            result = train(base, folder, rows, epochs=2, evaluate_every=9, max_grad_norm=1e9)
+        told = ("train/loss", "dpo/margin", "dpo/accuracy", "policy/grad_norm")
+        assert len(result.history) == 2
+        found.append([update[name] for update in result.history for name in told])
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+
+
+def test_an_updates_metrics_are_of_all_its_steps(base: Path, tmp_path: Path) -> None:
+    steps: list[dict[str, float]] = []
+    hear = _Watcher.on_log
+
+    def heard(self: Any, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
+        steps.append(dict(logs))
+        hear(self, args, state, control, logs, **rest)
+
+    with patch.object(_Watcher, "on_log", heard):
+        result = train(base, tmp_path, pairs(11), epochs=1, evaluate_every=9)
+    one, other = steps[:2]  # of 6 pairs, and of the 5 that are left
+    (update,) = result.history
+    assert update["policy/grad_norm"] == pytest.approx((one["grad_norm"] + other["grad_norm"]) / 2)
+    assert update["train/loss"] == pytest.approx((one["loss"] + other["loss"]) / 2)
+    margins = 6 * one["rewards/margins"] + 5 * other["rewards/margins"]
+    assert update["dpo/margin"] == pytest.approx(margins / 11)
+
+
+def test_alarms_name_what_dpo_can_change(base: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"learning_rate": 0.1, "kl_target": 0.01, "dpo_beta": 0.01}
+    result = train(base, tmp_path, pairs(24), **changes)
+    (alarm,) = [alarm for alarm in result.alarms if alarm.name == "kl_blow_up"]
+    assert "ppo.dpo_beta" in alarm.remedy
+    for alarm in result.alarms:
+        for setting in ("kl_coef", "kl_controller", "missing_eos_score", "score_clip"):
+            assert setting not in alarm.remedy
+
+
 def test_pairs_are_encoded_as_sampling_encodes_them(base: Path) -> None:
     policy, settings = load_policy(base), changed(estimator="dpo")
     (row,) = dpo_rows(policy, pairs(1), settings)
@@ -249,7 +297,8 @@ def test_only_a_float16_gradient_that_was_not_stepped_with_may_overflow(
 ) -> None:
     told: list[Any] = []
     learner = build_learner(base, base, None, changed(estimator="dpo", evaluate_every=9))
-    watcher = _Watcher(learner, 9, lambda _: pytest.fail("no look"), told.append, lambda: None)
+    look = partial(pytest.fail, "no look")
+    watcher = _Watcher(learner, 9, lambda _: 3, look, told.append, lambda: None)
     watcher.looks = [Evaluation(0, 0.0, 0.0, None, 0.0, 1.0, 1.0)]
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     whole = {"loss": 0.7, "learning_rate": 1e-4, "grad_norm": 1.0} | logs
