@@ -221,13 +221,16 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
         if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
             refuse(Rule.wrong_type, "up or down (1 or 0, and no text) as the thumbs value", value)
         if isinstance(value, str):
-            refuse_word(Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value, "up")
+            refuse_word(
+                Rule.wrong_type, "up or down (1 or 0) as the thumbs value", value, "up|down"
+            )
     if kind is FeedbackKind.preference and isinstance(value, str) and value not in CHOICES:
-        refuse_word(Rule.value_out_of_range, f"a choice out of {', '.join(CHOICES)}", value, "left")
+        needed = f"a choice out of {', '.join(CHOICES)}"
+        refuse_word(Rule.value_out_of_range, needed, value, "|".join(CHOICES))
     if value is not None and VALUE_FIELD[kind] == "number":
         if isinstance(value, str) and not _is_number(value):
-            best = "5" if kind is FeedbackKind.rating else "1"
-            refuse_word(Rule.wrong_type, f"{kind} value as a number", value, best)
+            span = "1 to 5" if kind is FeedbackKind.rating else "0 to 1"
+            refuse_word(Rule.wrong_type, f"{kind} value as a number, {span}", value, span)
         return _number(value, f"{kind} value")
     if kind is FeedbackKind.criteria and isinstance(value, str):
         try:  # as our own data sets write it: names that differ fit no column type
@@ -498,7 +501,7 @@ def judgements(row: Row) -> Iterator[Feedback]:
     level = _needed_text(values, "preference")
     if level not in LEVELS:
         needed = f"preference out of {', '.join(LEVELS)}"
-        refuse_word(Rule.value_out_of_range, needed, level, "a-is-better")
+        refuse_word(Rule.value_out_of_range, needed, level, "|".join(LEVELS))
     choice, tags = LEVELS[level]
     rater = _rater(row)
     accepted = [_acceptable(values, f"completion_{side}_is_acceptable") for side in "ab"]
@@ -543,7 +546,7 @@ def quality(row: Row) -> Iterator[Feedback]:
     else:
         label = values.get("label")
         if isinstance(label, str):
-            refuse_word(Rule.wrong_type, "label as true or false", label, "true")
+            refuse_word(Rule.wrong_type, "label as true or false", label, "true|false")
         if not isinstance(label, bool):
             refuse(Rule.wrong_type, "quality from 0 to 1, or label as true or false", label)
         kind, number = FeedbackKind.thumbs, float(label)

@@ -306,14 +306,14 @@ def refuse(rule: Rule, needed: str, found: object, remedy: str = MEND) -> NoRetu
 def refuse_word(rule: Rule, needed: str, word: str, ours: str) -> NoReturn:
     """Raise FeedbackRefused for a word that is no vote to us, but may be one to who wrote it.
 
-    The message shows the word itself where that prints, as it has to be told; `ours` is one of
-    those that it may mean.
+    The message shows the word itself where that prints, as it has to be told; `ours` names all that
+    it may mean. One of them alone would be pasted as it stands, whatever the word means.
     """
     prints = word.isprintable() and 0 < len(word) <= LONGEST_WORD
     shown = repr(word) if prints else ascii(word)[:80]
     told = shlex.quote(f"{word if prints else 'WORD'}={ours}")
     raise FeedbackRefused(
         rule,
-        f"needed {needed}, found {shown}; {MEND}, or say what the word means: "
-        f"rlhf ingest --means {told}",
+        f"needed {needed}, found {shown}; {MEND}, or, of a file, say which of these the word "
+        f"means: rlhf ingest --means {told}",
     )

@@ -76,6 +76,8 @@ def add_feedback_route(app: FastAPI, inbox: Inbox, *, enabled: bool) -> None:
         methods=["POST"],
         tags=["feedback"],
         response_model=StoredVote | StoredVotes,
+        response_description="Stored and synced; of a batch all in `results` but those with an "
+        "`error`, which were not.",
         responses=refusals(CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, AWAY),
         openapi_extra={
             "requestBody": {"required": True, "content": content},

@@ -112,28 +112,34 @@ def test_one_column_may_say_two_things(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fixed", "word", "remedy"),
+    ("fixed", "word", "remedy", "meant"),
     [
-        ({"kind": "thumbs"}, "👍", "--means '👍=up'"),
-        ({"kind": "rating"}, "great", "--means great=5"),
-        ({"kind": "score"}, "it's ok", "--means 'it'\"'\"'s ok=1'"),
-        ({"kind": "thumbs"}, "\x1b[2J", "--means WORD=up"),
-        ({"kind": "thumbs"}, "x" * 41, "--means WORD=up"),
-        ({"kind": "preference", "other_completion": "No."}, "first", "--means first=left"),
+        ({"kind": "thumbs"}, "👎", "--means '👎=up|down'", "down"),
+        ({"kind": "rating"}, "great", "--means 'great=1 to 5'", "5"),
+        ({"kind": "score"}, "it's ok", "--means 'it'\"'\"'s ok=0 to 1'", "0.5"),
+        ({"kind": "thumbs"}, "\x1b[2J", "--means 'WORD=up|down'", None),
+        ({"kind": "thumbs"}, "x" * 41, "--means 'WORD=up|down'", None),
+        (
+            {"kind": "preference", "other_completion": "No."},
+            "second",
+            "--means 'second=left|right|tie|both_bad'",
+            "right",
+        ),
     ],
 )
 def test_who_has_another_word_for_a_vote_is_told_how_to_say_what_it_means(
-    tmp_path: Path, fixed: dict[str, str], word: str, remedy: str
+    tmp_path: Path, fixed: dict[str, str], word: str, remedy: str, meant: str | None
 ) -> None:
     path = tmp_path / "votes.jsonl"
     path.write_text(json.dumps({"q": "Why?", "a": "So.", "v": word}))
     columns = {"prompt": "q", "completion": "a", "value": "v"}
     [aside] = rows_of(path, Renaming(columns, fixed))
-    assert aside.detail.endswith(f"or say what the word means: rlhf ingest {remedy}")
+    assert aside.detail.endswith(f"say which of these the word means: rlhf ingest {remedy}")
     theirs, _, ours = shlex.split(remedy)[1].rpartition("=")
-    if theirs != "WORD":
-        assert f"found {theirs!r};" in aside.detail
-        [event] = rows_of(path, Renaming(columns, fixed, {theirs: ours}))
+    [aside] = rows_of(path, Renaming(columns, fixed, {theirs: ours}))
+    assert not isinstance(aside, Feedback)  # who pastes it as it stands has said nothing
+    if meant is not None:
+        [event] = rows_of(path, Renaming(columns, fixed, {theirs: meant}))
         assert isinstance(event, Feedback)
 
 
@@ -147,8 +153,11 @@ def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "remedy"),
     [
-        ({"completion": "So.", "label": "good"}, "good=true"),
-        ({"completion_a": "So.", "completion_b": "No.", "preference": "A"}, "A=a-is-better"),
+        ({"completion": "So.", "label": "bad"}, "bad=true|false"),
+        (
+            {"completion_a": "So.", "completion_b": "No.", "preference": "B"},
+            "B=a-is-better|a-is-slightly-better|tie|b-is-slightly-better|b-is-better",
+        ),
     ],
 )
 def test_words_of_other_formats_may_be_told_too(
@@ -157,9 +166,9 @@ def test_words_of_other_formats_may_be_told_too(
     path = tmp_path / "votes.jsonl"
     path.write_text(json.dumps({"prompt": "Why?", **row}))
     [aside] = rows_of(path, Renaming())
-    assert aside.detail.endswith(f"rlhf ingest --means {remedy}")
+    assert aside.detail.endswith(f"rlhf ingest --means '{remedy}'")
     theirs, _, ours = remedy.partition("=")
-    assert plain(rows_of(path, Renaming(words={theirs: ours})))
+    assert plain(rows_of(path, Renaming(words={theirs: ours.split("|")[-1]})))
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
