@@ -9,6 +9,7 @@ would get: once before it was written, and once at its last token.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,11 @@ def load_critic(run: str | Path, *, device: str = "auto") -> TrainedCritic:
     if settings.critic == "shared":
         critic = SharedCritic(nn.Linear(state_width(policy.model.config), 1))
     else:
-        path = result.reward_model_path
-        found = None if path is None else load_reward_trunk(Path(path), policy)
+        path, found = result.reward_model_path, None
+        if path is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # where it began was said when it was trained
+                found = load_reward_trunk(Path(path), policy)
         trunk = copy.deepcopy(trunk_of(policy.model)) if found is None else found[0]
         width = weights["critic/head.weight"].shape[1]
         switch_off_dropout(trunk)

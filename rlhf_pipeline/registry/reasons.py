@@ -186,10 +186,11 @@ def turn_of(
 ) -> tuple[stages.Turn, ModelVersion]:
     """Return the turn a version is from, on today's device, and the baseline it is held against."""
     ledger, name = registry.ledger, f"version {version.version} of {version.agent_id}"
-    if not version.lineage.get("reward_models") or version.lineage.get("started_from") is None:
+    if not _has_reward(version):
+        others = [v.version for v in ledger.versions(version.agent_id) if _has_reward(v)]
         raise RegistryError(
-            f"{name} was trained by no reward, so it prefers nothing to itself; name a later "
-            "version with --version, such as champion"
+            f"{name} was trained by no reward, so it prefers nothing to itself; "
+            + (f"name one that was: --version {others[-1]}" if others else "no version was yet")
         )
     work = version.path.parents[1]  # its ppo/policy
     turn = recorded_turn(ledger, settings, version, work, exact=False)
@@ -203,6 +204,11 @@ def turn_of(
     device = turn.settings.policy.model_copy(update={"device": settings.policy.device})
     here = turn.settings.model_copy(update={"policy": device})
     return replace(turn, baseline=registry.folder_of(baseline), settings=here), baseline
+
+
+def _has_reward(version: ModelVersion) -> bool:
+    lineage = version.lineage
+    return bool(lineage.get("reward_models")) and lineage.get("started_from") is not None
 
 
 def _tokens(
