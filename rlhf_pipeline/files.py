@@ -131,16 +131,51 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return what a YAML file holds. Raises OSError or yaml.YAMLError.
+    """Return what a YAML file holds. Raises OSError or yaml.YAMLError, for a repeated key too.
 
     By libyaml where PyYAML came with it: settings are read at every step of a turn, and the reader
     in Python takes ten times as long.
     """
     text = Path(path).read_text(encoding="utf-8")
     try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return _yaml(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        return yaml.safe_load(text)  # it shows the line that is wrong
+        return _yaml(text, yaml.SafeLoader)  # it shows the line that is wrong
+
+
+def _yaml(text: str, reader: Any) -> Any:
+    loader = reader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node, set())
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(node: yaml.Node, seen: set[int]) -> None:
+    """Raise yaml.YAMLError where a key stands twice: PyYAML drops what stands under the first."""
+    if isinstance(node, yaml.ScalarNode) or id(node) in seen:
+        return
+    seen.add(id(node))  # an alias may lead back to what it stands in
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, seen)
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue  # a list, or an object, which no key of ours is
+        if (key.tag, key.value) in lines:
+            raise yaml.constructor.ConstructorError(
+                problem=f"needed each key once, found {key.value!r} again, as in line "
+                f"{lines[key.tag, key.value]}; keep one, with what stands under both",
+                problem_mark=key.start_mark,
+            )
+        lines[key.tag, key.value] = key.start_mark.line + 1
+        _check_keys(value, seen)
 
 
 def file_sha256(path: str | Path) -> str:

@@ -33,7 +33,7 @@ from rlhf_pipeline.commands.common import OBEYED, Workspace
 from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.commands.score import read_items
-from rlhf_pipeline.config import recipe_names
+from rlhf_pipeline.config import RECIPES, recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.experiment import offline
@@ -303,6 +303,9 @@ def test_a_mistake_in_a_recipe_is_named(rlhf: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "broken.yaml", "{\n a: [")
     (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
     assert "is not YAML" in line
+    tiny = (RECIPES / "tiny.yaml").read_text()
+    path = write(tmp_path / "twice.yaml", f"{tiny}\nreward:\n  kinds: {{thumbs: 1}}\n")
+    assert "found 'reward' again" in rlhf("config", "check", str(path), code=1).stderr
     assert "found none at" in rlhf("config", "check", str(tmp_path / "no.yaml"), code=1).stderr
 
 

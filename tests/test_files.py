@@ -131,3 +131,19 @@ def test_yaml_that_is_wrong_is_shown_where_it_is_wrong(tmp_path: Path) -> None:
     path.write_text("!!python/object/apply:os.getcwd []")
     with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
         read_yaml(path)
+
+
+def test_a_key_that_stands_twice_is_shown_as_what_is_under_the_first_would_be_lost(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("reward:\n  epochs: 1\nppo: {updates: 3}\n\nreward:\n  kinds: {thumbs: 1}\n")
+    with pytest.raises(yaml.YAMLError, match=r"'reward' again, as in line 1;.*\n.*line 5"):
+        read_yaml(path)
+    path.write_text("- name: a\n  tries: [{most: 1, 'most': 2}]\n")
+    with pytest.raises(yaml.YAMLError, match=r"(?s)'most' again.*line 2, column 21.*\^"):
+        read_yaml(path)
+    path.write_text("a: &a {x: {of: 1}, y: 2}\nb: {of: {<<: *a, y: 3}, 1: of, '1': of}\nc: &c [*c]")
+    read = read_yaml(path)
+    assert read["b"] == {"of": {"x": {"of": 1}, "y": 3}, 1: "of", "1": "of"}
+    assert read["c"][0] is read["c"]
