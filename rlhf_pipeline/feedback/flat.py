@@ -83,6 +83,21 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
     return text
 
 
+def numbers_told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of typed columns with what numbers and truth values its texts say in theirs.
+
+    Every other text is what it is: of a typed column none was made inert, and none is JSON.
+    """
+    kind = values.get("kind")
+    counted = (*NUMBERS, *SWITCHES, *(("value",) if kind in NUMERIC_KINDS else ()))
+    told = {
+        name: value_of(name, values[name], kind)
+        for name in counted
+        if isinstance(values.get(name), str)
+    }
+    return {**values, **told}
+
+
 def _need_utf8(path: Path) -> None:
     """Raise SourceError, with the line, where a file is not UTF-8; up to the damage if any."""
     decoder, line = codecs.getincrementaldecoder("utf-8")(), 1

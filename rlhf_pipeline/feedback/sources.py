@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
-from rlhf_pipeline.feedback.flat import Named, csv_rows, sheet_rows
+from rlhf_pipeline.feedback.flat import Named, csv_rows, numbers_told, sheet_rows
 from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
 from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.renaming import Renaming
@@ -73,12 +73,15 @@ def read(
     rows = _noting_names(rows, names, position)
     if renaming:
         rows = _renamed(rows, renaming, position, origin)
+    is_parquet = origin.lower().endswith(PARQUET)
     chosen = _named(format)
     trees = _FlatTrees()
     for line, raw, values in rows:
         if isinstance(values, FeedbackRefused):
             yield _aside(agent_id, origin, line, values, raw)
             continue
+        if is_parquet:
+            values = numbers_told(values)
         chosen = chosen or _detect({**dict.fromkeys(position.columns), **values}, origin)
         if chosen.name == "oasst" and _is_flat(values):
             ready = trees.add(line, raw, values)

@@ -165,6 +165,27 @@ def test_a_moment_as_a_number_is_told_how_moments_are_written(tmp_path: Path) ->
     )
 
 
+def test_a_number_that_a_parquet_column_has_as_text_is_read_as_in_other_tables(
+    tmp_path: Path,
+) -> None:
+    path, words = tmp_path / "votes.parquet", ["'=a', '-b'", '"so"', "[1]"]
+    kinds, values = ["score", "rating", "thumbs"], ["0,8", "4,0", "1"]
+    frame = pd.DataFrame({"prompt": words, "completion": words, "kind": kinds, "value": values})
+    frame.to_parquet(path)
+    events, aside = read_all(path)
+    assert ([event.number for event in events], aside) == ([0.8, 4, 1], [])
+    texts = [(event.prompt, event.completion) for event in events]
+    assert texts == [(user_prompt(word), word) for word in words]  # as they stand there
+    frame.rename(columns={"value": "note"}).to_parquet(path)
+    named = Renaming(columns={"value": "note"}, words={"1": "down"})
+    events, aside = read_all(path, renaming=named)
+    assert ([event.number for event in events], aside) == ([0.8, 4, 0], [])
+    labels = ["True", "false", "maybe"]
+    pd.DataFrame({"prompt": words, "completion": words, "label": labels}).to_parquet(path)
+    events, aside = read_all(path)
+    assert ([event.number for event in events], rules_of(aside)) == ([1, 0], [(3, "wrong_type")])
+
+
 @pytest.mark.parametrize("suffix", ["xlsx", "parquet"])
 def test_dates_in_the_cells_of_a_table_are_of_the_zone_that_is_told(
     tmp_path: Path, suffix: str
