@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
+from rlhf_pipeline.feedback.formats import LABELLED, SIGNED
 from rlhf_pipeline.feedback.lines import DAMAGE, LONGEST_ROW, Position, pieces, unpacking
 from rlhf_pipeline.feedback.rules import Rule
 
@@ -37,6 +38,8 @@ FORMULA = r"[=+\-@＝＋－＠]"  # OWASP, CSV injection; the wide forms run too
 RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
 # After a separator, where a line is split at it: in many countries at ; and not at a comma.
 WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
+# A person's number as pandas writes it where one is lacking; of more digits, two may be one.
+FLOAT_NAME = re.compile(r"[0-9]{1,15}\.0")
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -62,8 +65,13 @@ def cell_of(value: Any) -> str:
 
 
 def value_of(name: str, cell: str, kind: str | None) -> Any:
-    """Return what a cell says; a number, true or JSON only where the column may hold it."""
+    """Return what a cell says; a number, true or JSON only where the column may hold it.
+
+    Who is 17.0 in one table, as its column has a gap, is 17 in another.
+    """
     text = _without_marks(cell)
+    if name in (*SIGNED, *LABELLED) and FLOAT_NAME.fullmatch(text):
+        return text.removesuffix(".0")
     structured = name in STRUCTURED or (name == "value" and kind == "criteria")
     if text[:1] == '"' or (structured and text[:1] in ("[", "{")):
         try:

@@ -26,6 +26,7 @@ from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback import lines, sources
 from rlhf_pipeline.feedback.formats import FORMATS, Row, to_row
 from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
+from rlhf_pipeline.feedback.raters import Person, is_signed_by
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import check_event
 from rlhf_pipeline.feedback.sources import read
@@ -922,6 +923,21 @@ def test_a_spreadsheets_decimal_comma_is_read_where_it_can_be_nothing_else(
     assert "found 4.5;" in aside[0].detail
     path.write_text('prompt,chosen,rejected,chosen_score\nWhy?,Because.,No.,"1,250"\n')
     assert rules_of(read_all(path)[1]) == [(2, "wrong_type")]  # a thousand, or one and a quarter
+
+
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_a_rater_who_became_a_float_in_a_table_is_who_they_are(tmp_path: Path, suffix: str) -> None:
+    path, raters = tmp_path / f"f.{suffix}", ["17", "17.0", "17.5", f"{'9' * 16}.0"]
+    frame = pd.DataFrame([THUMBS] * 4).assign(rater=raters, topic="17.0")
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+    events, aside = read_all(path)
+    whose = [hash_rater("tea", name) for name in ("17", "17", *raters[2:])]
+    assert ([event.rater_id for event in events], aside) == (whose, [])
+    assert {event.topic for event in events} == {"17.0"}
+    frame["kind"] = "thumb"
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+    found = [is_signed_by(str(row.raw), Person("tea", whose[0])) for row in read_all(path)[1]]
+    assert found == [True, True, False, False]  # what an erasure takes
 
 
 def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
