@@ -40,6 +40,7 @@ RUNS = re.compile(rf"[\s']*(?:{FORMULA}|[\t\r\n])")
 WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 # A person's number as pandas writes it where one is lacking; of more digits, two may be one.
 FLOAT_NAME = re.compile(r"[0-9]{1,15}\.0")
+SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before the names, for Excel
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -140,7 +141,8 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     """Yield every row that says something; empty cells are left out.
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
-    at whichever cut the first line into most: spreadsheets of many countries write the latter.
+    at whichever cut the first line into most (spreadsheets of many countries write the latter), or
+    at what a first line `sep=;` tells.
     Raises SourceError for a table that is not UTF-8 throughout: of one in another encoding, rows
     without an accent alone would go in.
     """
@@ -205,6 +207,8 @@ def _split(file: IO[str]) -> Iterator[_Line]:
         begun.append(file.readline())
     # What cuts the first line into most: a name may hold another sign, a quoted one as well.
     separator = max(",;\t", key=lambda sign: len(next(csv.reader(begun[-1:], delimiter=sign), ())))
+    if told := SEPARATOR.fullmatch(begun[-1]):
+        separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
     over = False
 
     def lines() -> Iterator[str]:

@@ -26,6 +26,7 @@ from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
+OLD_WORKBOOK, ZIP = bytes.fromhex("d0cf11e0a1b11ae1"), b"PK\3\4"  # what .xls, .xlsx begin with
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 CELLS = (*TABLES, WORKBOOK, PARQUET)
 SUFFIXES = (*LINES, *CELLS)
@@ -190,7 +191,7 @@ def _renamed(
 
 def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -> Iterator[_Parsed]:
     try:
-        _check_not_utf16(path)
+        _check_beginning(path)
         if path.name.lower().endswith(TABLES):
             yield from csv_rows(path, position, named)
             return
@@ -211,14 +212,21 @@ def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -
         ) from error
 
 
-def _check_not_utf16(path: Path) -> None:
-    """Raise SourceError where the file begins with the mark that UTF-16 does; it has no rows."""
+def _check_beginning(path: Path) -> None:
+    """Raise SourceError where the file begins as UTF-16 does, or as a workbook; it has no rows."""
     with path.open("rb") as file:
-        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise SourceError(
-                f"a file in UTF-8 is needed, found UTF-16 in {path}; save it as UTF-8 (in Excel: "
-                "CSV UTF-8; in PowerShell: Out-File -Encoding utf8)"
-            )
+        beginning = file.read(len(OLD_WORKBOOK))
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError(
+            f"a file in UTF-8 is needed, found UTF-16 in {path}; save it as UTF-8 (in Excel: "
+            "CSV UTF-8; in PowerShell: Out-File -Encoding utf8)"
+        )
+    is_named = path.name.lower().endswith(WORKBOOK)
+    if beginning.startswith((OLD_WORKBOOK, ZIP)) and not is_named:
+        raise SourceError(
+            f"lines or a table in UTF-8 are needed, found a workbook or an archive in {path}; save "
+            "a workbook as .xlsx or as CSV UTF-8, unpack an archive"
+        )
 
 
 def _parquet_rows(path: Path, position: Position) -> Iterator[_Parsed]:

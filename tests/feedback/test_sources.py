@@ -910,6 +910,16 @@ def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(
     assert event.completion == f"Because{sign}dear"
 
 
+@pytest.mark.parametrize("told", ["sep=;\r\n", '\n"sep=;"\n', "\ufeffSEP=|\n", "sep=\t\r\n"])
+def test_a_line_before_the_names_may_tell_where_cells_are_split(tmp_path: Path, told: str) -> None:
+    path, sign = tmp_path / "f.csv", next(sign for sign in ";|\t" if sign in told)
+    cells = sign.join(("thumbs", "up", "Why?", "Because, dear, so", "ann"))
+    path.write_text(f"{told}{TABLE.replace(',', sign)}{cells}\n{cells}{sign}x\n", newline="")
+    [event], aside = read_all(path)
+    assert (event.completion, event.rater_id) == ("Because, dear, so", hash_rater("tea", "ann"))
+    assert rules_of(aside) == [(told.count("\n") + 3, "unknown_field")]
+
+
 @pytest.mark.parametrize("sign", [";", ","])
 def test_a_spreadsheets_decimal_comma_is_read_where_it_can_be_nothing_else(
     tmp_path: Path, sign: str
@@ -993,6 +1003,18 @@ def test_a_file_in_utf_16_is_refused_by_name(tmp_path: Path, name: str) -> None:
         path.write_bytes(f"\ufeff{TABLE}".encode(encoding))
         with pytest.raises(SourceError, match="in UTF-8 is needed, found UTF-16"):
             read_all(path)
+
+
+@pytest.mark.parametrize("name", ["f.xls", "f.csv", "f.jsonl"])
+def test_a_workbook_under_another_name_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(bytes.fromhex("d0cf11e0a1b11ae1") + bytes(504))  # as a file of Excel 97 begins
+    with pytest.raises(SourceError, match=r"found a workbook .* as \.xlsx or as CSV"):
+        read_all(path)
+    pd.DataFrame([THUMBS]).to_excel(tmp_path / "f.xlsx")
+    path.write_bytes((tmp_path / "f.xlsx").read_bytes())
+    with pytest.raises(SourceError, match="found a workbook"):
+        read_all(path)
 
 
 def test_a_column_that_stands_twice_in_a_table_says_nothing_for_certain(tmp_path: Path) -> None:
