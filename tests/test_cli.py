@@ -317,6 +317,20 @@ def test_a_model_folder_that_is_not_there_is_named(section: str, rlhf: Run, tmp_
     assert f"found none at {gone}" in line
 
 
+def test_files_that_a_turn_would_not_find_are_named(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = "sft: {{seed_conversations: {0}}}\nfeedback: {{gold_questions: {0}}}"
+    path = write(tmp_path / "mine.yaml", sections.format("mine.yaml"))  # a turn is elsewhere
+    (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
+    for setting in ("sft.seed_conversations", "feedback.gold_questions"):
+        assert f"{RECIPES.parent / 'mine.yaml'} ({setting})" in line
+    for found in (path, "recipes/tiny.yaml"):
+        write(path, sections.format(found))
+        assert "sound" in rlhf("config", "check", str(path)).stdout
+
+
 def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@db/rlhf")
     monkeypatch.setenv("RLHF_WEBHOOK", "https://hooks.example/hunter2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from rlhf_pipeline.commands.common import (
     tell_new,
     workspace,
 )
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config import Settings
 
 
 def show(
@@ -60,15 +63,41 @@ def check(
     """Tell everything that is wrong with a recipe at once.
 
     Unknown keys (with the nearest right one), values out of range, contradictions; then whether the
-    folders that it names hold models. Models of a hub or a registry are looked for by `rlhf plan`.
+    files that it names for a turn are there, and its folders hold models. Models of a hub or a
+    registry are looked for by `rlhf plan`.
     """
     settings = workspace().load(str(need_file(file)))
+    _check_files(settings)
     for base in (settings.policy.base, settings.reward.base):
         if base not in (None, "tiny") and not base.startswith("models:/"):
             from rlhf_pipeline.policy.loading import local_folder
 
             local_folder(base)
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
+
+
+def _check_files(settings: Settings) -> None:
+    """Raise ConfigError with every file that a turn would not find, from where its stages run."""
+    from rlhf_pipeline.config import RECIPES
+    from rlhf_pipeline.errors import ConfigError
+
+    named = {
+        "policy.tiny.encoding": settings.policy.tiny.encoding,
+        "sft.seed_conversations": settings.sft.seed_conversations,
+        "feedback.gold_questions": settings.feedback.gold_questions,
+        "evaluation.titles": settings.evaluation.titles,
+    }
+    places = {
+        setting: RECIPES.parent / name
+        for setting, name in named.items()
+        if name is not None and not name.startswith(("tiktoken:", "simulated:"))
+    }
+    gone = [f"{path} ({setting})" for setting, path in places.items() if not path.is_file()]
+    if gone:
+        raise ConfigError(
+            f"recipe {settings.recipe}: needed the files it names, found none at "
+            f"{', '.join(gone)}; correct the path, a whole one"
+        )
 
 
 def use(
