@@ -9,7 +9,6 @@ go only where the caller puts them.
 from __future__ import annotations
 
 import fcntl
-import functools
 import json
 import os
 import re
@@ -48,12 +47,22 @@ QUIET = {
 }
 
 
-@functools.lru_cache(maxsize=8)
+# The client of each URI, and the file that stood there once it was open.
+_opened: dict[str, tuple[Any, tuple[int, int] | None]] = {}
+
+
 def open_client(tracking_uri: str) -> Any:
     """Return the process's MlflowClient for this URI; the first one makes or upgrades the database.
 
-    A file lock beside a SQLite database keeps two processes from creating its tables at once.
+    So does the first one after the file of a SQLite database was replaced: restored from a backup,
+    say, under a process that goes on for weeks. A file lock beside it keeps two processes from
+    creating its tables at once.
     """
+    file = sqlite_path(tracking_uri)
+    client, stood = _opened.get(tracking_uri, (None, None))
+    stands = None if file is None else _identity(file)
+    if client is not None and (file is None or (stands is not None and stands == stood)):
+        return client
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     sa.event.listen(sa.Engine, "handle_error", _without_parameters)  # MLflow makes its own
@@ -62,13 +71,43 @@ def open_client(tracking_uri: str) -> Any:
         warnings.filterwarnings("ignore", message=".*noload.*loader strategy is deprecated")
         from mlflow import MlflowClient
 
-        file = sqlite_path(tracking_uri)
         if file is None:
-            return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with Path(f"{file}.lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            return _open_embedded(tracking_uri)
+            client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with Path(f"{file}.lock").open("w") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                _forget(tracking_uri)
+                client = _open_embedded(tracking_uri)
+    _opened[tracking_uri] = client, None if file is None else _identity(file)
+    return client
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Return what a file that is replaced does not share with the old one; None without content."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return (found.st_dev, found.st_ino) if found.st_size else None
+
+
+def _forget(tracking_uri: str) -> None:
+    """Close MLflow's connections to what stood at a URI, and let its next client make the tables.
+
+    Its stores and their pools live as long as the process, and MLflow 3.17 has no call that ends
+    them. While a pool holds the old file open, no new one gets its number.
+    """
+    from mlflow.store.model_registry import sqlalchemy_store as of_models
+    from mlflow.store.tracking import sqlalchemy_store as of_runs
+    from mlflow.tracking._model_registry.utils import _get_store_registry
+    from mlflow.tracking._tracking_service.utils import _tracking_store_registry
+
+    for module in (of_models, of_runs):
+        if (engine := module.SqlAlchemyStore._engine_map.get(tracking_uri)) is not None:
+            engine.dispose()
+    for stores in (_get_store_registry(), _tracking_store_registry):
+        stores._get_store_with_resolved_uri.cache_clear()
 
 
 def _without_parameters(context: sa.ExceptionContext) -> None:

@@ -16,9 +16,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryError
-from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
+from rlhf_pipeline.registry.tracking import open_client
 
 PASSED = {"passed": True, "results": []}
 REFUSED = {
@@ -642,3 +643,26 @@ def test_a_server_that_is_not_there_is_a_refusal_with_its_reason(
     monkeypatch.setattr(registry.client, "get_registered_model", away)
     with pytest.raises(RegistryError, match="no route"):
         registry.reconcile(agent)
+
+
+def test_a_process_goes_on_when_mlflows_database_is_replaced(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    origin, file, backup = sqlite_path(registry.tracking_uri), tmp_path / "m.db", tmp_path / "b.db"
+    assert origin is not None
+    for copy in (file, backup):
+        shutil.copy(origin, copy)
+    uri = f"sqlite:///{file}"
+    open_client(uri).create_registered_model("since the backup")
+    assert open_client(uri) is open_client(uri)
+    backup.replace(file)
+    assert [
+        m.name for m in open_client(uri).search_registered_models("name = 'since the backup'")
+    ] == []
+    open_client(uri).set_registered_model_tag(model_name(agent), "color", "red")
+    file.write_bytes(b"\0" * 8192)
+    with pytest.raises(MlflowException, match="not a database"):
+        open_client(uri).get_registered_model(model_name(agent))
+    file.unlink()  # as a person does who has no backup: the next look makes the tables
+    open_client(uri).create_registered_model(model_name(agent))
+    assert file.stat().st_size
