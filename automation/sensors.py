@@ -39,7 +39,7 @@ from resources.pipeline import (
 from rlhf_pipeline.alerts import BLIND, UNSEEN, alerts_about, disk_alerts, name_alerts
 from rlhf_pipeline.config import Settings
 from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, minutes_since
-from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.errors import ConfigError, PipelineError, RegistryAway
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
 from rlhf_pipeline.experiment.watch import go_back_if_failing
@@ -263,6 +263,9 @@ def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipelin
             continue
         try:
             said += pipeline.registry.reconcile(agent_id).changes
+        except RegistryAway as error:  # its tries take seconds of a tick's minute, for each agent
+            failed.append(f"{agent_id}: {error}; the next tick looks at the agents after it")
+            break
         except PipelineError as error:  # the others' are kept in step all the same
             failed.append(f"{agent_id}: {error}")
     if failed:

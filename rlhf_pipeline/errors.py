@@ -25,6 +25,7 @@
     ├── BackupError            a state folder cannot be copied, or a copy not taken back
     ├── OrchestratorAway       Dagster does not answer, or refuses a run
     └── RegistryError          the registry or the promotion ledger refuses
+        ├── RegistryAway       MLflow's server does not answer
         ├── StalePromotion     the champion changed since the caller looked
         └── HashMismatch       a model's files are not the ones that were registered
 
@@ -149,6 +150,10 @@ class OrchestratorAway(PipelineError):
 
 class RegistryError(PipelineError):
     """The registry or the promotion ledger refuses."""
+
+
+class RegistryAway(RegistryError):
+    """MLflow's server does not answer."""
 
 
 class StalePromotion(RegistryError):

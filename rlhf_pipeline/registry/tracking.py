@@ -23,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from rlhf_pipeline.errors import ClaimLost, RegistryError
+from rlhf_pipeline.errors import ClaimLost, RegistryAway, RegistryError
 from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.records import hashed
 
@@ -127,13 +127,18 @@ def _open_embedded(tracking_uri: str) -> Any:
 
 @contextmanager
 def mlflow_refusals(wanted: str) -> Iterator[None]:
-    """Turn whatever MLflow raises into a RegistryError that says what was wanted."""
+    """Turn whatever MLflow raises into a RegistryError that says what was wanted.
+
+    It is a RegistryAway where the server did not answer at all.
+    """
     from mlflow.exceptions import MlflowException
+    from requests import RequestException
 
     try:
         yield
     except MlflowException as error:
-        raise RegistryError(
+        is_away = isinstance(error.__context__, RequestException)  # MLflow keeps no other sign
+        raise (RegistryAway if is_away else RegistryError)(
             f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error

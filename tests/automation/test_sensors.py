@@ -41,7 +41,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
-from rlhf_pipeline.files import locked, read_yaml, write_text
+from rlhf_pipeline.files import folder_sha256, locked, read_yaml, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.stages import BEGAN, REWARD
@@ -1000,6 +1000,27 @@ def test_an_agent_whose_files_are_lost_keeps_no_others_aliases_back(
     aside.rename(tmp_path / lost)  # the loop is every test's
     tick()
     assert loop.aliases(lost) == {"champion": 0}
+
+
+def test_a_server_that_is_away_costs_a_tick_the_tries_of_one_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # they take fourteen seconds
+    monkeypatch.setenv("RLHF_MLFLOW_URI", "http://127.0.0.1:9")
+    pipeline = Pipeline(recipe=str(write_recipe(tmp_path / "minute.yaml", tmp_path / "state")))
+    for agent in ("first", "second"):
+        pipeline.store.ensure_agent(agent)
+        path = folder(tmp_path / agent, agent)
+        pipeline.ledger.add_baseline(
+            agent, label="v0", path=path, files=folder_sha256(path), lineage={}, actor="test"
+        )
+
+    with (
+        dg.build_sensor_context(resources={"pipeline": pipeline}) as context,
+        pytest.raises(RuntimeError, match="the next tick looks at the agents after it") as caught,
+    ):
+        sensors.aliases_moved_by_hand(context)
+    assert str(caught.value).count("needs MLflow to agree") == 1
 
 
 # -- run_failed -------------------------------------------------------------------------------
