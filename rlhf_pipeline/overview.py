@@ -25,7 +25,7 @@ from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, now
-from rlhf_pipeline.registry.comparison import baseline_of, learned_per_thousand
+from rlhf_pipeline.registry.comparison import baseline_of, by_place, learned_per_thousand
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.store import FeedbackStore
@@ -190,7 +190,8 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
 def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> list[Standing]:
     """Return every version, newest first: what people, its comparison and the gate say of it."""
     opinions = _opinions(database, agent_id)
-    known, standing = ledger.versions(agent_id), ledger.standing(agent_id)
+    versions, standing = ledger.versions(agent_id), ledger.standing(agent_id)
+    known = by_place(versions)
     return [
         _standing(
             version,
@@ -198,13 +199,13 @@ def standings(database: db.Database, ledger: PromotionLedger, agent_id: str) -> 
             tuple(standing.roles(version.version)),
             opinions.get(version.version, []),
         )
-        for version in reversed(known)
+        for version in reversed(versions)
     ]
 
 
 def _standing(
     version: ModelVersion,
-    known: Sequence[ModelVersion],
+    known: Mapping[str, ModelVersion],
     roles: tuple[str, ...],
     said: Sequence[float],
 ) -> Standing:

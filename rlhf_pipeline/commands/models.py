@@ -89,7 +89,7 @@ def promote(
     that was rolled back, as champion or in an experiment, needs --force. What it was compared with
     is the champion of its day: where that is no longer the champion, a warning says so.
     """
-    from rlhf_pipeline.registry.comparison import compared_with
+    from rlhf_pipeline.registry.comparison import by_place, compared_with
 
     here = workspace()
     wanted, champion = here.version(agent, version), here.version(agent, "champion")
@@ -103,7 +103,7 @@ def promote(
         force=force,
     )
     typer.echo(outcome.words)
-    then = compared_with(wanted, here.ledger.versions(agent))
+    then = compared_with(wanted, by_place(here.ledger.versions(agent)))
     if outcome.changed and then is not None and then.version != champion.version:
         typer.echo(
             f"warning: version {wanted.version} was compared with version {then.version}, the "

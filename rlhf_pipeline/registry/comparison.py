@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_pipeline.evaluation.report import EvaluationReport
@@ -32,26 +32,34 @@ def pictures_of(version: ModelVersion) -> list[Path]:
     return [*drawn, *sorted((work / "ppo").rglob("over_optimisation.png"))]
 
 
-def compared_with(version: ModelVersion, known: Sequence[ModelVersion]) -> ModelVersion | None:
+def by_place(versions: Sequence[ModelVersion]) -> dict[str, ModelVersion]:
+    """Return an agent's versions, given oldest first, by the places that a lineage names."""
+    return {_place(version.path): version for version in versions}
+
+
+def compared_with(version: ModelVersion, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
     """Return who was champion when the version was trained and compared; None where unknown.
 
-    `known` are the agent's versions, oldest first.
+    `known` are the agent's versions by place.
     """
     return _at(version.lineage.get("started_from"), known)
 
 
-def baseline_of(version: ModelVersion, known: Sequence[ModelVersion]) -> ModelVersion | None:
+def baseline_of(version: ModelVersion, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
     """Return the baseline from which the version's score and KL are counted; None where unknown."""
     return _at(version.lineage.get("baseline"), known)
 
 
-def _at(place: str | None, known: Sequence[ModelVersion]) -> ModelVersion | None:
+def _at(path: str | None, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
+    return None if path is None else known.get(_place(Path(path)))
+
+
+def _place(path: Path) -> str:
     # The end of the path, as the state folder may have been elsewhere on that day.
-    found = (v for v in reversed(known) if (place or "").endswith("/".join(v.path.parts[-3:])))
-    return next(found, None)
+    return "/".join(path.parts[-3:])
 
 
-def learned_per_thousand(version: ModelVersion, known: Sequence[ModelVersion]) -> float | None:
+def learned_per_thousand(version: ModelVersion, known: Mapping[str, ModelVersion]) -> float | None:
     """Return how much higher the version scored than the champion of its day, for 1,000 more votes.
 
     By the gate's model on held-out prompts. Votes before reward models count in nothing: a baseline

@@ -13,7 +13,7 @@ from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
-from rlhf_pipeline.registry.comparison import compared_with, comparison_of
+from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of
 from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedger, Standing
 
 
@@ -25,7 +25,7 @@ def explain(ledger: PromotionLedger, agent_id: str, version: int) -> dict[str, A
     """
     found = ledger.version(agent_id, version)
     standing = ledger.standing(agent_id)
-    then = compared_with(found, ledger.versions(agent_id))
+    then = compared_with(found, by_place(ledger.versions(agent_id)))
     entries = [e for e in standing.history if version in (e.version, e.previous_version)]
     return {
         "agent_id": agent_id,

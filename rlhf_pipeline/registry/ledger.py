@@ -10,6 +10,7 @@ protect against: somebody who edits the tables by hand.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -648,10 +649,13 @@ def _withdrawn(
     for row in lost:
         words = f"was rolled back in an experiment ({row.reason})"
         moments.append((row.ended_at, row.challenger, words))
-    files = {version.version: dict(version.files) for version in versions}
+    files = {version.version: frozenset(version.files.items()) for version in versions}
+    twins: defaultdict[frozenset[tuple[str, str]], list[int]] = defaultdict(list)
+    for number, its in files.items():
+        twins[its].append(number)
     gone: dict[int, str] = {}
     for _, version, why in sorted(moments, key=lambda moment: moment[0]):
-        for twin in [number for number in files if files[number] == files[version]]:
+        for twin in twins[files[version]]:
             if why is None:
                 gone.pop(twin, None)
             elif twin == version:

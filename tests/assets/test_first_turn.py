@@ -14,7 +14,7 @@ from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import folder_sha256, read_json
 from rlhf_pipeline.ppo.result import TrainingResult
-from rlhf_pipeline.registry.comparison import learned_per_thousand
+from rlhf_pipeline.registry.comparison import by_place, learned_per_thousand
 from tests.assets.world import UPDATES, FirstTurn, Loop, failures
 
 ASSETS = (
@@ -147,7 +147,8 @@ def test_a_version_keeps_the_gates_numbers_and_its_whole_lineage(
     assert lineage["evaluation"]["score"] == pytest.approx(
         sum(report["scores"]["candidate"]) / report["prompts"]
     )
-    assert learned_per_thousand(version, loop.pipeline.ledger.versions("shop")) == pytest.approx(
+    known = by_place(loop.pipeline.ledger.versions("shop"))
+    assert learned_per_thousand(version, known) == pytest.approx(
         1000 * report["differences"]["baseline"]["gate_score"]["value"] / lineage["votes"]
     )
     assert lineage["votes"] == metadata(first_turn, "feedback_snapshot")["dagster/row_count"]

@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import PipelineError, RegistryError
 from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.page import STYLE as REPORT
 from rlhf_pipeline.evaluation.page import body
-from rlhf_pipeline.registry.comparison import compared_with, comparison_of, pictures_of
+from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of, pictures_of
 from rlhf_pipeline.serving.access import sign, unsign
 from rlhf_pipeline.serving.pages.data_page import form, form_of
 from rlhf_pipeline.serving.pages.parts import (
@@ -126,7 +126,8 @@ def _list(agent_id: str, waiting: Sequence[ModelVersion]) -> str:
 def _candidate(registry: ModelRegistry, version: ModelVersion, secret: bytes) -> str:
     """Return what there is to look at of one version, and the form where it may be promoted."""
     ledger, agent_id = registry.ledger, version.agent_id
-    standing, then = ledger.standing(agent_id), compared_with(version, ledger.versions(agent_id))
+    standing = ledger.standing(agent_id)
+    then = compared_with(version, by_place(ledger.versions(agent_id)))
     champion = standing.champion
     told = f"<h2>Version {version.version} ({inert(version.label)})</h2>"
     if champion is not None and then is not None:
