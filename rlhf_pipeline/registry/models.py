@@ -201,7 +201,8 @@ class ModelRegistry:
             model = self.client.get_registered_model(model_name(agent_id))
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
             adopted = self._hear(standing, aliases.get("champion"), model.tags, changes)
-            standing = self.ledger.standing(agent_id)
+            if changes:  # an upload took its time, or the ledger took over a person's move
+                standing = self.ledger.standing(agent_id)
             changes += self._set_aliases(standing, aliases, deadline)
             if model.tags.get(PROJECTED) != str(standing.entry):
                 self._tag_model(agent_id, PROJECTED, str(standing.entry))

@@ -338,6 +338,14 @@ def test_a_version_whose_run_was_deleted_is_registered_again(
     assert (entity.run_id or None) == (None if is_gone else run.run_id)
 
 
+def test_a_look_that_finds_nothing_to_do_reads_the_ledger_once(
+    registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = iter([registry.ledger.standing])
+    monkeypatch.setattr(registry.ledger, "standing", lambda agent_id: next(once)(agent_id))
+    assert registry.reconcile(agent).changes == ()
+
+
 def test_an_agent_without_a_baseline_has_nothing_to_reconcile(registry: ModelRegistry) -> None:
     assert registry.reconcile("nobody").changes == ()
 
