@@ -975,6 +975,22 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
     assert rlhf("experiment", "stop").stdout == "shop: stopped; version 0 answers everybody\n"
 
 
+def test_the_newest_experiments_are_shown_and_the_others_on_demand(shop: Path, rlhf: Run) -> None:
+    book = ExperimentBook(Workspace(None, str(shop)).store.database)
+    for challenger in range(1, 9):
+        if (running := book.running("shop")) is not None:
+            book.end(running, "stopped", "enough")
+        book.start("shop", champion=0, challenger=challenger, share=0.1, actor="test")
+    said = rlhf("experiment", "status").stdout
+    assert said.startswith("version 8 beside 0: running")
+    assert re.findall(r"version (\d)", said) == list("876543")
+    assert said.endswith("2 older; `rlhf experiment status --agent shop --all` shows them too\n")
+    whole = rlhf("experiment", "status", "--all").stdout
+    assert re.findall(r"version (\d)", whole) == list("87654321")
+    assert "older" not in whole
+    assert len(json.loads(rlhf("experiment", "status", "--json").stdout)) == 8
+
+
 def test_the_baseline_is_version_0_until_a_person_resets_it(
     shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

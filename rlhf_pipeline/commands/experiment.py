@@ -22,6 +22,8 @@ from rlhf_pipeline.commands.common import (
 if TYPE_CHECKING:
     from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 
+NEWEST = 6  # experiments to show: the one that runs, as none begins beside it, and five that ended
+
 
 def start(
     agent: Agent,
@@ -71,17 +73,26 @@ def start(
     )
 
 
-def status(agent: Agent, as_json: AsJson = False) -> None:
-    """Show the agent's experiments, newest first, with the latest look at each.
+def status(
+    agent: Agent,
+    every: Annotated[
+        bool, typer.Option("--all", help="All there were, not the newest alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the agent's newest experiments, newest first, with the latest look at each.
 
     Where a difference is above 0 the challenger is better; where less is better, it has less.
+    JSON has all there were.
     """
     from rlhf_pipeline.experiment.decision import SIGN
 
     here = workspace()
     here.need_agent(agent)
     book = _book(here)
-    found = [_told(book, experiment) for experiment in book.history(agent)]
+    history = book.history(agent)
+    shown = history if every or as_json else history[:NEWEST]
+    found = [_told(book, experiment) for experiment in shown]
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False, indent=2, default=str))
         return
@@ -98,11 +109,14 @@ def status(agent: Agent, as_json: AsJson = False) -> None:
         differences = (each["latest"] or {}).get("differences", {})
         for name, difference in differences.items():
             bounds = [difference[side] for side in ("low", "high")]
-            shown = ["?" if bound is None else f"{bound:+.3f}" for bound in bounds]
+            sides = ["?" if bound is None else f"{bound:+.3f}" for bound in bounds]
             typer.echo(
-                f"  {name}: {difference['value']:+.3f} ({' to '.join(shown)}), "
+                f"  {name}: {difference['value']:+.3f} ({' to '.join(sides)}), "
                 f"{difference['challenger_users']} and {difference['champion_users']} users"
             )
+    if len(history) > len(found):
+        more = len(history) - len(found)
+        typer.echo(f"{more} older; `rlhf experiment status --agent {agent} --all` shows them too")
 
 
 def stop(

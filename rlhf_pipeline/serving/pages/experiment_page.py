@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PATH = "/experiments"
 SHOWN = 10  # looks in the table
+NEWEST = 6  # experiments to lead to, until a person asks for all
 DRAWN = (
     "The difference is surely within the band; dotted: how much worse it may be and still be "
     "promoted. Beyond ±0.1 the scale is logarithmic."
@@ -58,7 +59,7 @@ def add_experiment_page(
 ) -> None:
     """Add the page. `agents` names everybody known."""
 
-    def made(agent_id: str, experiment_id: str | None) -> Response:
+    def made(agent_id: str, experiment_id: str | None, older: bool) -> Response:
         nonce = new_nonce()
         book = ExperimentBook(gateway.store.database)
         if agent_id not in agents():
@@ -69,11 +70,11 @@ def add_experiment_page(
             return answer(_none(agent_id, every, nonce), nonce, 404)
         metrics = [PRIMARY, *guardrails_under(gateway.rules_of_trials(agent_id))]
         looks = book.looks(chosen[0].experiment_id)
-        return answer(render(chosen[0], looks, metrics, every, nonce), nonce)
+        return answer(render(chosen[0], looks, metrics, every, nonce, older=older), nonce)
 
-    async def page(agent_id: str, experiment: str | None = None) -> Response:
-        """Show an agent's newest experiment, or the one that is named."""
-        return await run_in_threadpool(made, agent_id, experiment)
+    async def page(agent_id: str, experiment: str | None = None, older: str = "") -> Response:
+        """Show an agent's newest experiment, or the one that is named; lead to `older` ones too."""
+        return await run_in_threadpool(made, agent_id, experiment, bool(older))
 
     app.add_api_route(PATH + "/{agent_id}", page, include_in_schema=False)
 
@@ -84,11 +85,16 @@ def render(
     metrics: Sequence[Metric],
     every: Sequence[Experiment],
     nonce: str,
+    *,
+    older: bool = False,
 ) -> str:
-    """Return the page of one experiment; `every` are the agent's, newest first."""
+    """Return the page of one experiment; `every` are the agent's, newest first.
+
+    It leads to the newest of them, or to the `older` ones too.
+    """
     e = experiment
     parts = [
-        _nav(e.agent_id, every),
+        _nav(e.agent_id, every, older=older),
         f"<h1>Version {e.challenger} beside champion {e.champion}</h1>",
         "".join(f"<p>{inert(line)}</p>" for line in told(e, looks, metrics)),
     ]
@@ -222,12 +228,14 @@ def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
-def _nav(agent_id: str, every: Sequence[Experiment]) -> str:
+def _nav(agent_id: str, every: Sequence[Experiment], *, older: bool = False) -> str:
+    path, shown = f"{PATH}/{quote(agent_id)}", every if older else every[:NEWEST]
     links = " ".join(
-        f'<a href="{PATH}/{quote(agent_id)}?experiment={quote(other.experiment_id)}">'
-        f"{when(other.started_at)}</a>"
-        for other in every
+        f'<a href="{path}?experiment={quote(other.experiment_id)}">{when(other.started_at)}</a>'
+        for other in shown
     )
+    if more := len(every) - len(shown):
+        links += f' <a href="{path}?older=1">and {more} older</a>'
     return f'<nav><a href="/dashboard/{quote(agent_id)}">{inert(agent_id)}</a> {links}</nav>'
 
 

@@ -116,6 +116,16 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     other = client.get("/experiments/tea?experiment=other")
     assert other.status_code == 404
     assert f'"/experiments/tea?experiment={begun.experiment_id}"' in other.text
+    for _ in range(7):
+        book.end(
+            book.start("tea", champion=1, challenger=2, share=0.1, actor="test"), "stopped", ""
+        )
+    newest = client.get("/experiments/tea").text
+    assert newest.count('"/experiments/tea?experiment=') == 6
+    assert '<a href="/experiments/tea?older=1">and 2 older</a>' in newest
+    older = client.get("/experiments/tea?older=1").text
+    assert older.count('"/experiments/tea?experiment=') == 8
+    assert "older</a>" not in older
     nobody = client.get("/experiments/nobody")
     assert (nobody.status_code, "<h1>No such agent</h1>" in nobody.text) == (404, True)
     store.ensure_agent("milk")
