@@ -28,7 +28,7 @@ from typing import Any
 
 import structlog
 
-from rlhf_pipeline.errors import HashMismatch, RegistryError, StalePromotion
+from rlhf_pipeline.errors import HashMismatch, RegistryAway, RegistryError, StalePromotion
 from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
@@ -277,6 +277,8 @@ class ModelRegistry:
                 "the files' hashes are right",
                 expected_champion=champion.version,
             )
+        except RegistryAway:
+            raise  # its files could not be looked at: the next reconciliation hears of it
         except RegistryError as error:
             reason = f"the champion alias on MLflow version {found} was set back: {error}"
             self._tag_model(agent_id, "rlhf.set_back", as_tag(f"{now():%F %T} UTC: {reason}"))

@@ -77,7 +77,8 @@ def open_client(tracking_uri: str) -> Any:
             file.parent.mkdir(parents=True, exist_ok=True)
             with Path(f"{file}.lock").open("w") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-                _forget(tracking_uri)
+                if client is not None:
+                    _forget(tracking_uri)
                 client = _open_embedded(tracking_uri)
     _opened[tracking_uri] = client, None if file is None else _identity(file)
     return client

@@ -10,12 +10,13 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryError
+from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
@@ -222,6 +223,19 @@ def test_a_move_to_a_version_whose_files_changed_is_set_back(
     registry.reconcile(agent)
     assert aliases(registry, agent)["champion"] == 0
     assert "model.safetensors changed" in set_back_reason(registry, agent)
+
+
+def test_a_move_that_cannot_be_checked_as_mlflow_is_away_is_heard_later(
+    registry: ModelRegistry, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(registry, agent, tmp_path)
+    move(registry, agent, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "_stored", Mock(side_effect=RegistryAway("no answer")))
+        with pytest.raises(RegistryAway):
+            registry.reconcile(agent)
+    assert aliases(registry, agent)["champion"] == 1
+    assert registry.reconcile(agent).adopted is not None
 
 
 def test_a_move_to_a_version_the_ledger_does_not_know_is_set_back(
