@@ -70,9 +70,9 @@ SILENT = 0.5
 CLOCKS_APART = timedelta(hours=1)  # of two machines, at the most
 ROWS_AT_ONCE = 1000
 ANSWERS_AT_ONCE = 100_000  # counted in one tick of a sensor, which Dagster ends after a minute
-SETTLED = timedelta(minutes=15)
+SETTLED = CLOCKS_APART + timedelta(minutes=15)
 """Age from which an answer is counted for good: a younger one may yet be stored after one that was
-given later, and would be passed over."""
+given later, or by a machine whose clock is behind, and would be passed over."""
 REFUSES = re.compile(
     r"\b(i (can(no|')?t|won'?t|must decline)|i( a|')m (sorry|unable|not able))\b",
     re.IGNORECASE,
@@ -185,7 +185,8 @@ def catch_up(
 ) -> bool:
     """Count answers that are SETTLED for good; return whether all of them are counted.
 
-    They are counted anew where the share, a rule or an erasure changed what counts.
+    They are counted anew where the share, a rule or an erasure changed what counts, and where the
+    clock was set back, as answers are stored then whose moments were passed already.
     """
     with _READING:
         tally = _kept(database, experiment, settings)
@@ -206,9 +207,12 @@ def _kept(database: db.Database, experiment: Experiment, settings: ExperimentSet
             connection.execute(erased).scalar_one(),
         )
     place = (str(database.url), experiment.agent_id)
-    if place not in _KEPT or _KEPT[place][0] != under:
-        _KEPT[place] = under, _Tally()
-    return _KEPT[place][1]
+    then, tally = _KEPT.get(place, (None, _Tally()))
+    is_set_back = tally.until is not None and tally.until > now() - SETTLED
+    if then != under or is_set_back:
+        tally = _Tally()
+        _KEPT[place] = under, tally
+    return tally
 
 
 def guardrails_under(settings: ExperimentSettings) -> list[Metric]:

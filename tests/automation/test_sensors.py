@@ -1403,7 +1403,7 @@ def test_an_experiment_with_more_answers_than_a_tick_counts_is_looked_at_in_a_la
     store, book = ticks.pipeline.store, ExperimentBook(ticks.pipeline.database)
     store.ensure_agent("shop")
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
-    long_ago = now() - timedelta(hours=1)
+    long_ago = now() - timedelta(hours=2)
     store.add_interactions(
         [
             Interaction(

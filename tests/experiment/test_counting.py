@@ -121,6 +121,33 @@ def test_a_young_answer_is_not_passed_over_though_a_younger_one_was_stored_first
     assert arms["length"].challenger.users == 2
 
 
+def test_an_answer_of_a_machine_whose_clock_is_behind_is_not_passed_over(
+    store: FeedbackStore,
+) -> None:
+    _, experiment = begin(store, 0.5)
+    store.add_interactions([answer(experiment, "ann", at=now() - live.CLOCKS_APART / 2)])
+    live.measured(store.database, experiment, SETTINGS)
+    store.add_interactions([answer(experiment, "bob", at=now() - live.CLOCKS_APART)])
+    arms, _ = live.measured(store.database, experiment, SETTINGS)
+    assert arms["length"].challenger.users == 2
+
+
+def test_what_comes_after_a_clock_was_set_back_is_not_passed_over(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, experiment = begin(store, 0.5)
+    store.add_interactions([answer(experiment, "ann")])
+    with monkeypatch.context() as ahead:
+        ahead.setattr(live, "now", lambda: now() + LATER)
+        live.measured(store.database, experiment, SETTINGS)
+    store.add_interactions([answer(experiment, "bob", at=now() - live.SETTLED / 2)])
+    for behind in (timedelta(0), LATER):  # and nothing is counted twice once its time has come
+        monkeypatch.setattr(live, "now", lambda behind=behind: now() + behind)
+        arms, _ = live.measured(store.database, experiment, SETTINGS)
+        assert arms["length"].challenger.users == 2
+        assert arms["length"].champion.users == 0
+
+
 def test_votes_from_before_an_experiment_are_not_looked_at(store: FeedbackStore) -> None:
     _, experiment = begin(store, 0.5)
     said = answer(experiment, "ann")
