@@ -30,6 +30,8 @@ USUAL = 10  # times the answers looked at tell how often another version fails
 READ_AT_MOST = 10  # times the answers looked at: others were asked of the baseline
 REQUESTS_FAULT = frozenset({"unsafe_request"})
 """Rules that the request broke, so that the champion was not asked."""
+_FOUND: dict[tuple[str, str, int], datetime] = {}
+"""By database, agent and entry: when a promotion was found first that is dated later than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,18 @@ def go_back_if_failing(
         return None
     rules = settings.experiments
     most, share = rules.trouble_answers, rules.trouble_share
-    found = failures(registry.ledger.database, agent_id, most=most, since=promoted.created_at)
+    database, since, until = ledger.database, promoted.created_at, None
+    if since > at:
+        # The clock that dated it was ahead, or was set back since. Answers count from the first
+        # look on: else all it fails at until then would be how the champion before it failed.
+        key = (str(database.url), agent_id, promoted.entry)
+        since = _FOUND[key] = min(at, _FOUND.get(key, at))
+        until = at  # what is dated later may be by the champion before it
+    found = failures(database, agent_id, most=most, since=since, until=until)
     previous = ledger.standing(agent_id).previous
     if previous is None or not is_trouble(found, most=most, share=share):
         return None
-    before = failures(
-        registry.ledger.database, agent_id, most=USUAL * most, until=promoted.created_at
-    )
+    before = failures(database, agent_id, most=USUAL * most, until=since)
     if not is_trouble(found, most=most, share=share, usual=before.usual):
         return None
     registry.folder_of(previous)

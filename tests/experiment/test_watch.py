@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -69,6 +70,7 @@ def answers(
     user: str | None = "user-{}",
     before: bool = False,
     arm: str = "champion",
+    at: datetime | None = None,
 ) -> None:
     """Store so many answers of as many people, the last failed, now or before the promotion."""
     rows = []
@@ -82,7 +84,7 @@ def answers(
                 prompt=user_prompt("what now?"),
                 completion="this",
                 model_version=0 if fails or before else 1,
-                created_at=(LONG_AGO if before else now()) + timedelta(milliseconds=n),
+                created_at=(at or (LONG_AGO if before else now())) + timedelta(milliseconds=n),
                 user_id=None if user is None else user.format(n),
                 arm="baseline" if fails and arm == "champion" else arm,
                 sampling=events,
@@ -193,6 +195,24 @@ def test_only_in_its_first_days_and_only_to_a_sound_version(
         looked(ledger, sound=False)
     ledger.reset_baseline(AGENT, actor="ann", reason="it was promoted all the same")
     assert looked(ledger, days=6.9) == "rolled back from 1 to 0"
+
+
+def test_one_that_was_promoted_while_a_clock_was_ahead_is_watched_from_the_first_look(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    ledger, moment = ledger_of_two(store, tmp_path), now()
+    ahead = moment + timedelta(hours=2)
+    answers(store, 60, failed=2, before=True)
+    answers(store, 60, at=ahead - timedelta(minutes=1), failed=20, user="early-{}", before=True)
+    with patch("rlhf_pipeline.records.now", lambda: ahead):
+        ledger.promote(AGENT, 1, actor="ann", reason="passed", expected_champion=0)
+    assert looked(ledger) is None
+    answers(store, 50, failed=13)
+    later = 1 / 24
+    assert looked(ledger, days=later) is None
+    answers(store, 1, failed=1, user="another")
+    assert looked(ledger, days=later) == "rolled back from 1 to 0"
+    assert ledger.history(AGENT)[-1].reason.endswith("the champion before it at 2 of 60")
 
 
 def test_version_0_has_nothing_to_go_back_to(store: FeedbackStore, tmp_path: Path) -> None:
