@@ -63,7 +63,9 @@ def end_dead_turns(
         is_terminated = bool(runs) and runs[-1].status in TERMINATED
         for run in runs:
             if not run.is_finished:
-                words = f"no heartbeat since {claim.heartbeat_at:%H:%M:%S} UTC: worker died"
+                words = (
+                    f"no heartbeat since {claim.heartbeat_at:%Y-%m-%d %H:%M:%S} UTC: worker died"
+                )
                 instance.report_run_failed(run, message=words)
         if is_terminated:
             pipeline.claims.give_up(claim.token, "terminated by hand")

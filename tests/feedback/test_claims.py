@@ -18,7 +18,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ClaimLost, ClaimRefused
 from rlhf_pipeline.feedback import raters
-from rlhf_pipeline.feedback.claims import LEASE, NO_TRAINING, Claim, ClaimBook, check_token
+from rlhf_pipeline.feedback.claims import AHEAD, LEASE, NO_TRAINING, Claim, ClaimBook, check_token
 
 
 class Clock:
@@ -92,6 +92,42 @@ def test_a_stale_claim_is_taken_over_with_a_higher_token(book: ClaimBook, clock:
     first, second = book.history("tea")
     assert (first.state, second.state) == ("lost", "held")
     assert first.reason == "lease ran out; run-2 took over"
+
+
+def test_a_dead_claim_of_a_clock_that_was_ahead_runs_out_as_one_of_now(
+    book: ClaimBook, clock: Clock
+) -> None:
+    old = claim(book)
+    clock.passes(-timedelta(days=30))  # and the run is gone
+    with pytest.raises(ClaimRefused, match=r"heartbeat 2026-03-01 02:00:00 UTC"):
+        claim(book, holder="run-2")
+    clock.passes(LEASE)
+    assert [stale.token for stale in book.stale()] == [old.token]
+    assert claim(book, holder="run-2").attempt == 2
+
+
+def test_a_claim_whose_holder_lives_outlasts_a_clock_that_is_set_back(
+    book: ClaimBook, clock: Clock
+) -> None:
+    made = claim(book)
+    clock.passes(-timedelta(days=30))
+    for _ in range(3):
+        assert book.stale() == []
+        clock.passes(LEASE - timedelta(seconds=1))
+        book.beat(made.token)
+    with pytest.raises(ClaimRefused):
+        claim(book, holder="run-2")
+
+
+def test_a_holder_whose_clock_is_ahead_as_clocks_may_be_keeps_its_lease(
+    book: ClaimBook, clock: Clock
+) -> None:
+    made = claim(book)
+    clock.passes(-AHEAD)
+    assert book.stale() == []
+    with pytest.raises(ClaimRefused):
+        claim(book, holder="run-2")
+    assert book.held("tea") == made
 
 
 def test_one_agents_claims_are_no_business_of_another(book: ClaimBook) -> None:
