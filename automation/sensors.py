@@ -38,7 +38,7 @@ from resources.pipeline import (
 )
 from rlhf_pipeline.alerts import BLIND, UNSEEN, alerts_about, disk_alerts, name_alerts
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, minutes_since
+from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, minutes_in_a_day
 from rlhf_pipeline.errors import ConfigError, PipelineError, RegistryAway
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
@@ -216,7 +216,7 @@ def dead_runs(
             continue
         is_first = claim.fingerprint == bootstrap_mark(claim.agent_id)
         history = pipeline.claims.history(claim.agent_id)
-        day = minutes_since(history, now() - timedelta(hours=24))
+        day = minutes_in_a_day(history, now())
         if not is_first and day >= rules.gpu_minutes_per_night:
             continue  # as one that its deadline ended: the budget says when the next turn starts
         if is_first:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
 from rlhf_pipeline.database import Database, erasures
 from rlhf_pipeline.experiment.book import ExperimentBook
-from rlhf_pipeline.feedback.claims import Claim, ClaimBook
+from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
@@ -97,7 +97,7 @@ def due(
     if new.votes < needed or new.newest_received_at is None:
         return NotDue(agent_id, f"{new.votes} new votes of the {needed} needed")
     age, quiet = at - new.newest_received_at, timedelta(seconds=rules.min_age_seconds)
-    if age < quiet:
+    if _is_young(age, quiet):
         # An assistant that people use around the clock is never quiet.
         until = at - PATIENCE * quiet
         new = store.new_since(agent_id, watermark, until=until, most=most)
@@ -110,13 +110,14 @@ def due(
             )
     history = claims.history(agent_id)
     if last is not None and last.watermark > 0:  # version 0 from seeds needs no rest
-        rested = (at - last.heartbeat_at).total_seconds() / 60
-        if rested < rules.cool_down_minutes:
+        rested = at - last.heartbeat_at
+        if _is_young(rested, timedelta(minutes=rules.cool_down_minutes)):
             return NotDue(
                 agent_id,
-                f"{rested:.1f} min since the last turn, {rules.cool_down_minutes:g} needed",
+                f"{rested / timedelta(minutes=1):.1f} min since the last turn, "
+                f"{rules.cool_down_minutes:g} needed",
             )
-    spent = minutes_since(history, at - timedelta(hours=24))
+    spent = minutes_in_a_day(history, at)
     if spent >= rules.gpu_minutes_per_night:
         return NotDue(
             agent_id,
@@ -128,7 +129,7 @@ def due(
         # One that died may be found long after; who finds it asks for it again at once.
         ended = latest.expires_at if latest.state == "lost" else latest.heartbeat_at
         waited = at - ended
-        if waited < wait:
+        if _is_young(waited, wait):
             return NotDue(
                 agent_id,
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
@@ -142,6 +143,11 @@ def due(
         mark = earlier[-1].fingerprint[:16]
         return NotDue(agent_id, f"{len(earlier)} attempts at {mark} failed; a person must look")
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
+
+
+def _is_young(age: timedelta, needed: timedelta) -> bool:
+    """Say whether an age is below what is needed; what a clock far ahead dated is not young."""
+    return -AHEAD <= age < needed
 
 
 def lacks_for_reward(
@@ -294,9 +300,10 @@ def back_off(failures: int) -> timedelta:
     return BACK_OFF * times
 
 
-def minutes_since(history: list[Claim], start: datetime) -> float:
-    """Return how many minutes the claims were at work since a moment."""
-    seconds = 0.0
+def minutes_in_a_day(history: list[Claim], at: datetime) -> float:
+    """Return how many minutes the claims were at work in the 24 hours before a moment."""
+    start, seconds = at - timedelta(hours=24), 0.0
     for claim in history:
-        seconds += max(0.0, (claim.heartbeat_at - max(claim.created_at, start)).total_seconds())
+        began, ended = max(claim.created_at, start), min(claim.heartbeat_at, at)
+        seconds += max(0.0, (ended - began).total_seconds())
     return seconds / 60

@@ -21,7 +21,7 @@ from rlhf_pipeline.continuous import (
     NotDue,
     back_off,
     due,
-    minutes_since,
+    minutes_in_a_day,
     reward_lacks,
     unfinished,
 )
@@ -251,6 +251,27 @@ def test_the_next_turn_waits_for_the_last_to_cool_down(agent: Agent) -> None:
     assert isinstance(agent.asks(cool_down_minutes=12), Due)
 
 
+@pytest.mark.parametrize("ended", ["done", "failed"])
+def test_nothing_waits_for_what_a_clock_far_ahead_dated(agent: Agent, ended: str) -> None:
+    right, agent.at = agent.at, agent.at + timedelta(days=30)
+    agent.send(5)
+    agent.turn(agent.at, 200, ended)
+    with patch("rlhf_pipeline.feedback.store.now", lambda: agent.at):
+        agent.send(5)
+    agent.at = right
+    assert isinstance(agent.asks(), Due)
+
+
+@pytest.mark.parametrize("ended", ["done", "failed"])
+def test_what_another_machines_clock_dated_a_little_later_is_young(
+    agent: Agent, ended: str
+) -> None:
+    agent.send(5)
+    agent.turn(agent.at - timedelta(minutes=5), 10, ended)
+    agent.send(5)
+    assert agent.refusal().startswith("-5.0 min since")
+
+
 def test_only_what_is_new_since_the_last_turn_counts(agent: Agent) -> None:
     agent.send(9)
     agent.turn(agent.at - timedelta(hours=2), 10, "done")
@@ -294,10 +315,15 @@ def test_only_the_part_within_the_day_counts() -> None:
         first, last = (start + timedelta(hours=h) for h in (began, ended))
         return Claim(1, "tea", "f", 1, 1, "done", "run", "sensor", first, last, last)
 
-    assert minutes_since([], start) == 0
-    assert minutes_since([claim(1, 2), claim(3, 3.5)], start) == 90
-    assert minutes_since([claim(-1, 0.5)], start) == 30  # begun the day before
-    assert minutes_since([claim(-3, -2)], start) == 0
+    def counted(*claims: Claim) -> float:
+        return minutes_in_a_day([*claims], start + timedelta(hours=24))
+
+    assert counted() == 0
+    assert counted(claim(1, 2), claim(3, 3.5)) == 90
+    assert counted(claim(-1, 0.5)) == 30  # begun the day before
+    assert counted(claim(-3, -2)) == 0
+    assert counted(claim(23.5, 40)) == 30  # a clock that was ahead wrote the end
+    assert counted(claim(30, 40)) == 0
 
 
 def test_a_failed_attempt_is_tried_again_after_a_while_that_doubles(agent: Agent) -> None:

@@ -26,7 +26,7 @@ from rlhf_pipeline.records import now
 LEASE = timedelta(minutes=3)
 BEAT_SECONDS = 20.0
 AHEAD = timedelta(hours=1)
-"""What a lease may outlast LEASE by, as clocks are apart; another was written by a wrong clock."""
+"""How far another machine's clock may be ahead; what is dated later was dated by a wrong one."""
 ERASURE, PRUNE = "erasure", "prune"
 NO_TRAINING = (ERASURE, PRUNE)  # asked_by of claims that only keep turns away: no attempts at one
 
