@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, timedelta
+from typing import Any
 
 import dagster as dg
 import structlog
@@ -68,12 +69,12 @@ def enough_new_feedback(
     turns, reasons = due_turns(context.instance, pipeline)
     requests = []
     for turn, rules in turns:
-        ended, reason = _ended_unclaimed(context.instance, pipeline, turn, rules.max_attempts)
+        used, reason = _ended_unclaimed(context.instance, pipeline, turn, rules.max_attempts)
         if reason is not None:
             reasons.append(f"{turn.agent_id}: {reason}")
             continue
         asked = request(turn, asked_by="sensor", deadline_minutes=rules.deadline_minutes)
-        requests.append(asked._replace(run_key=f"{asked.run_key}.{ended}") if ended else asked)
+        requests.append(asked._replace(run_key=f"{asked.run_key}.{used}") if used else asked)
     if not requests and not fresh:
         return dg.SkipReason("; ".join(reasons) or "no agent has sent feedback yet")
     return dg.SensorResult(
@@ -85,26 +86,32 @@ def enough_new_feedback(
 def _ended_unclaimed(
     instance: dg.DagsterInstance, pipeline: Pipeline, turn: Due, most: int
 ) -> tuple[int, str | None]:
-    """Return how many runs that were asked for ended before they claimed, and why none starts now.
+    """Return how many run keys of the turn led to no claim, and why none starts now.
 
-    Counted since the agent's last claim; what a person began is not. A run key is used up even by a
-    run whose process never came to its first step, or that a person cancelled in the queue; without
-    this count the turn would never be asked for again.
+    A run key is used up even by a run whose process never came to its first step, or that a person
+    cancelled in the queue, or whose claim went as the store was put back to an older copy; without
+    this count the turn would never be asked for again. It waits for those that came to nothing
+    since the agent's last claim. What a person began counts for neither.
     """
     claims = pipeline.claims.history(turn.agent_id)
-    records = instance.get_run_records(
-        dg.RunsFilter(
-            job_name=retrain.name,
-            tags={AGENT: turn.agent_id},
-            statuses=CAME_TO_NOTHING,
-            created_after=claims[-1].created_at if claims else None,
-        )
+
+    def unclaimed(**which: Any) -> list[dg.RunRecord]:
+        records = instance.get_run_records(dg.RunsFilter(job_name=retrain.name, **which))
+        asked = [r for r in records if WATERMARK in r.dagster_run.tags]
+        return [r for r in asked if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
+
+    ended = unclaimed(
+        tags={AGENT: turn.agent_id},
+        statuses=CAME_TO_NOTHING,
+        created_after=claims[-1].created_at if claims else None,
     )
-    asked = [r for r in records if WATERMARK in r.dagster_run.tags]
-    ended = [r for r in asked if pipeline.claims.of_holder(r.dagster_run.run_id) is None]
+    used = unclaimed(
+        tags={AGENT: turn.agent_id, WATERMARK: str(turn.watermark)},
+        statuses=[*CAME_TO_NOTHING, dg.DagsterRunStatus.SUCCESS],
+    )
     same = [r for r in ended if r.dagster_run.tags[WATERMARK] == str(turn.watermark)]
     words = f"{len(ended)} runs ended before they began"
-    return len(ended), _why_wait(ended, words, is_over=len(same) >= most)
+    return len(used), _why_wait(ended, words, is_over=len(same) >= most)
 
 
 def _why_wait(failed: Sequence[dg.RunRecord], words: str, *, is_over: bool) -> str | None:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import sqlite3
 import threading
 import time
 import urllib.error
@@ -344,6 +345,34 @@ def test_a_run_that_ended_before_it_began_is_asked_for_again_later(
     assert "3 runs ended before they began; next in" in later(2 * BACK_OFF).skip_message
     [other] = later(4 * BACK_OFF).run_requests
     assert other.tags[WATERMARK] != third.tags[WATERMARK]
+
+
+def test_a_turn_whose_claim_went_as_the_store_was_put_back_is_asked_for_again(
+    ticks: Ticks,
+) -> None:
+    agent, database = "put-back", ticks.pipeline.database
+    ticks.instance.add_dynamic_partitions("agents", [agent])
+    ticks.vote(agent, 40)
+    [asked] = ticks.tick("enough_new_feedback").run_requests
+    key = asked.run_key
+    for n in (1, 2):
+        older = sqlite3.connect(":memory:")
+        with contextlib.closing(sqlite3.connect(str(database.url.database))) as store:
+            store.backup(older)
+        run = ticks.instance.create_run_for_job(
+            definitions().resolve_job_def("retrain"),
+            status=dg.DagsterRunStatus.SUCCESS,
+            tags={**asked.tags, AGENT: agent},
+        )
+        claims = ticks.pipeline.claims
+        claim = claims.claim(agent, "f" * 64, 40, holder=run.run_id, asked_by="sensor")
+        claims.finish(claim.token, "done", "promoted")
+        assert "0 new votes of" in ticks.tick("enough_new_feedback").skip_message
+        with contextlib.closing(sqlite3.connect(str(database.url.database))) as store:
+            older.backup(store)
+        older.close()
+        [asked] = ticks.tick("enough_new_feedback").run_requests
+        assert asked.run_key == f"{key}.{n}"  # the daemon would not start a key twice
 
 
 # -- dropped_files ----------------------------------------------------------------------------
