@@ -39,7 +39,7 @@ from resources.pipeline import (
 )
 from rlhf_pipeline.alerts import BLIND, UNSEEN, alerts_about, disk_alerts, name_alerts
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, minutes_in_a_day
+from rlhf_pipeline.continuous import Due, attempts_at, back_off, due, is_young, minutes_in_a_day
 from rlhf_pipeline.errors import ConfigError, PipelineError, RegistryAway
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.live import ANSWERS_AT_ONCE, catch_up, look
@@ -121,8 +121,8 @@ def _why_wait(failed: Sequence[dg.RunRecord], words: str, *, is_over: bool) -> s
     if is_over:
         return f"{words}; a person must look"
     latest = max(record.update_timestamp for record in failed).replace(tzinfo=UTC)
-    wait = latest + back_off(len(failed)) - now()
-    return f"{words}; next in {wait}" if wait > timedelta() else None
+    age, wait = now() - latest, back_off(len(failed))
+    return f"{words}; next in {wait - age}" if is_young(age, wait) else None
 
 
 @dg.sensor(

@@ -97,7 +97,7 @@ def due(
     if new.votes < needed or new.newest_received_at is None:
         return NotDue(agent_id, f"{new.votes} new votes of the {needed} needed")
     age, quiet = at - new.newest_received_at, timedelta(seconds=rules.min_age_seconds)
-    if _is_young(age, quiet):
+    if is_young(age, quiet):
         # An assistant that people use around the clock is never quiet.
         until = at - PATIENCE * quiet
         new = store.new_since(agent_id, watermark, until=until, most=most)
@@ -111,7 +111,7 @@ def due(
     history = claims.history(agent_id)
     if last is not None and last.watermark > 0:  # version 0 from seeds needs no rest
         rested = at - last.heartbeat_at
-        if _is_young(rested, timedelta(minutes=rules.cool_down_minutes)):
+        if is_young(rested, timedelta(minutes=rules.cool_down_minutes)):
             return NotDue(
                 agent_id,
                 f"{rested / timedelta(minutes=1):.1f} min since the last turn, "
@@ -129,7 +129,7 @@ def due(
         # One that died may be found long after; who finds it asks for it again at once.
         ended = latest.expires_at if latest.state == "lost" else latest.heartbeat_at
         waited = at - ended
-        if _is_young(waited, wait):
+        if is_young(waited, wait):
             return NotDue(
                 agent_id,
                 f"{waited / timedelta(minutes=1):.1f} min since a turn failed ({len(failed)} since "
@@ -145,7 +145,7 @@ def due(
     return Due(agent_id, new.newest_seq, new.votes, len(earlier) + 1)
 
 
-def _is_young(age: timedelta, needed: timedelta) -> bool:
+def is_young(age: timedelta, needed: timedelta) -> bool:
     """Say whether an age is below what is needed; what a clock far ahead dated is not young."""
     return -AHEAD <= age < needed
 

@@ -334,6 +334,7 @@ def test_a_run_that_ended_before_it_began_is_asked_for_again_later(
 
     [again] = later(BACK_OFF).run_requests
     assert again.run_key == f"{first.run_key}.1"  # the daemon would not start the first key twice
+    assert later(-timedelta(days=30)).run_requests  # a clock far ahead dated its end
     die(again)
     assert "2 runs ended" in later(BACK_OFF).skip_message
     [third] = later(2 * BACK_OFF).run_requests
