@@ -9,6 +9,7 @@ a disk that lies about fsync, and somebody who edits the file.
 from __future__ import annotations
 
 import functools
+import os
 import sqlite3
 import threading
 import time
@@ -384,7 +385,8 @@ class Database:
             sa.event.listen(self.engine, "begin", _begin_as_asked)
         self._migrate_once = threading.Lock()
         self._revision: str | None = None  # that the schema was brought up to here
-        self._overtaken = False
+        self._file: tuple[int, int] | None = None  # SQLite's, as it was opened
+        self._overtaken = self._put_away = False
 
     @contextmanager
     def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
@@ -404,6 +406,7 @@ class Database:
                     connection.execute(ALONE)
                 self._refuse_if_overtaken(connection)
             yield connection
+            self._refuse_if_replaced()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -421,6 +424,7 @@ class Database:
         """
         if not self.is_sqlite:
             options["isolation_level"] = isolation
+        self._refuse_if_replaced()  # before a new connection makes a file where none is
         try:
             connection = self.engine.execution_options(**options).connect()
         except sa.exc.TimeoutError as error:
@@ -434,6 +438,7 @@ class Database:
         with self._migrate_once:
             if self._revision is None:
                 self._revision = _run_migrations(self.engine)
+                self._file = self._file_there()
 
     def overtaken_by(self, connection: sa.Connection) -> str | None:
         """Return to which migration a newer release has brought the store since, or None."""
@@ -454,6 +459,42 @@ class Database:
                     "newer release has brought it since; end this process and start that release"
                 ),
             )
+
+    def is_replaced(self) -> bool:
+        """Say whether SQLite's file is no longer the one that was opened here, or not there."""
+        return self._revision is not None and self._file_there() != self._file
+
+    def _file_there(self) -> tuple[int, int] | None:
+        if not self.is_sqlite or self.url.database in (None, "", ":memory:"):
+            return None
+        try:
+            found = os.stat(self.url.database)
+        except OSError:  # there is none
+            return None
+        return found.st_dev, found.st_ino
+
+    def _refuse_if_replaced(self) -> None:
+        """Raise OperationalError where a commit would go into a file that nobody reads again.
+
+        SQLite goes on writing to an open file, wherever it was moved to, or removed. To open the
+        one that is there now would not do: models, keys and MLflow are held of the former too.
+        """
+        if not self.is_replaced():
+            return
+        if not self._put_away:  # once: senders try again and again
+            log.error(
+                "the store's file was put away or replaced: nothing is stored from here now",
+                file=self.url.database,
+            )
+        self._put_away = True
+        raise sa.exc.OperationalError(
+            None,
+            None,
+            PipelineError(
+                f"needed the store's file that this process opened, found another or none at "
+                f"{self.url.database}; end this process and start it again"
+            ),
+        )
 
     def reached(self) -> Database:
         """Return this database once it has answered and is up to date: for a door to a person.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 import threading
@@ -476,4 +477,55 @@ def test_many_who_read_at_once_keep_nobody_from_writing(tmp_path: Path) -> None:
         with database.write() as connection:
             add_agent(connection, "tea")
     assert agent_ids(database) == ["tea"]
+    database.close()
+
+
+def test_nothing_is_written_to_a_file_that_was_put_away_or_replaced(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "state", tmp_path / "aside"
+    database = Database(f"sqlite:///{folder}/feedback.db")
+    with database.write() as connection:
+        add_agent(connection, "before")
+
+    def refused(*, writing: bool) -> None:
+        ask = database.write if writing else database.read
+        with pytest.raises(sa.exc.OperationalError, match=r"none at .*; end this process"), ask():
+            raise AssertionError("came in")
+
+    with capture_logs() as logs:
+        folder.rename(aside)
+        refused(writing=True)
+        folder.mkdir()
+        refused(writing=True)
+        refused(writing=False)
+        assert list(folder.iterdir()) == []  # nor is one begun in its place
+        other = Database(f"sqlite:///{folder}/feedback.db")
+        assert agent_ids(other) == []
+        refused(writing=True)
+        refused(writing=False)
+    assert [line["log_level"] for line in logs] == ["error"]
+    assert agent_ids(other) == []
+    other.close()
+
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    with database.write() as connection:
+        add_agent(connection, "it is back")
+    assert agent_ids(database) == ["before", "it is back"]
+    database.close()
+
+
+def test_what_is_under_way_while_the_file_is_put_away_is_not_committed(tmp_path: Path) -> None:
+    file, aside = tmp_path / "feedback.db", tmp_path / "aside.db"
+    database = Database(f"sqlite:///{file}")
+    database.migrate()
+
+    def write_while_it_goes() -> None:
+        with database.write() as connection:
+            add_agent(connection, "tea")
+            file.rename(aside)
+
+    with pytest.raises(sa.exc.OperationalError, match="the store's file that this process opened"):
+        write_while_it_goes()
+    aside.rename(file)
+    assert agent_ids(database) == []
     database.close()

@@ -110,6 +110,8 @@ def _told(check: Callable[[], str]) -> str:
 
 def _write(database: db.Database, state_dir: Path) -> str:
     """Write a row and take it back: what a read-only or locked store refuses."""
+    if database.is_replaced():
+        return "its file was put away or replaced; end this process and start it again"
     with database.write() as connection:
         if (found := database.overtaken_by(connection)) is not None:
             return f"a newer release has migrated it, to {found}; start that release here"

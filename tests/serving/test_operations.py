@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse, StreamingResponse
 
+from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.rules import AGENT_ID
@@ -149,6 +151,23 @@ def test_a_release_that_was_overtaken_is_not_ready(database: Database, tmp_path:
     overtaken = ask(app, "/readyz")
     assert (overtaken.status_code, overtaken.headers["retry-after"]) == (503, "5")
     assert "newer release has migrated it, to 9999" in overtaken.json()["checks"]["store"]
+
+
+def test_no_vote_is_acknowledged_into_a_store_that_was_put_aside(tmp_path: Path) -> None:
+    state, aside = tmp_path / "state", tmp_path / "aside"
+    app = create_app(load_settings("tiny", {"state_dir": state}), pages=False)
+    assert ask(app, "/v1/feedback", VOTE).status_code == 200
+    back_up(load_settings("tiny", {"state_dir": state}), tmp_path / "copy")
+    state.rename(aside)
+    restore(load_settings("tiny", {"state_dir": state}), tmp_path / "copy")
+    refused = ask(app, "/v1/feedback", VOTE)
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    away = ask(app, "/readyz")
+    assert away.status_code == 503
+    assert away.json()["checks"]["store"].endswith("; end this process and start it again")
+    shutil.rmtree(state)
+    aside.rename(state)
+    assert ask(app, "/v1/feedback", VOTE).status_code == 200
 
 
 def test_ready_means_that_somebody_answers_for_every_agent(
