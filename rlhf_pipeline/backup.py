@@ -41,6 +41,7 @@ from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 MANIFEST = "manifest.json"
+WAIT_SECONDS = 60.0  # for a database that somebody else holds
 PRIVATE = 0o700  # of a copy from its first file on: it is what people wrote, and may be killed
 STATE = "state"
 
@@ -221,19 +222,28 @@ def _copy_modes(source: Path, target: Path) -> None:
 def _copy_database(source: Path, target: Path) -> bool:
     """Copy a database that others may be writing to, as of one instant; False where it is none.
 
-    Raises BackupError where it cannot be opened, or written anew.
+    Raises BackupError where it cannot be opened, or written anew, or somebody holds it all the
+    while: `Connection.backup` asks for ever, so it is given up once SQLite has waited by itself.
 
     SQLite alone opens it. Whoever closes a file loses every lock the process has on it (POSIX),
     those of SQLite's open connections among them: the next to close the database takes its log
     away under them, and what they commit after that is lost.
     """
+
+    def give_up(status: int, _left: int, _of: int) -> None:
+        if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise BackupError(
+                f"needed {source} to be free to read within {WAIT_SECONDS:g} s, found it locked by "
+                "another program all the while; end that program, and back up again"
+            )
+
     reading = f"file:{quote(str(source))}?mode=ro"
     try:
         with (
-            closing(sqlite3.connect(reading, uri=True, timeout=60)) as reader,
+            closing(sqlite3.connect(reading, uri=True, timeout=WAIT_SECONDS)) as reader,
             closing(sqlite3.connect(target)) as writer,
         ):
-            reader.backup(writer)
+            reader.backup(writer, progress=give_up)
             writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
     except sqlite3.DatabaseError as error:
         if not source.exists():

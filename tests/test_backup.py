@@ -591,3 +591,18 @@ def test_a_database_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(BackupError, match=r"feedback\.db: unable to open database file; mend"):
         backup._copy_database(source, tmp_path / "gone" / "feedback.db")
+
+
+def test_a_database_that_somebody_holds_is_given_up_and_named(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup, "WAIT_SECONDS", 0.2)
+    (state / "mlflow").mkdir()
+    held = state / "mlflow" / "mlflow.db"
+    with closing(sqlite3.connect(held, isolation_level=None)) as other:
+        other.execute("CREATE TABLE runs (id)")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(BackupError, match=r"mlflow\.db to be free .* 0\.2 s, .* end that"):
+            back_up(settings_in(state), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    assert back_up(settings_in(state), tmp_path / "copy").files == 4
