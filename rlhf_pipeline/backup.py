@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -44,9 +44,11 @@ MANIFEST = "manifest.json"
 WAIT_SECONDS = 60.0  # for a database that somebody else holds
 PRIVATE = 0o700  # of a copy from its first file on: it is what people wrote, and may be killed
 STATE = "state"
+DAMAGED = ".damaged"
 
 _DROPPED, _DATABASE, _OTHER = range(3)  # ranks of files, copied in this order
 _LEFT_OUT = {"checkpoints"}  # folders
+_OF_OURS = {"feedback.db", "mlflow", "dagster"}  # a .db in them is a database, or damaged
 # Where MLflow's own tables hold the place of an artifact, absolute by its design.
 _MLFLOW_PLACES = (
     ("experiments", "artifact_location"),
@@ -66,6 +68,7 @@ class _Manifest(BaseModel):
     created_at: str
     state_dir: str
     damaged: tuple[str, ...] = ()
+    unsound: dict[str, str] = {}
     links: tuple[str, ...] = ()
     files: dict[str, str]  # names in the state folder to their SHA-256
 
@@ -80,15 +83,17 @@ class Backup:
     created_at: str  # ISO 8601, UTC
     state_dir: str  # where the state was
     damaged: tuple[str, ...] = ()  # versions out of use whose files were not as registered
+    unsound: Mapping[str, str] = field(default_factory=dict)  # databases, and what SQLite says
     links: tuple[str, ...] = ()  # "name -> target": not copied, to be made again by a person
 
 
 def back_up(settings: Settings, target: Path, report: Progress = ignore_progress) -> Backup:
     """Copy the state folder to `target`, a folder that is not there yet; others may go on writing.
 
-    Raises BackupError where the store is not embedded, `target` is taken, or a file of a version in
-    use is not the one the ledger registered: a backup must not be the place where that is found too
-    late. Of a version out of use it is named: it is no reason to leave everything else uncopied.
+    Raises BackupError where the store is not embedded or not sound, `target` is taken, or a file of
+    a version in use is not the one the ledger registered: a backup must not be the place where that
+    is found too late. Of a version out of use it is named, and so is a damaged database of MLflow's
+    or Dagster's: they are no reason to leave everything else uncopied.
     """
     if settings.database_url is not None:
         raise BackupError(
@@ -111,6 +116,7 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
     with new_folder(target) as folder:
         folder.chmod(PRIVATE)
         copied: set[str] = set()
+        unsound: dict[str, str] = {}
         for rank in (_DROPPED, _DATABASE, _OTHER):
             left = set(_files_of(state)) - copied
             of = len(copied) + len(left)
@@ -118,10 +124,11 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
                 copy = folder / STATE / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    if not (name.endswith(".db") and _copy_database(state / name, copy)):
-                        shutil.copy(state / name, copy)  # with its mode: keys are their owner's
+                    said = _copy(state, name, copy)
                 except FileNotFoundError:  # a temporary file of somebody at work; the check below
                     continue  # misses it if anything registered needs it
+                if said is not None:
+                    unsound[name] = said
                 copied.add(name)
                 report({"file": name, "done": len(copied), "of": of})
         _copy_modes(state, folder / STATE)
@@ -130,6 +137,7 @@ def back_up(settings: Settings, target: Path, report: Progress = ignore_progress
             created_at=records.now().isoformat(),
             state_dir=str(state.resolve()),
             damaged=tuple(_check_models(folder / STATE)),
+            unsound=unsound,
             links=tuple(links),
             files=folder_sha256(folder / STATE),
         )
@@ -169,7 +177,9 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
             f"a restore goes to a new state folder, found one at {state}; move it aside, or name "
             "another with --state"
         )
-    names = _manifest_of(source).files
+    # A damaged database stays in the backup: its words would be beyond the reach of an erasure.
+    left_out = {f"{name}{DAMAGED}" for name in found.unsound}
+    names = [name for name in _manifest_of(source).files if name not in left_out]
     with new_folder(state) as folder:
         folder.chmod(PRIVATE)
         for done, name in enumerate(names, 1):
@@ -219,11 +229,36 @@ def _copy_modes(source: Path, target: Path) -> None:
             path.chmod(0o700)
 
 
+def _copy(state: Path, name: str, target: Path) -> str | None:
+    """Copy a file that others may be writing to; return what is wrong with a damaged database.
+
+    The copy of such a one gets DAMAGED after its name. Raises BackupError where it is the store.
+    """
+    source, said = state / name, "file is not a database"
+    try:
+        if name.endswith(".db") and _copy_database(source, target):
+            return None
+        if not (name.endswith(".db") and PurePosixPath(name).parts[0] in _OF_OURS):
+            shutil.copy(source, target)  # with its mode: keys are their owner's
+            return None
+    except sqlite3.DatabaseError as error:
+        said = " ".join(str(error).split())
+    if name == "feedback.db":
+        raise BackupError(
+            f"needed a sound store, found {source}: {said}; put the state folder aside and take "
+            "one back with `rlhf restore`, or save what `sqlite3 feedback.db .recover` reads of it"
+        )
+    target.unlink(missing_ok=True)
+    shutil.copy(source, f"{target}{DAMAGED}")
+    return said
+
+
 def _copy_database(source: Path, target: Path) -> bool:
     """Copy a database that others may be writing to, as of one instant; False where it is none.
 
     Raises BackupError where it cannot be opened, or written anew, or somebody holds it all the
     while: `Connection.backup` asks for ever, so it is given up once SQLite has waited by itself.
+    Raises sqlite3.DatabaseError where the copy is damaged, as then is what it was made from.
 
     SQLite alone opens it. Whoever closes a file loses every lock the process has on it (POSIX),
     those of SQLite's open connections among them: the next to close the database takes its log
@@ -245,10 +280,14 @@ def _copy_database(source: Path, target: Path) -> bool:
         ):
             reader.backup(writer, progress=give_up)
             writer.execute("PRAGMA journal_mode=DELETE")  # one file, no log beside it
+            # Takes less time than the copy, of which it sees every page.
+            [said] = writer.execute("PRAGMA quick_check(1)").fetchone()
+        if said != "ok":
+            raise sqlite3.DatabaseError(said)
     except sqlite3.DatabaseError as error:
         if not source.exists():
             raise FileNotFoundError(source) from error
-        if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
             return False
         if isinstance(error, sqlite3.OperationalError):  # damage has words of its own
             raise BackupError(
@@ -391,5 +430,13 @@ def _manifest_of(source: Path) -> _Manifest:
 
 def _described(path: Path, made: _Manifest) -> Backup:
     sizes = [(path / STATE / name).stat().st_size for name in made.files]
-    created, state_dir = made.created_at, made.state_dir
-    return Backup(path, len(sizes), sum(sizes), created, state_dir, made.damaged, made.links)
+    return Backup(
+        path,
+        files=len(sizes),
+        bytes=sum(sizes),
+        created_at=made.created_at,
+        state_dir=made.state_dir,
+        damaged=made.damaged,
+        unsound=made.unsound,
+        links=made.links,
+    )

@@ -606,3 +606,60 @@ def test_a_database_that_somebody_holds_is_given_up_and_named(
             back_up(settings_in(state), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     assert back_up(settings_in(state), tmp_path / "copy").files == 4
+
+
+def damage(file: Path) -> None:
+    """Overwrite the last table's only leaf: the file opens, and its other tables can be read."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-4096] + b"\xa5" * 4096)
+
+
+def with_rows(file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(file)) as made, made:
+        made.execute("CREATE TABLE a (word)")
+        made.execute("CREATE TABLE b (word)")
+        made.execute("INSERT INTO b VALUES ('runs')")
+
+
+def test_a_damaged_store_is_not_backed_up(state: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(state / "feedback.db")) as store, store:
+        store.execute("CREATE TABLE last (word)")
+    damage(state / "feedback.db")
+    with pytest.raises(BackupError, match=r"sound store, found .*feedback\.db: .*; put the state"):
+        back_up(settings_in(state), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_damaged_database_beside_the_store_is_named_and_not_restored(
+    state: Path, tmp_path: Path
+) -> None:
+    tracking, runs = state / "mlflow" / "mlflow.db", state / "dagster" / "history" / "runs.db"
+    for file in (tracking, runs):
+        with_rows(file)
+    damage(tracking)
+    runs.write_bytes(bytes(8192))
+    told = CliRunner().invoke(app, ["--state", str(state), "backup", str(tmp_path / "copy")])
+    assert told.exit_code == 0
+    assert "a damaged database: mlflow/mlflow.db: *** in database main" in told.stderr
+    assert "dagster/history/runs.db: file is not a database; its copy" in told.stderr
+    kept = tmp_path / "copy" / STATE / "mlflow" / "mlflow.db.damaged"
+    assert kept.read_bytes() == tracking.read_bytes()
+    new = tmp_path / "new"
+    found = restore(settings_in(new), tmp_path / "copy")
+    assert set(found.unsound) == {"mlflow/mlflow.db", "dagster/history/runs.db"}
+    assert set(folder_sha256(new)) == {
+        "feedback.db",
+        "notes.txt",
+        "agents/tea/v0/model.safetensors",
+    }
+
+
+def test_a_database_too_damaged_to_be_copied_keeps_no_vote_from_it(
+    state: Path, tmp_path: Path
+) -> None:
+    file = state / "mlflow" / "mlflow.db"
+    with_rows(file)
+    file.write_bytes(file.read_bytes()[:5000])
+    made = back_up(settings_in(state), tmp_path / "copy")
+    assert made.unsound == {"mlflow/mlflow.db": "database disk image is malformed"}

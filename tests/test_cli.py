@@ -499,7 +499,7 @@ def test_a_full_disk_is_told_in_one_line(
     def busy(*_: Any) -> None:
         raise sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr(backup, "_copy_database", busy)
+    monkeypatch.setattr(backup, "back_up", busy)
     told = rlhf("backup", str(tmp_path / "copy"), code=1).stderr
     assert told == "error: database is locked\n"
 

@@ -24,7 +24,8 @@ def backup(
 
     Votes, ledger, models, snapshots and MLflow's and Dagster's own records go along, each file
     with its hash. Every model is checked against the hash it was registered with: a version in use
-    must be as it was, another one that is not is told.
+    must be as it was, another one that is not is told. So must the store; a database of MLflow's
+    or Dagster's that is damaged is told.
     """
     from rlhf_pipeline.backup import back_up
 
@@ -160,6 +161,13 @@ def _tell_of_gaps(copied: Backup) -> None:
         typer.echo(
             f"not as it was registered: {version}; put it back from an earlier backup, if one is "
             "to go back to this version",
+            err=True,
+        )
+    for name, said in copied.unsound.items():
+        typer.echo(
+            f"a damaged database: {name}: {said}; its copy ends in .damaged, and a restore goes "
+            "without. Put the file aside, and MLflow or Dagster begins a new one, which gets the "
+            "versions and aliases again",
             err=True,
         )
 
