@@ -395,20 +395,24 @@ def _turn_mlflow(folder: Path, state: Path) -> set[Path]:
     if not tracking.exists():
         return set()
     new, former = state.as_uri(), set()
-    with closing(sqlite3.connect(tracking, timeout=60)) as connection, connection:
-        for table, column in _MLFLOW_PLACES:  # both names are ours
-            begins = f"substr({column}, 1, instr({column}, :inside) - 1)"
-            others = f"{column} LIKE 'file://%{_ARTIFACTS}%' AND {begins} != :new"
-            told = {"inside": _ARTIFACTS, "new": new}
-            found = connection.execute(
-                f"SELECT DISTINCT {begins} FROM {table} WHERE {others}", told
-            )
-            former |= {Path(unquote(str(row[0]).removeprefix("file://"))) for row in found}
-            connection.execute(
-                f"UPDATE {table} SET {column} = :new || substr({column}, "
-                f"instr({column}, :inside)) WHERE {others}",
-                told,
-            )
+    try:
+        with closing(sqlite3.connect(tracking, timeout=60)) as connection, connection:
+            for table, column in _MLFLOW_PLACES:  # both names are ours
+                begins = f"substr({column}, 1, instr({column}, :inside) - 1)"
+                others = f"{column} LIKE 'file://%{_ARTIFACTS}%' AND {begins} != :new"
+                told = {"inside": _ARTIFACTS, "new": new}
+                found = connection.execute(
+                    f"SELECT DISTINCT {begins} FROM {table} WHERE {others}", told
+                )
+                former |= {Path(unquote(str(row[0]).removeprefix("file://"))) for row in found}
+                connection.execute(
+                    f"UPDATE {table} SET {column} = :new || substr({column}, "
+                    f"instr({column}, :inside)) WHERE {others}",
+                    told,
+                )
+    except sqlite3.DatabaseError as error:
+        error.add_note(str(tracking))  # as database.py does for what goes through SQLAlchemy
+        raise
     return former
 
 

@@ -383,6 +383,8 @@ class Database:
         if self.is_sqlite:
             sa.event.listen(self.engine, "connect", _set_sqlite_pragmas)
             sa.event.listen(self.engine, "begin", _begin_as_asked)
+        if not sa.event.contains(sa.Engine, "handle_error", _note_file):
+            sa.event.listen(sa.Engine, "handle_error", _note_file)  # MLflow's own among them
         self._migrate_once = threading.Lock()
         self._revision: str | None = None  # that the schema was brought up to here
         self._file: tuple[int, int] | None = None  # SQLite's, as it was opened
@@ -571,6 +573,13 @@ def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute("PRAGMA secure_delete=ON")  # what is deleted is overwritten: erased is erased
     cursor.close()
+
+
+def _note_file(context: sa.ExceptionContext) -> None:
+    """Add to a failed statement's error which file it was about: SQLite's own words name none."""
+    error, engine = context.sqlalchemy_exception, context.engine
+    if error is not None and engine is not None and engine.dialect.name == "sqlite":
+        error.add_note(str(engine.url.database))
 
 
 def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:

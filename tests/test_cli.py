@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -439,9 +440,35 @@ def test_a_damaged_store_is_told_in_one_line(kept: int, rlhf: Run, tmp_path: Pat
     open_database(f"sqlite:///{file}").close()
     file.write_bytes(file.read_bytes()[:kept] or b"no database" * 500)
     told = rlhf("status", code=1).stderr
-    assert told.startswith("error: needed a sound database, found: ")
+    assert told.startswith(f"error: needed a sound database, found {file}: ")
     assert told.endswith("take one back with `rlhf restore`\n")
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["prune", "--dry-run"], ["moved"]])
+def test_a_damaged_database_of_mlflows_costs_no_vote(
+    command: list[str], rlhf: Run, tmp_path: Path
+) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    file = write(tmp_path / "state" / "mlflow" / "mlflow.db", "no database" * 500)
+    told = rlhf(*command, code=1).stderr
+    line = f"error: needed a sound database, found {file}: file is not a database; the store is"
+    assert told.startswith(line)
+    assert "rlhf restore" not in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_database_that_somebody_holds_is_told_by_its_name(rlhf: Run, tmp_path: Path) -> None:
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    file = tmp_path / "state" / "feedback.db"
+    store = open_database(f"sqlite:///{file}")
+    with store.read() as connection:
+        connection.exec_driver_sql("PRAGMA busy_timeout=1")
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        told = rlhf("pause", "--agent", "tea", code=1).stderr
+    assert told.startswith(f"error: needed {file} to be free, found: database is locked; end the")
+    store.close()
 
 
 def test_a_path_that_the_system_refuses_is_told_in_one_line(rlhf: Run, tmp_path: Path) -> None:

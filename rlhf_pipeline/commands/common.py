@@ -365,11 +365,20 @@ def _is_foreseen(error: Exception) -> bool:
 
 def _told(error: Exception) -> str:
     """Return what went wrong and what to do, on one line."""
-    said = one_line(_drivers(error))
+    said, file = one_line(_drivers(error)), _file_of(error)
     if _damage(error) is not None:
+        remedy = "put the state folder aside and take one back with `rlhf restore`"
+        if file.endswith("/mlflow/mlflow.db"):
+            remedy = (
+                "the store is another: end what uses this file and put it aside; MLflow begins a "
+                "new one, and the next `rlhf promote` or `rlhf rollback` tells it the versions"
+            )
+        found = f"found {file}" if file else "found"
+        return f"needed a sound database, {found}: {said}; {remedy}"
+    if file and _is_held(_drivers(error)):
         return (
-            f"needed a sound database, found: {said}; put the state folder aside and take one back "
-            "with `rlhf restore`"
+            f"needed {file} to be free, found: {said}; end the program that holds it, or wait for "
+            "it, and do it again"
         )
     if _is_full(_drivers(error)):
         return f"needed room on the disk, found: {said}; make room, and do it again"
@@ -395,6 +404,19 @@ def _drivers(error: Exception) -> Exception:
     """Return what the database's driver said, where SQLAlchemy puts the statement beside it."""
     found: Exception = getattr(error, "orig", None) or error
     return found
+
+
+def _file_of(error: Exception) -> str:
+    """Return the SQLite file that an error is about, as database.py notes it; else ""."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return notes[0] if notes else ""
+
+
+def _is_held(error: Exception) -> bool:
+    import sqlite3
+
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _is_full(error: Exception) -> bool:
