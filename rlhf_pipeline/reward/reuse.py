@@ -47,7 +47,7 @@ def accuracy_on(reward: RewardFunction, pairs: Sequence[PreferencePair]) -> Meas
     chosen = reward([RewardInput(pair.prompt, pair.chosen) for pair in decided])
     rejected = reward([RewardInput(pair.prompt, pair.rejected) for pair in decided])
     margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
-    return measured(margins, [pair.voter for pair in decided])
+    return measured(margins, [(pair.voter,) for pair in decided])
 
 
 def trained_in(folder: Path) -> Path:

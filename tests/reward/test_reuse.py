@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ModelError, TrainingError
+from rlhf_pipeline.evaluation.metrics import wilson_interval
 from rlhf_pipeline.feedback.datasets import JOBS, write_jsonl
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, RewardInput, ignore_progress
@@ -150,6 +151,13 @@ def test_a_model_is_used_again_until_people_vote_otherwise(
     assert not has_fallen(folder, as_before, 0.02)
     turned = [replace(p, chosen=p.rejected, rejected=p.chosen) for p in planted.test]
     assert has_fallen(folder, accuracy_on(reward, turned[:12]), 0.02)
+    mixed = [replace(p, voter=f"v{n}") for n, p in enumerate([*turned[:20], *planted.test[20:]])]
+    many = accuracy_on(reward, mixed)
+    few = accuracy_on(reward, [*(replace(p, voter="v0") for p in mixed[:20]), *mixed[20:]])
+    assert many is not None
+    assert few is not None
+    assert (many.low, many.high) == wilson_interval(many.share, len(mixed))
+    assert few.low < many.low  # twenty votes of one person
     by_chance = replace(as_before, share=as_before.share - 0.1, high=as_before.share + 0.01)
     assert not has_fallen(folder, by_chance, 0.02)
     assert has_fallen(folder, replace(by_chance, high=as_before.share - 0.01), 0.02)
