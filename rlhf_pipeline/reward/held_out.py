@@ -364,12 +364,17 @@ def taught(
     return rows, torch.tensor([1.0] * len(ahead) + good, dtype=torch.float64)
 
 
-def learning_curve(train: Tensor, targets: Tensor, test: Tensor) -> tuple[Learnt, ...]:
+def learning_curve(
+    train: Tensor,
+    targets: Tensor,
+    test: Tensor,
+    people: Sequence[Collection[str]] | None = None,
+) -> tuple[Learnt, ...]:
     """Return the held-out accuracy of heads fitted to growing shares of what they learn from.
 
     `train` (N, F) are features(chosen) - features(rejected) of decided pairs, whose `targets` (N,)
-    are 1, or what `taught` makes of votes; `test` (M, F) are differences like the pairs'. All are
-    float64.
+    are 1, or what `taught` makes of votes; `test` (M, F) are differences like the pairs', each of
+    which hangs on its `people` (M,). All tensors are float64.
     """
     if not bool(train.isfinite().all()):
         return ()  # who trains on these says what is wrong with them
@@ -380,7 +385,7 @@ def learning_curve(train: Tensor, targets: Tensor, test: Tensor) -> tuple[Learnt
     for share in CURVE:
         count = math.ceil(share * len(train))
         head, _ = logistic(train[:count], targets[:count], CURVE_RIDGE)
-        found.append(Learnt(count, measured((test @ head).tolist())))
+        found.append(Learnt(count, measured((test @ head).tolist(), people)))
     return tuple(found)
 
 

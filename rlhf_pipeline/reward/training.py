@@ -119,7 +119,7 @@ class RewardModelReport:
     lapse: float  # share of the votes that no margin foretells
     ece: float  # expected calibration error at that temperature and lapse
     ece_before: float  # the same of plain margins
-    ece_noise: float  # what a perfectly calibrated model would show on so few pairs
+    ece_noise: float  # up to what a perfectly calibrated model shows on so few pairs
     reliability: tuple[Bin, ...]
     calibrated_on: int  # pairs that fitted temperature and lapse
     # the run
@@ -259,7 +259,7 @@ def train_reward_model(
         )
     elif not warm:
         pair_ids = [pair.pair_id for pair in train_pairs]
-        curve = head_curve(model, train, pair_ids, test, features, seen, report)
+        curve = head_curve(model, train, pair_ids, test, held_out.people, features, seen, report)
     if heads > 1:
         model.combined = Combined(combine, disagreement_weight)
     heard = learn(
@@ -493,14 +493,15 @@ def head_curve(
     train: EncodedPairs,
     pair_ids: Sequence[str],
     test: EncodedPairs,
+    people: Sequence[Collection[str]] | None,
     features: Tensor | None,
     seen: Tensor | None,
     report: Progress,
 ) -> tuple[Learnt, ...]:
     """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS pairs at most.
 
-    `features` are those of the training pairs where they are known, `seen` of the held-out ones.
-    Empty where none was decided.
+    `people` are those that each held-out pair hangs on; `features` are those of the training pairs
+    where they are known, `seen` of the held-out ones. Empty where none was decided.
     """
     known = [i for i in range(len(train)) if train.targets[i] == 1]
     chosen = sorted(known, key=lambda i: unit_interval("curve", pair_ids[i]))[:CURVE_PAIRS]
@@ -520,7 +521,7 @@ def head_curve(
     told, unseen = features / scale, judged / scale
     ahead = told[: len(chosen)] - told[len(chosen) :]
     ones = torch.ones(len(ahead), dtype=torch.float64)
-    return learning_curve(ahead, ones, unseen[:held] - unseen[held:])
+    return learning_curve(ahead, ones, unseen[:held] - unseen[held:], people and people[:held])
 
 
 def head_curve_by_votes(
@@ -549,7 +550,8 @@ def head_curve_by_votes(
     none = features[:0]
     told, targets = taught(none, (features - features.mean(0)) / scale, chosen)
     ahead = held_out.ahead(seen / scale)
-    return learning_curve(told, targets, torch.nn.functional.pad(ahead, (0, 1)))
+    ahead = torch.nn.functional.pad(ahead, (0, 1))
+    return learning_curve(told, targets, ahead, held_out.people)
 
 
 def in_words(

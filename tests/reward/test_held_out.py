@@ -303,6 +303,13 @@ def test_a_bag_of_words_and_a_curve_need_something_to_go_by(planted: Planted) ->
     wide = torch.randn(40, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wide[:, 0] += 9
     assert learning_curve(wide[:30], ones, wide[30:])[-1].accuracy.share == 1
+    wide[35:, 0] -= 18  # half of what is held out is by somebody who finds the opposite
+    many, two = (
+        learning_curve(wide[:30], ones, wide[30:], people)[-1].accuracy
+        for people in ([(str(n),) for n in range(10)], [("ann",)] * 5 + [("bob",)] * 5)
+    )
+    assert many.share == two.share == 0.5
+    assert two.low < many.low < many.high < two.high
 
 
 def test_its_score_is_offered_from_zero_to_one_too(
