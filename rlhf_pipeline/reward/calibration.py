@@ -18,6 +18,7 @@ BINS = 15  # Guo et al., arXiv:1706.04599, use 15 for the expected calibration e
 KNOW_NOTHING = ("longer", "random")  # rules, of a report's floors
 TEMPERATURES = (0.05, 20.0)  # where it is looked for
 SHOWN = 1.92  # nats that chance alone saves in one of twenty fits: half of chi squared's 3.84
+ONE_OF_20 = 1.645  # deviations above the mean, of a normal variable
 MOST_LAPSES = 0.5  # beyond, more than half of the votes would be by chance
 
 
@@ -119,16 +120,16 @@ def calibration_error(bins: Sequence[Bin]) -> float:
 
 
 def calibration_noise(bins: Sequence[Bin]) -> float:
-    """Return the calibration error to expect of a perfectly calibrated model with so few pairs.
+    """Return what a perfectly calibrated model's error is below, 19 times of 20, on so few pairs.
 
-    In each bin the accuracy is off by sqrt(2 p (1 - p) / (pi n)) on average (normal approximation),
-    so an error near this is no evidence of miscalibration.
+    An error up to this is no evidence of miscalibration. In a bin of n pairs whose choice is right
+    with probability p, n times the accuracy's distance from p has the mean sqrt(2 n p (1 - p) / pi)
+    and the variance n p (1 - p) (1 - 2 / pi), in the normal approximation (a half-normal's).
     """
     total = sum(b.n for b in bins)
-    return (
-        sum(b.n * math.sqrt(2 * b.confidence * (1 - b.confidence) / (math.pi * b.n)) for b in bins)
-        / total
-    )
+    spreads = [b.n * b.confidence * (1 - b.confidence) for b in bins]
+    mean = sum(math.sqrt(2 * spread / math.pi) for spread in spreads)
+    return (mean + ONE_OF_20 * math.sqrt(sum(spreads) * (1 - 2 / math.pi))) / total
 
 
 def beyond_chance(report: Mapping[str, Any]) -> float:

@@ -30,7 +30,7 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     diagram, axes = _figure(
         "the model's confidence that its choice is people's",
         "how often it is, 95 % intervals",
-        f"Calibration error {report.ece:.3f}; chance alone gives {report.ece_noise:.3f}",
+        f"Calibration error {report.ece:.3f}; chance alone gives up to {report.ece_noise:.3f}",
     )
     for b in report.reliability:
         axes.plot([b.confidence] * 2, wilson_interval(b.accuracy, b.n), color="C0", linewidth=1)
