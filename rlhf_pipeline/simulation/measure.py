@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_pipeline.evaluation.metrics import Number, wilson_interval, win_rate
 from rlhf_pipeline.records import Prompt, RewardFunction, RewardInput
+from rlhf_pipeline.reward.calibration import pair_accuracy
 from rlhf_pipeline.simulation.people import thumbs_up_probability
 from rlhf_pipeline.simulation.world import hidden_preference
 
@@ -70,9 +71,9 @@ def hidden_accuracy(
     hidden = [(hidden_preference(p, a), hidden_preference(p, b)) for p, a, b in items]
     decided = [i for i, (a, b) in enumerate(hidden) if a != b]
     scores = reward([RewardInput(items[i][0], text) for i in decided for text in items[i][1:]])
-    right = sum(
-        (scores[2 * n] > scores[2 * n + 1]) == (hidden[i][0] > hidden[i][1])
+    margins = [
+        (scores[2 * n] - scores[2 * n + 1]) * (1 if hidden[i][0] > hidden[i][1] else -1)
         for n, i in enumerate(decided)
-    )
-    share = right / len(decided)
+    ]
+    share = pair_accuracy(margins)
     return Number(share, *wilson_interval(share, len(decided)), len(decided))

@@ -50,3 +50,14 @@ def test_a_reward_that_is_the_hidden_preference_ranks_all_and_its_opposite_none(
     right = hidden_accuracy(knows, [PROMPT] * 4, first, second)
     assert (right.value, right.n) == (1.0, 3)  # the pair that ties is left out
     assert hidden_accuracy(opposes, [PROMPT] * 4, first, second).value == 0.0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_reward_that_finds_all_alike_ranks_half(turned: bool) -> None:
+    pair = [PLAIN] * 4, [BEST] * 4
+    first, second = pair[::-1] if turned else pair
+
+    def alike(items: Sequence[RewardInput]) -> list[float]:
+        return [0.5] * len(items)
+
+    assert hidden_accuracy(alike, [PROMPT] * 4, first, second).value == 0.5
