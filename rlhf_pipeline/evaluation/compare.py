@@ -368,7 +368,7 @@ def summarise(
         answers, n = systems[system], len(prompts)
         found = {metric: mean(metric, of) for metric, of in values[system].items() if metric != KL}
         for metric, size in OF_ALL_WORDS.items():
-            found[metric] = metrics.distinct_with_interval(texts[system], size)
+            found[metric] = metrics.distinct_with_interval(texts[system], size, groups=groups)
         if answers.reference_tokens.any():
             found["perplexity"] = metrics.perplexity(
                 answers.reference_logprobs,
@@ -392,8 +392,9 @@ def summarise(
         other = values[against]
         differences[against] = {m: mean(m, here[m] - other[m]) for m in here}
         for metric, size in OF_ALL_WORDS.items():
-            difference = metrics.distinct_difference(texts["candidate"], texts[against], size)
-            differences[against][metric] = difference
+            differences[against][metric] = metrics.distinct_difference(
+                texts["candidate"], texts[against], size, groups=groups
+            )
         if "perplexity" in numbers["candidate"]:
             differences[against]["perplexity"] = metrics.perplexity_difference(
                 systems["candidate"].reference_logprobs,

@@ -56,29 +56,37 @@ def distinct(texts: Sequence[str], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def distinct_with_interval(texts: Sequence[str], n: int) -> Number:
-    """Return distinct-n with its jackknife interval; none from fewer than two texts.
+def distinct_with_interval(texts: Sequence[str], n: int, *, groups: Groups | None = None) -> Number:
+    """Return distinct-n with its jackknife interval; none from fewer than two groups.
 
     Not by bootstrap: a text drawn twice says everything twice, and every resampled corpus is less
-    diverse than the one that was written. Leaving out one text at a time does not do that.
+    diverse than the one that was written. Leaving out one group at a time does not do that.
     Source: Tukey 1958; of counts of different kinds, Heltshe & Forrester 1983,
-    doi:10.2307/2530802.
+    doi:10.2307/2530802; of groups, Wolter 2007, Introduction to Variance Estimation, chapter 4.
     """
-    found = _jackknife(distinct(texts, n), _distinct_without_each(texts, n))
+    without_each = _distinct_without_each(texts, n, groups)
+    found = _jackknife(distinct(texts, n), without_each, len(texts))
     if found.low is None or found.high is None:
         return found
     return Number(found.value, max(0.0, found.low), min(1.0, found.high), found.n)
 
 
-def distinct_difference(texts: Sequence[str], other: Sequence[str], n: int) -> Number:
+def distinct_difference(
+    texts: Sequence[str], other: Sequence[str], n: int, *, groups: Groups | None = None
+) -> Number:
     """Return distinct-n less that of another's texts on the same prompts, paired by prompt."""
     value = distinct(texts, n) - distinct(other, n)
-    return _jackknife(value, _distinct_without_each(texts, n) - _distinct_without_each(other, n))
+    here, there = (_distinct_without_each(some, n, groups) for some in (texts, other))
+    return _jackknife(value, here - there, len(texts))
 
 
-def _distinct_without_each(texts: Sequence[str], n: int) -> Floats:
-    """Return distinct-n of all texts but one, for each that is left out."""
-    grams = [Counter(ngrams(words(text), n)) for text in texts]
+def _distinct_without_each(texts: Sequence[str], n: int, groups: Groups | None = None) -> Floats:
+    """Return distinct-n of all texts but one group's, for each group that is left out."""
+    places = range(len(texts)) if groups is None else groups.tolist()
+    of_group: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for place, text in zip(places, texts, strict=True):
+        of_group[place].update(ngrams(words(text), n))
+    grams = of_group.values()
     everywhere: Counter[tuple[str, ...]] = Counter()
     for own in grams:
         everywhere.update(own)
@@ -92,11 +100,11 @@ def _distinct_without_each(texts: Sequence[str], n: int) -> Floats:
     return np.array([different / said if said else 0.0 for different, said in rest])
 
 
-def _jackknife(value: float, without_each: Floats) -> Number:
-    n = len(without_each)
-    if n < 2:
+def _jackknife(value: float, without_each: Floats, n: int) -> Number:
+    many = len(without_each)
+    if many < 2:
         return Number(value, n=n)
-    error = math.sqrt((n - 1) ** 2 / n * float(np.var(without_each, ddof=1)))
+    error = math.sqrt((many - 1) ** 2 / many * float(np.var(without_each, ddof=1)))
     return Number(value, value - Z * error, value + Z * error, n)
 
 

@@ -364,6 +364,9 @@ def test_turns_of_one_conversation_count_as_one_for_the_gate(folders: dict[str, 
     found = run(folders["candidate"], folders["baseline"], prompts=[*turns, *others]).metrics()
     assert found["prompts"] == len(others) + 3
     assert found["conversations"] == len(others) + 1
+    alone = run(folders["candidate"], folders["baseline"], prompts=turns)
+    for told in (alone.numbers["candidate"], alone.differences["baseline"]):
+        assert {metric for metric, number in told.items() if number.low is not None} == set()
 
 
 def test_what_cannot_be_compared_is_refused(folders: dict[str, Path]) -> None:

@@ -28,6 +28,10 @@ def test_distinct_without_one_text_is_distinct_of_the_others() -> None:
     texts = ["a b a b", "a b c", "d e", "", "a b"]
     expected = [metrics.distinct(texts[:i] + texts[i + 1 :], 2) for i in range(len(texts))]
     assert metrics._distinct_without_each(texts, 2).tolist() == pytest.approx(expected)
+    # Of two conversations whose turns alternate, the first and last text and the one between.
+    others = [texts[1:4:2], texts[::2]]
+    found = metrics._distinct_without_each(texts, 2, np.array([0, 1, 0, 1, 0]))
+    assert found.tolist() == pytest.approx([metrics.distinct(some, 2) for some in others])
 
 
 def test_the_interval_of_distinct_holds_where_a_bootstrap_never_would() -> None:
@@ -248,6 +252,27 @@ def test_turns_of_one_conversation_are_no_independent_tries() -> None:
     assert covered["plain"] / 200 < 0.85
 
 
+def test_turns_of_one_conversation_are_no_independent_words() -> None:
+    """Two systems alike, each with a manner of its own in every conversation."""
+    generator = np.random.default_rng(8)
+    groups = np.repeat(np.arange(20), 8)
+
+    def answers() -> list[str]:
+        known = [generator.choice(500, size=generator.integers(4, 40)) for _ in range(20)]
+        drawn = [generator.choice(known[group], 8) for group in groups]
+        return [" ".join(f"w{word}" for word in row) for row in drawn]
+
+    missed, plain = 0, 0
+    for _ in range(50):
+        here, other = answers(), answers()
+        found = metrics.distinct_difference(here, other, 2, groups=groups)
+        missed += not (found.low or 0.0) <= 0.0 <= (found.high or 0.0)
+        alone = metrics.distinct_difference(here, other, 2)
+        plain += not (alone.low or 0.0) <= 0.0 <= (alone.high or 0.0)
+    assert missed <= 5
+    assert plain > 10
+
+
 def test_groups_of_one_are_no_groups() -> None:
     values = np.random.default_rng(6).normal(0, 1, 30)
     each = np.arange(30)
@@ -255,6 +280,11 @@ def test_groups_of_one_are_no_groups() -> None:
     assert metrics.bootstrap_mean(values, samples=200, seed=0, groups=each) == plain
     rate = metrics.win_rate(values, -values)
     assert metrics.win_rate(values, -values, groups=each) == rate
+    texts = [f"a b{i % 7} c" for i in range(30)]
+    diversity = metrics.distinct_with_interval(texts, 2)
+    assert metrics.distinct_with_interval(texts, 2, groups=each) == diversity
+    same = metrics.distinct_with_interval(texts, 2, groups=np.zeros(30, dtype=np.int64))
+    assert (same.value, same.low, same.n) == (diversity.value, None, 30)
     one = metrics.bootstrap_mean(values, samples=200, seed=0, groups=np.zeros(30, dtype=np.int64))
     assert (one.value, one.low) == (plain.value, None)
     assert metrics.win_rate(values, -values, groups=np.zeros(30, dtype=np.int64)).low is None
