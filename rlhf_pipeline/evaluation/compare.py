@@ -454,7 +454,7 @@ def summarise(
         behaviour=list(behaviour),
         judged=dict(judged or {}),
         phrases={
-            against: telling_phrases(texts["candidate"], texts[against])
+            against: telling_phrases(texts["candidate"], texts[against], groups=groups)
             for against in (OTHERS[:1] if same else OTHERS)
         },
     )

@@ -149,11 +149,15 @@ def test_every_system_has_every_number(report: EvaluationReport) -> None:
 def test_what_every_answer_says_that_the_others_do_not_is_told(
     folders: dict[str, Path],
 ) -> None:
-    alike = [replace(PROMPTS[0], prompt_id=f"p{n}") for n in range(20)]
+    long = user_prompt("how do I bake bread " * 10)  # all that a policy sees of a prompt
+    alike = [EvaluationPrompt(f"p{n}", (*user_prompt(f"{n}"), *long)) for n in range(20)]
     told = run(folders["candidate"], folders["baseline"], prompts=alike, temperature=1e-4)
     assert set(told.phrases) == {"baseline"}  # who is champion too
     shares = {(phrase.here, phrase.other) for phrase in told.phrases["baseline"]}
     assert shares == {(1.0, 0.0), (0.0, 1.0)}
+    one = [replace(alike[0], prompt_id=f"p{n}") for n in range(20)]  # of one conversation
+    told = run(folders["candidate"], folders["baseline"], prompts=one, temperature=1e-4)
+    assert told.phrases == {"baseline": []}
 
 
 def test_whatever_is_compared_comes_with_an_interval_around_it(report: EvaluationReport) -> None:

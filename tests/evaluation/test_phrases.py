@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,23 @@ def test_sixteen_prompts_tell_what_fifteen_do_not() -> None:
     for count, found in ((15, []), (16, [Phrase("zib zab", 0.08, 0.0)])):
         said = [f"{text} zib zab" if n < count else text for n, text in enumerate(here)]
         assert telling_phrases(said, other) == found
+
+
+def test_turns_of_one_conversation_say_a_phrase_once() -> None:
+    here, other = answers(160, 10), answers(160, 11)
+    for conversations, found in ((15, []), (16, [Phrase("zib zab", 0.8, 0.0)])):
+        turns = 128 // conversations  # that say it; the rest of the 160 do not
+        groups = np.array([min(n // turns, conversations) for n in range(160)])
+        said = [
+            f"{text} zib zab" if group < conversations else text
+            for text, group in zip(here, groups, strict=True)
+        ]
+        assert telling_phrases(said, other, groups=groups) == found
+        assert telling_phrases(said, other) != []
+    # One conversation that gains it often is no more than one, and what it loses again is nothing.
+    more, less = ["zib"] * 40 + [""] * 10, [""] * 40 + ["zib"] * 10
+    assert telling_phrases(more, less) == [Phrase("zib", 0.8, 0.2)]
+    assert telling_phrases(more, less, groups=np.zeros(50, dtype=np.int64)) == []
 
 
 def test_what_is_on_both_sides_of_a_prompt_says_nothing() -> None:
