@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.evaluation.metrics import Z, design_effect, wilson_interval
-from rlhf_pipeline.feedback.agreement import agreement_of
 from rlhf_pipeline.feedback.datasets import cohort_of, unit_interval
 from rlhf_pipeline.records import (
     FeedbackKind,
@@ -289,17 +288,28 @@ def by_kind(
 def annotators_agree(pairs: Sequence[PreferencePair]) -> Measured | None:
     """Return how often two people prefer the same of two completions; None where none did both.
 
-    No reward model can be expected to do better on these people's votes. The interval is of the
-    number of twos of completions.
+    No reward model can be expected to do better on these people's votes. Every vote counts once, as
+    in a model's accuracy: by how many of the others' on the same two completions are like it. The
+    interval is Wilson's of as many twos of completions as they are worth, of which many people's
+    votes on one are no more than one: the effective sample size of Korn and Graubard 1998, as in
+    metrics.win_rate.
     """
     units: dict[tuple[str, frozenset[str]], dict[str, str]] = defaultdict(dict)
     for pair in pairs:
         key = prompt_to_json(pair.prompt), frozenset((pair.chosen, pair.rejected))
         units[key][pair.voter] = pair.chosen
-    told = agreement_of([list(unit.values()) for unit in units.values()])
-    if not told.answers:
+    alike: list[float] = []
+    of: list[tuple[str]] = []
+    several = [list(unit.values()) for unit in units.values() if len(unit) > 1]
+    for number, votes in enumerate(several):
+        counts = Counter(votes)
+        alike += [(counts[said] - 1) / (len(votes) - 1) for said in votes]
+        of += [(str(number),)] * len(votes)
+    if not several:
         return None
-    return Measured(told.alike, *wilson_interval(told.alike, told.answers), told.answers)
+    share = statistics.fmean(alike)
+    worth = min(len(several), len(alike) / design_effect(alike, of))
+    return Measured(share, *wilson_interval(share, worth), len(several))
 
 
 def of_like_length(pair: PreferencePair) -> bool:

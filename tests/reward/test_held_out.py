@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from assets.reward_tables import beside, groups_of, worst_of
 from rlhf_pipeline.cli import app
+from rlhf_pipeline.evaluation.metrics import wilson_interval
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
@@ -283,6 +284,26 @@ def test_annotators_agree_as_often_as_two_of_them_say_the_same(planted: Planted)
     assert found is not None
     assert found.share == pytest.approx(1 / 3)  # ann and bob, of three twos
     assert found.n == 1
+
+
+def test_one_pair_that_many_judged_is_one_pair(planted: Planted) -> None:
+    """Half of the votes are on one pair, on which all agree; of the others' every second two do."""
+    popular, *rest = planted.test[:21]
+    votes = [replace(popular, voter=f"v{i}") for i in range(40)]
+    for i, pair in enumerate(rest):
+        votes += [replace(pair, voter="ann"), replace(pair, voter="bob")]
+        if i % 2:
+            votes[-1] = replace(votes[-1], chosen=pair.rejected, rejected=pair.chosen)
+    found = annotators_agree(votes)
+    assert found is not None
+    assert (found.share, found.n) == (0.75, 21)
+    # By hand: 40 (1 - 0.75) on the popular pair, 2 (1 - 0.75) on ten, 2 (0 - 0.75) on ten more.
+    together = (10**2 + 10 * 0.5**2 + 10 * 1.5**2) * 21 / 20
+    alone = 80 * 0.75 * 0.25 * 80 / 79
+    assert (found.low, found.high) == pytest.approx(wilson_interval(0.75, 80 * alone / together))
+    unanimous = annotators_agree(votes[:40])
+    assert unanimous is not None
+    assert unanimous.low < 0.3  # of one pair
 
 
 def test_length_is_told_by_ranks_and_by_pairs_of_like_length(planted: Planted) -> None:
