@@ -60,7 +60,7 @@ class RaterWeight:
     """One rater's decided pairs and how they were judged."""
 
     pairs: int
-    agreement: float | None  # share that the others' head foresaw; None where nobody was judged
+    agreement: float | None  # share that the others' head foresaw, even ones half; None: not judged
     weight: float  # probability of being careful; of those with few pairs, 1
     gold: int = 0  # gold questions answered
     gold_right: int = 0
@@ -118,7 +118,7 @@ def rater_weights(
                 margins[before], rater[before], (weights * voice)[rater[before]], len(names)
             )
             weights = torch.where(judged | tested, _kinds(known + seen, priors)[0], everyone)
-        right = right.index_add(0, rater, (margins > 0).to(right.dtype))
+        right = right.index_add(0, rater, (margins.sign() + 1) / 2)
     return {
         name: RaterWeight(
             int(counts[i]),

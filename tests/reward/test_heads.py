@@ -308,6 +308,9 @@ def test_a_head_that_foresees_nothing_doubts_nobody() -> None:
     assert min(one.weight for one in found.values()) > 0.5
     agreement = statistics.fmean(one.agreement or 0.0 for one in found.values())
     assert agreement == pytest.approx(0.5, abs=0.1)
+    alike = torch.zeros(600, 5, dtype=torch.float64)  # a margin of 0 foresees half, as in accuracy
+    found = rater_weights(alike, torch.ones(600, dtype=torch.float64), voters)
+    assert {one.agreement for one in found.values()} == {0.5}
 
 
 def test_few_raters_or_few_votes_are_not_judged_and_wide_features_are() -> None:
