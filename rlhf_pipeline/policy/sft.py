@@ -173,7 +173,7 @@ def _make_trainer(
         num_train_epochs=epochs,
         learning_rate=learning_rate,
         lr_scheduler_type="linear",
-        warmup_steps=max(1, steps // 20),
+        warmup_steps=steps // 20,
         per_device_train_batch_size=batch_size,
         max_grad_norm=1.0,
         weight_decay=0.0,

@@ -122,6 +122,14 @@ def test_training_twice_from_one_seed_gives_the_same_curve(tmp_path: Path) -> No
     assert one.loss_curve == two.loss_curve
 
 
+def test_training_of_one_step_teaches_too(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    one = {**SETTINGS, "epochs": 1, "batch_size": len(EXAMPLES)}
+    assert train_sft(policy, EXAMPLES, tmp_path / "sft", **one).steps == 1
+    assert any(not torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+
+
 def test_training_refuses_nothing_and_nonsense(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughData, match="at least 1 example"):
         train_sft(tiny_policy(), [], tmp_path / "sft", **SETTINGS)
