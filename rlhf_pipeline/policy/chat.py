@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from jinja2 import TemplateError
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.errors import PromptRefused
 from rlhf_pipeline.records import Message, Prompt, as_messages
 
+SYSTEM_TEST = "7310592"  # said as a system message: does a template have a place for one?
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -44,18 +46,21 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
         turns = [f"{PLAIN_ROLES[m.role]}: {m.content}" for m in prompt]
         return "\n".join([*turns, f"{PLAIN_ROLES['assistant']}:"])
     try:
-        return _apply_template(tokenizer, prompt)
+        text = _apply_template(tokenizer, prompt)
     except TemplateError as error:
         if prompt[0].role == "system" and len(prompt) > 1:
-            head = Message(prompt[1].role, f"{prompt[0].content}\n\n{prompt[1].content}")
-            try:
-                return _apply_template(tokenizer, (head, *prompt[2:]))
-            except TemplateError:
-                pass  # the template's first complaint is the one to show
+            with suppress(TemplateError):  # the template's first complaint is the one to show
+                return _apply_template(tokenizer, _without_system(prompt))
         raise PromptRefused(
             f"a prompt that fits the model's chat template is needed; the template says: {error}; "
             "change the order or the roles of the messages"
         ) from error
+    if prompt[0].role == "system" and prompt[0].content.strip() not in text:
+        # Left out without a word, unless it is there in other letters.
+        told = _apply_template(tokenizer, (Message("system", SYSTEM_TEST), *prompt[1:]))
+        if SYSTEM_TEST not in told:
+            return _apply_template(tokenizer, _without_system(prompt))
+    return text
 
 
 def encode_prompt(
@@ -184,6 +189,12 @@ def _shortened(
     if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
         return [row[0], *row[1 - max_tokens :]]
     return row[-max_tokens:]
+
+
+def _without_system(prompt: Prompt) -> Prompt:
+    """Return the prompt with its system message at the head of the message after it."""
+    head = Message(prompt[1].role, f"{prompt[0].content}\n\n{prompt[1].content}")
+    return (head, *prompt[2:])
 
 
 def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:

@@ -217,6 +217,21 @@ def test_batches_equal_one_by_one_and_keep_order() -> None:
     assert encode_completions(TOKENIZER, [], max_tokens=9) == []
 
 
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [("", "[be kind\n\nhi]"), ("({{ m['content'] | upper }})", "(BE KIND)[hi]")],
+)
+def test_a_system_message_that_a_template_leaves_out_joins_the_first_user_message(
+    system: str, text: str
+) -> None:
+    tokenizer = plain_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}" + system + "{% else %}"
+        "[{{ m['content'] }}]{% endif %}{% endfor %}"
+    )
+    assert render(tokenizer, (Message("system", "be kind"), Message("user", "hi"))) == text
+
+
 def test_a_system_message_without_a_place_joins_the_first_user_message() -> None:
     tokenizer = plain_tokenizer()
     tokenizer.chat_template = (
