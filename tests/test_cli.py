@@ -451,11 +451,11 @@ def test_a_damaged_database_of_mlflows_costs_no_vote(
 ) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
     file = write(tmp_path / "state" / "mlflow" / "mlflow.db", "no database" * 500)
-    told = rlhf(*command, code=1).stderr
+    # Before it, what MLflow logs of opening its database, where a test has imported it before.
+    *_, told = rlhf(*command, code=1).stderr.splitlines()
     line = f"error: needed a sound database, found {file}: file is not a database; the store is"
     assert told.startswith(line)
     assert "rlhf restore" not in told
-    assert len(told.splitlines()) == 1
 
 
 def test_a_database_that_somebody_holds_is_told_by_its_name(rlhf: Run, tmp_path: Path) -> None:
