@@ -6,6 +6,7 @@ import dagster as dg
 
 from assets.common import Materialized, agents, table
 from resources.pipeline import Pipeline
+from rlhf_pipeline import stages
 from rlhf_pipeline.evaluation.facts import DRIFT, DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
@@ -79,6 +80,7 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
             min_rows=limits.min_rows,
             max_prompt_characters=limits.max_prompt_characters,
             max_completion_characters=limits.max_completion_characters,
+            takes_roles=stages.takes_roles(turn),
         )
         people = turn.settings.experiments.people_per_network
         support = support_of(report.clean, people_per_network=people)

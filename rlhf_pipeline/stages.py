@@ -10,11 +10,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.errors import EvaluationError, NotEnoughData, TrainingError
+from rlhf_pipeline.errors import EvaluationError, NotEnoughData, PromptRefused, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
 from rlhf_pipeline.files import read_json, write_json, write_text
@@ -27,12 +28,14 @@ from rlhf_pipeline.records import (
     RewardExample,
     RewardFunction,
     RewardInput,
+    Role,
     SftExample,
     prompt_to_json,
 )
 
 if TYPE_CHECKING:
     import pandas as pd
+    from transformers import PreTrainedTokenizerBase
 
     from rlhf_pipeline.evaluation.behaviour import BehaviourItem
     from rlhf_pipeline.evaluation.pair_judge import PairJudge
@@ -94,7 +97,8 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
     settings = turn.settings
     check_before_training(turn)
     imitable = _imitable(turn)
-    examples = [*seeds(settings, stand_in=not imitable), *imitable]
+    seeded = seeds(settings, stand_in=not imitable)
+    examples = [*seeded, *imitable]
     if settings.sft.max_examples is not None:
         examples = examples[: settings.sft.max_examples]
     if not examples:
@@ -114,6 +118,7 @@ def train_baseline(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[
             else "float32",
         )
     check_policy(policy, settings.ppo)
+    _check_seeds(policy.tokenizer, seeded[: len(examples)], settings)
     digest = None if source is None else base_digest(source)
     keep_going()
     result = train_sft(
@@ -170,6 +175,41 @@ def check_before_training(turn: Turn) -> None:
         encode_within(tokenizer, prompts, ppo, "prompts")
     else:  # which asks nothing but the watch prompts
         decided_pairs(_proxy_pairs(turn), ppo)
+
+
+def takes_roles(turn: Turn) -> Callable[[tuple[Role, ...]], bool]:
+    """Return what says whether the turn's models take a conversation in which these roles speak.
+
+    A chat template refuses by who speaks after whom, not by words. The tokenizers are loaded when
+    it is first asked.
+    """
+
+    @cache
+    def tokenizers() -> list[PreTrainedTokenizerBase]:
+        from rlhf_pipeline.policy.loading import load_tokenizer
+
+        settings, reward = turn.settings, turn.settings.reward
+        trained = {path for path in (turn.champion, turn.baseline) if path is not None}
+        sources = [*(trained or [base_source(settings)]), reward.base]
+        if reward.given is not None:
+            from rlhf_pipeline.reward.model import TRUNK
+
+            sources += [Path(reward.given) / job / TRUNK for job in JOBS]
+        return [load_tokenizer(source) for source in sources if source is not None]
+
+    @cache
+    def takes(roles: tuple[Role, ...]) -> bool:
+        from rlhf_pipeline.policy.chat import render
+
+        prompt = tuple(Message(role, "text") for role in roles)
+        try:
+            for tokenizer in tokenizers():
+                render(tokenizer, prompt)
+        except PromptRefused:
+            return False
+        return True
+
+    return takes
 
 
 def base_source(settings: Settings) -> str | Path | None:
@@ -780,6 +820,25 @@ def seeds(settings: Settings, *, stand_in: bool) -> list[SftExample]:
 
         return seed_conversations(int(wanted.removeprefix("simulated:")), settings.training.seed)
     return _read_conversations(Path(wanted))
+
+
+def _check_seeds(
+    tokenizer: PreTrainedTokenizerBase, seeded: Sequence[SftExample], settings: Settings
+) -> None:
+    """Raise TrainingError naming the line of a seed conversation that the template refuses."""
+    from rlhf_pipeline.policy.chat import render
+
+    known: set[tuple[Role, ...]] = set()  # a template refuses by roles, not by words
+    for number, example in enumerate(seeded, 1):
+        roles = tuple(message.role for message in example.prompt)
+        if roles in known:
+            continue
+        known.add(roles)
+        try:
+            render(tokenizer, example.prompt)
+        except PromptRefused as error:
+            where = settings.sft.seed_conversations
+            raise TrainingError(f"{where}:{number}: {error}") from error
 
 
 def reward_splits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
-from tests.assets.world import FirstTurn, Loop
+from tests.assets.world import FirstTurn, Loop, save_alternating
 from tests.ppo.world import changed, save_absolute, save_base
 from tests.reward.conftest import save_encoder
 
@@ -190,6 +191,36 @@ def test_many_votes_on_one_prompt_are_told_to_be_of_one(tmp_path: Path) -> None:
     )
     prompts, watched, _ = stages.asked_prompts(turn)
     assert (len(prompts), len(watched)) == (1, 1)
+
+
+def test_a_seed_conversation_that_the_chat_template_refuses_is_named_by_its_line(
+    tmp_path: Path,
+) -> None:
+    seeds, base = tmp_path / "seeds.jsonl", save_alternating(tmp_path / "base")
+    talks = [["user", "assistant"], ["user", "assistant"], ["assistant", "user", "assistant"]]
+    lines = ({"messages": [{"role": r, "content": "Hi."} for r in roles]} for roles in talks)
+    seeds.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    changes = {"policy": {"base": str(base)}, "sft": {"seed_conversations": str(seeds)}}
+    settings = load_settings("tiny", {"state_dir": tmp_path, **changes})
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
+    with pytest.raises(TrainingError, match=r"seeds\.jsonl:3: .*roles must alternate"):
+        stages.train_baseline(turn, ignore_progress, lambda: None)
+
+
+def test_what_a_turn_takes_is_what_every_model_of_it_takes(tmp_path: Path) -> None:
+    base = save_alternating(tmp_path / "base")
+    for changes in ({"policy": {"base": str(base)}}, {"reward": {"base": str(base)}}):
+        settings = load_settings("tiny", {"state_dir": tmp_path, **changes})
+        takes = stages.takes_roles(
+            Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
+        )
+        assert takes(("system", "user", "assistant", "user"))
+        assert not takes(("user", "user"))
+    plain = load_settings("tiny", {"state_dir": tmp_path})
+    turn = Turn("a", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, plain)
+    assert stages.takes_roles(turn)(("user", "user"))
+    trained = replace(turn, champion=base)
+    assert not stages.takes_roles(trained)(("user", "user"))
 
 
 def test_a_base_whose_context_is_too_short_is_refused_before_it_is_tuned(

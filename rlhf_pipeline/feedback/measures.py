@@ -24,6 +24,10 @@ REPEATED = 16  # from this length on, one character over and over is no text
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _CONVERSATION = rf'^\[(?:\["(?:user|assistant|system)", {_STRING}\], )*\["user", {_STRING}\]\]$'
+_ALTERNATING = (
+    rf'^\[(?:\["system", {_STRING}\], )?'
+    rf'(?:\["user", {_STRING}\], \["assistant", {_STRING}\], )*\["user", {_STRING}\]\]$'
+)
 # What Python calls a blank, as JSON writes it; \s is ASCII's alone here.
 _BLANK = r"[\s\pZ\x{85}]|\\[nrtf]|\\u000b|\\u001[c-f]"
 _BLANK_PROMPT = rf'\["user", "(?:{_BLANK})*"\]\]$'
@@ -71,6 +75,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
         "other_characters": _where(preference, _taken(in_texts["characters"], other)),
         "text_characters": _where(correction, _taken(in_texts["characters"], text)),
         "is_conversation": _taken(_matches(pc, prompts, _CONVERSATION), prompt),
+        "prompt_alternates": _taken(_matches(pc, prompts, _ALTERNATING), prompt),
         "prompt_is_blank": _taken(_matches(pc, prompts, _BLANK_PROMPT), prompt),
         "value_present": value_present.astype(float),
         "thumbs": _where(is_kind[FeedbackKind.thumbs], number),

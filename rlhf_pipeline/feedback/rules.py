@@ -75,6 +75,7 @@ class Rule(StrEnum):
     empty_completion = "empty_completion"
     empty_text = "empty_text"
     prompt_too_long = "prompt_too_long"
+    prompt_unfit = "prompt_unfit"
     completion_too_long = "completion_too_long"
     garbled_text = "garbled_text"
     contexts_differ = "contexts_differ"
@@ -120,6 +121,7 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.empty_completion: "a completion that is blank, or one side of a pair is",
     Rule.empty_text: "a correction that is blank",
     Rule.prompt_too_long: "a prompt longer than the settings allow for training",
+    Rule.prompt_unfit: "roles in an order that a chat template of what is trained refuses",
     Rule.completion_too_long: "a completion longer than the settings allow for training",
     Rule.garbled_text: "text that is damaged, all one character, or hardly a letter or digit",
     Rule.contexts_differ: "the two completions of a pair answer different prompts",

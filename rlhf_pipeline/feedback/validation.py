@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 from rlhf_pipeline.errors import ValidationFailed
 from rlhf_pipeline.feedback.measures import measured
 from rlhf_pipeline.feedback.rules import MEANINGS, Rule
-from rlhf_pipeline.records import FeedbackKind, QuarantinedRow
+from rlhf_pipeline.records import FeedbackKind, QuarantinedRow, Role, prompt_from_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +39,7 @@ ROW_CHECKS: Mapping[str, Rule] = {  # in order of precedence
     "corrections_are_not_blank": Rule.empty_text,
     "pairs_have_two_different_completions": Rule.identical_pair,
     "prompts_fit": Rule.prompt_too_long,
+    "templates_take_the_prompts": Rule.prompt_unfit,
     "completions_fit": Rule.completion_too_long,
     "texts_are_readable": Rule.garbled_text,
     "rows_come_once": Rule.duplicate,
@@ -132,17 +133,21 @@ def validate(
     min_rows: int = 10,
     max_prompt_characters: int = 20_000,
     max_completion_characters: int = 20_000,
+    takes_roles: Callable[[tuple[Role, ...]], bool] | None = None,
 ) -> ValidationReport:
     """Return the snapshot's clean rows, the others with one rule each, and every check's result.
 
     `frame` is a snapshot frame (`snapshot.read`). Prompts are measured as stored, so their JSON
-    counts too. A missing column makes the report all but empty and blocked: nothing else was looked
-    at. Raises ValidationFailed where an expectation itself could not be computed.
+    counts too. `takes_roles` says whether chat templates take a conversation in which these roles
+    speak; it is asked where user and assistant do not take turns, which every template takes. A
+    missing column makes the report all but empty and blocked: nothing else was looked at. Raises
+    ValidationFailed where an expectation itself could not be computed.
     """
     missing = _missing_columns(frame)
     if missing:
         return _without_columns(frame, missing)
     measures = measured(frame)
+    measures["refused_roles"] = _refused_roles(frame, measures, takes_roles)
     failing = _failing_rows(measures, max_prompt_characters, max_completion_characters)
     rules = list(ROW_CHECKS.values())
     broken = np.full(len(frame), -1, dtype=np.int8)  # which rule sets the row aside
@@ -170,6 +175,24 @@ def validate(
         origins=[str(origin) for origin in dirty["origin"]],
         agents=[str(agent) for agent in dirty["agent_id"]],
     )
+
+
+def _refused_roles(
+    frame: pd.DataFrame,
+    measures: pd.DataFrame,
+    takes_roles: Callable[[tuple[Role, ...]], bool] | None,
+) -> pd.Categorical:
+    """Return the roles of each row's prompt where a chat template refuses them, else null."""
+    import pandas as pd
+
+    refused = np.full(len(frame), None, dtype=object)
+    if takes_roles is not None:
+        odd = (measures["is_conversation"] == 1) & (measures["prompt_alternates"] == 0)
+        for place in np.flatnonzero(odd):
+            roles = tuple(m.role for m in prompt_from_json(frame["prompt"].iloc[place]))
+            if not takes_roles(roles):
+                refused[place] = ", ".join(roles)
+    return pd.Categorical(refused)
 
 
 # -- expectations -------------------------------------------------------------------------------
@@ -209,6 +232,7 @@ def _failing_rows(
             in_set(column="completions_differ", value_set=[1])
         ],
         "prompts_fit": [between(column="prompt_characters", max_value=max_prompt)],
+        "templates_take_the_prompts": [gxe.ExpectColumnValuesToBeNull(column="refused_roles")],
         "completions_fit": [between(column=c, max_value=max_completion) for c in texts],
         "texts_are_readable": [
             *(between(column=c, max_value=DAMAGED_SHARE) for c in damaged),
@@ -367,6 +391,7 @@ _FOUND: Mapping[Rule, tuple[str, ...]] = {
     Rule.unknown_kind: ("kind",),
     Rule.value_out_of_range: ("number", "choice", "criteria"),
     Rule.prompt_too_long: ("prompt_characters",),
+    Rule.prompt_unfit: ("refused_roles",),
     Rule.completion_too_long: ("completion_characters", "other_characters", "text_characters"),
     Rule.empty_completion: ("completion_characters", "other_characters"),
     Rule.garbled_text: ("prompt_damaged", "completion_damaged", "counterpart_damaged"),

@@ -499,11 +499,15 @@ def validate_once(state: Path, recipe: Path) -> None:
     [path] = state.glob(f"agents/*/snapshots/*/{snapshot.FILE}")
     limits, frame = load_settings(recipe).validation, snapshot.read(path)
     chosen = ("min_rows", "max_prompt_characters", "max_completion_characters")
-    wanted, real = {name: getattr(limits, name) for name in chosen}, validation.validate
+    wanted: dict[str, Any] = {name: getattr(limits, name) for name in chosen}
+    real = validation.validate
     report = real(frame, **wanted)
 
-    def validate(given: pd.DataFrame, **asked: int) -> validation.ValidationReport:
-        return report if asked == wanted and given.equals(frame) else real(given, **asked)
+    def validate(
+        given: pd.DataFrame, takes_roles: Any = None, **asked: Any
+    ) -> validation.ValidationReport:
+        same = asked == wanted and given.equals(frame)
+        return report if same else real(given, takes_roles=takes_roles, **asked)
 
     validation.validate = validate  # type: ignore[assignment]  # with any limits
 

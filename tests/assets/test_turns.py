@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -20,13 +21,22 @@ from rlhf_pipeline.records import (
     Feedback,
     FeedbackKind,
     Interaction,
+    Message,
     hash_rater,
     now,
     prompt_to_json,
     user_prompt,
     uuid7,
 )
-from tests.assets.world import FirstTurn, Loop, chat, failures, going_on, replaying
+from tests.assets.world import (
+    FirstTurn,
+    Loop,
+    chat,
+    failures,
+    going_on,
+    replaying,
+    save_alternating,
+)
 
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
 
@@ -193,6 +203,35 @@ def test_votes_leave_quarantine_with_the_turn_that_finds_nothing_wrong(loop: Loo
     after = set_aside(experiments={"people_per_network": None})
     assert before == {**after, "narrow_support": 20}
     assert "narrow_support" not in after
+
+
+def test_prompts_that_the_chat_template_refuses_are_set_aside(loop: Loop, tmp_path: Path) -> None:
+    agent = loop.agent("alternating", policy={"base": str(save_alternating(tmp_path))})
+    store = loop.pipeline.store
+    greeted = (Message("assistant", "Hello, how can I help?"), *user_prompt("Where is order 1?"))
+    advised = (Message("system", "Be kind."), *user_prompt("Where is order 2?"))
+    for key, prompt in {"greeted": greeted, "advised": advised}.items():
+        vote = Feedback(
+            agent_id=agent,
+            kind=FeedbackKind.preference,
+            idempotency_key=key,
+            prompt=prompt,
+            completion="On its way.",
+            other_completion="No idea.",
+            choice="left",
+        )
+        store.append([vote])
+    chat(store, agent, 40)
+    steps = ["feedback_snapshot", "validated_feedback"]
+    result = loop.run("retrain", agent, only=steps)
+    assert result.success, failures(result)
+    check = evaluation_of(result, "templates_take_the_prompts")
+    assert (check.passed, check.metadata["unexpected"].value) == (False, 1)
+    assert store.quarantined(agent)["prompt_unfit"] == 1
+    [kept] = loop.pipeline.settings(agent).agent_folder(agent).rglob("validated.parquet")
+    prompts = set(snapshot.read(kept)["prompt"])
+    assert prompt_to_json(advised) in prompts  # which `render` folds into the question
+    assert prompt_to_json(greeted) not in prompts
 
 
 def test_too_few_clean_rows_stop_the_turn_before_it_trains(

@@ -306,6 +306,26 @@ def ppo_workers() -> list[psutil.Process]:
     return found
 
 
+def save_alternating(folder: Path) -> Path:
+    """Save a tiny policy whose chat template refuses what Gemma's and Mistral's do; return where.
+
+    A system message, and turns that do not alternate, the user's first.
+    """
+    from rlhf_pipeline.policy.loading import save_policy
+    from rlhf_pipeline.policy.tiny import build_tiny
+
+    sizes = {"vocabulary": 320, "layers": 1, "width": 16, "heads": 2, "context": 128}
+    policy = build_tiny(["Where is my order?"], **sizes, seed=0)
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+        "{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    save_policy(policy, folder)
+    return folder
+
+
 def replaying(source: Path) -> Any:
     """Return a Compute that hands out what the stages left in a turn's folder; nothing is trained.
 

@@ -21,9 +21,10 @@ from rlhf_pipeline.feedback.validation import (
     ValidationReport,
     validate,
 )
-from rlhf_pipeline.records import Message, prompt_to_json, user_prompt
+from rlhf_pipeline.records import Message, Role, prompt_to_json, user_prompt
 
 WHY = prompt_to_json(user_prompt("Why is tea hot?"))
+GREETED = prompt_to_json((Message("assistant", "Hello!"), *user_prompt("Why is tea hot?")))
 THUMBS = {"kind": "thumbs", "number": 1.0, "prompt": WHY, "completion": "Because."}
 PAIR = {
     "kind": "preference",
@@ -112,6 +113,7 @@ BAD: list[tuple[Rule, dict[str, Any]]] = [
     (Rule.identical_pair, {**PAIR, "other_completion": " Because of fire.\n"}),
     (Rule.identical_pair, {**CORRECTION, "text": "Fire."}),
     (Rule.prompt_too_long, {**THUMBS, "prompt": prompt_to_json(user_prompt("why " * 300))}),
+    (Rule.prompt_unfit, {**THUMBS, "prompt": GREETED}),
     (Rule.completion_too_long, {**THUMBS, "completion": "tea " * 300}),
     (Rule.completion_too_long, {**PAIR, "other_completion": "tea " * 300}),
     (Rule.completion_too_long, {**CORRECTION, "text": "tea " * 300}),
@@ -128,13 +130,38 @@ BAD: list[tuple[Rule, dict[str, Any]]] = [
 def judged() -> ValidationReport:
     """Return one report on every known-bad row, in order, between sound ones."""
     frame = frame_of(*(row for _, row in BAD), THUMBS, RATING, PAIR)
-    return validate(frame, max_prompt_characters=1_000, max_completion_characters=1_000)
+    return validate(
+        frame,
+        max_prompt_characters=1_000,
+        max_completion_characters=1_000,
+        takes_roles=lambda roles: roles[0] != "assistant",
+    )
 
 
 @pytest.mark.parametrize("number", range(len(BAD)), ids=lambda i: f"{i}-{BAD[i][0].value}")
 def test_a_known_bad_row_is_set_aside_under_its_rule(number: int, judged: ValidationReport) -> None:
     rule, _ = BAD[number]
     assert rules_of(judged).get(f"id-{number}") == rule
+
+
+def test_templates_are_asked_where_user_and_assistant_do_not_take_turns() -> None:
+    says: dict[str, Role] = {"s": "system", "u": "user", "a": "assistant"}
+    orders = ["u", "su", "uau", "suauau", "au", "uu", "sau", "usu", "au"]
+    prompts = [
+        prompt_to_json(tuple(Message(says[x], 'Say "hi", [x]') for x in order)) for order in orders
+    ]
+    rows = [{**THUMBS, "prompt": p, "completion": f"{i}."} for i, p in enumerate(prompts)]
+    asked: list[str] = []
+
+    def takes_roles(roles: tuple[Role, ...]) -> bool:
+        asked.append("".join(role[0] for role in roles))
+        return asked[-1] == "uu"
+
+    report = validate(frame_of(*rows), takes_roles=takes_roles)
+    assert asked == orders[4:]
+    refused = [i for i, order in enumerate(orders) if order in ("au", "sau", "usu")]
+    assert rules_of(report) == {f"id-{i}": "prompt_unfit" for i in refused}
+    assert validate(frame_of(*rows)).quarantined == []  # nobody knows what will read them
 
 
 def test_each_bad_row_is_counted_once_and_the_sound_ones_stay(judged: ValidationReport) -> None:
@@ -155,6 +182,7 @@ def test_the_reason_says_what_was_found(judged: ValidationReport) -> None:
     details = {row.feedback_id: row.detail for row in judged.quarantined}
     by_rule = {rule: details[f"id-{i}"] for i, (rule, _) in enumerate(BAD)}
     assert by_rule[Rule.unknown_kind] == f"{MEANINGS[Rule.unknown_kind]}: kind 'stars'"
+    assert by_rule[Rule.prompt_unfit].endswith(": refused_roles 'assistant, user'")
     assert "text_characters 1199.0" in by_rule[Rule.completion_too_long]
     rows = judged.quarantine_rows()
     assert {(row.agent_id, row.origin) for row in rows} == {("tea", "f.jsonl")}
