@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import Progress, ignore_progress
+from rlhf_pipeline.registry.judges import reward_folder
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 WEIGHTS = ".safetensors"
@@ -114,12 +116,18 @@ def recorded_turn(
     started_from = lineage.get("started_from") if is_trained else None
     champion = _moved(started_from, old_state, settings)
     previous = _moved(lineage.get("previous"), old_state, settings)
-    if exact and is_trained:
-        _check_previous(version, recipe, previous)
-    if exact and lineage.get("base_digest") is not None:
-        _check_base(version, recipe)
-    baseline = ledger.baseline(version.agent_id)
+    first = ledger.baseline(version.agent_id)
     recorded = _moved(lineage.get("baseline"), old_state, settings)
+    baseline = recorded or (first.path if first and champion else None)
+    if exact:
+        known = ledger.versions(version.agent_id)
+        if is_trained:
+            _check_previous(version, recipe, previous, known)
+        if lineage.get("base_digest") is not None:
+            _check_base(version, recipe)
+        for folder in dict.fromkeys((champion, baseline)):
+            if folder is not None:
+                _check_began_from(version, folder, known)
     return stages.Turn(
         agent_id=version.agent_id,
         fingerprint=fingerprint,
@@ -127,7 +135,7 @@ def recorded_turn(
         token=int(lineage.get("token", 0)),
         data=data,
         work=work,
-        baseline=recorded or (baseline.path if baseline and champion else None),
+        baseline=baseline,
         champion=champion,
         settings=recipe,
         previous=previous,
@@ -146,10 +154,34 @@ def _check_base(version: ModelVersion, recipe: Settings) -> None:
         )
 
 
-def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | None) -> None:
+def _check_began_from(version: ModelVersion, folder: Path, known: Sequence[ModelVersion]) -> None:
+    """Raise RegistryError where files of a policy that training reads are gone, HashMismatch where
+    they are not those that were registered. `known` are the agent's versions.
+    """
+    earlier = _at(folder, known)
+    found = folder_sha256(folder) if folder.is_dir() else {}
+    files = found if earlier is None else earlier.files
+    gone = sorted(files.keys() - found.keys())
+    which = f"version {version.version} of {version.agent_id}"
+    if gone or not found:
+        raise RegistryError(
+            f"{which} was trained from the policy at {folder}, found no "
+            f"{', '.join(gone[:5]) or 'files'} there; restore it from a backup"
+        )
+    if odd := sorted(name for name in found if found[name] != files.get(name)):
+        raise HashMismatch(
+            f"{which} was trained from the policy at {folder}, found {', '.join(odd[:5])} changed "
+            "or added there since it was registered; restore it from a backup"
+        )
+
+
+def _check_previous(
+    version: ModelVersion, recipe: Settings, previous: Path | None, known: Sequence[ModelVersion]
+) -> None:
     """Raise RegistryError where reward models came of the turn before, and nobody has them now.
 
-    Retention may have left their reports.
+    Retention may have left their reports. HashMismatch where they are others; `known` are the
+    agent's versions.
     """
     from rlhf_pipeline.reward.reuse import is_whole
 
@@ -166,6 +198,16 @@ def _check_previous(version: ModelVersion, recipe: Settings, previous: Path | No
             f"{which} began from the reward models at {previous / 'reward'}, found no whole "
             f"{', '.join(gone)} there; restore them from a backup"
         )
+    policy = None if previous is None else previous / "ppo" / "policy"
+    if policy is not None and (earlier := _at(policy, known)) is not None:
+        for job in JOBS:
+            reward_folder(replace(earlier, path=policy), job)
+
+
+def _at(folder: Path, known: Sequence[ModelVersion]) -> ModelVersion | None:
+    """Return the version that lies in a folder of a lineage; None where it is none."""
+    # The end of the path, as the state folder may have been elsewhere on that day.
+    return next((v for v in known if v.path.parts[-3:] == folder.parts[-3:]), None)
 
 
 def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> stages.Turn:

@@ -16,6 +16,7 @@ from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.feedback.datasets import JOBS, opening_of
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.policy.adapters import base_digest
+from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.reasons import turn_of
 from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
@@ -118,6 +119,8 @@ def test_data_sets_of_a_release_that_did_not_pack_them_are_found(
     elsewhere = settings.model_copy(update={"state_dir": tmp_path})
     old = elsewhere.agent_folder(version.agent_id) / "snapshots" / now.data.name
     old.mkdir(parents=True)
+    began = loop.version(first_turn.agent_id, 0).path
+    shutil.copytree(began, tmp_path / began.relative_to(loop.state.resolve()))
     data = {}
     for packed in now.data.glob("*.jsonl.gz"):
         plain = old / packed.stem
@@ -162,6 +165,48 @@ def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
         turn(previous=str(before))
 
 
+def test_a_policy_it_began_from_that_is_another_is_said_before_anything_is_trained(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    moved = settings.model_copy(update={"state_dir": tmp_path / "moved"})
+    snapshots = moved.agent_folder(version.agent_id) / "snapshots"
+    shutil.copytree(recorded_turn(ledger, settings, version, tmp_path).data.parent, snapshots)
+    began = loop.version(first_turn.agent_id, 0).path
+    champion = moved.state_dir / began.relative_to(loop.state.resolve())
+
+    def turn(exact: bool = True, told: ModelVersion = version) -> stages.Turn:
+        return recorded_turn(ledger, moved, told, tmp_path / "work", exact=exact)
+
+    with pytest.raises(RegistryError, match=r"/sft, found no .*restore it from a backup"):
+        turn()
+    shutil.copytree(began, champion)
+    assert turn().champion == champion
+    weights = champion / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit
+    with pytest.raises(HashMismatch, match=r"/sft, found model\.safetensors changed or added"):
+        turn()
+    assert turn(exact=False).champion == champion
+    weights.unlink()
+    with pytest.raises(RegistryError, match=r"found no model\.safetensors there; restore"):
+        turn()
+    weights.write_bytes(whole)
+    # And the reward models of the turn before, where it may have begun from them.
+    work = moved.state_dir / first_turn.work.resolve().relative_to(loop.state.resolve())
+    shutil.copytree(first_turn.work / "reward", work / "reward")
+    recipe = dict(version.lineage["recipe"])
+    recipe["reward"] = {**recipe["reward"], "warm_start": True}
+    lineage = {**version.lineage, "recipe": recipe, "previous": str(first_turn.work.resolve())}
+    later = replace(version, lineage=lineage)
+    assert turn(told=later).previous == work
+    with next((work / "reward" / "gate").glob("head*")).open("ab") as head:
+        head.write(b"0")
+    with pytest.raises(HashMismatch, match="the gate reward model of version 1"):
+        turn(told=later)
+
+
 def test_a_version_without_a_turn_says_so(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
@@ -201,9 +246,11 @@ def test_a_moved_state_folder_still_finds_where_training_began(
     settings = loop.pipeline.settings(first_turn.agent_id)
     moved = settings.model_copy(update={"state_dir": tmp_path / "moved"})
     lineage = {**version.lineage, "data": {}}
+    began = loop.version(first_turn.agent_id, 0).path
+    moved_to = moved.state_dir / began.relative_to(loop.state.resolve())
+    shutil.copytree(began, moved_to)
     turn = recorded_turn(
         loop.pipeline.ledger, moved, replace(version, lineage=lineage), tmp_path / "work"
     )
-    began = loop.version(first_turn.agent_id, 0).path.relative_to(loop.state.resolve())
-    assert turn.champion == turn.baseline == tmp_path / "moved" / began
+    assert turn.champion == turn.baseline == moved_to
     assert turn.settings.state_dir == tmp_path / "moved"
