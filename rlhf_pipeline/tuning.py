@@ -45,9 +45,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search found; trial 0 is the recipe as it stands."""
+    """What a search found; its first trial is the recipe as it stands."""
 
     trials: tuple[Trial, ...]
+    recipe: Mapping[str, float]  # SEARCHED, as it stands
     folder: Path
 
     @property
@@ -105,12 +106,12 @@ def search(
             for name, value in told.items():
                 asked.set_user_attr(name, value)
             study.tell(asked, told["score"])
-    found = Search(tuple(_trials(study)), folder)
+    found = Search(tuple(_trials(study)), _searched(settings), folder)
     best = found.best
     write_json(folder / "trials.json", [asdict(trial) for trial in found.trials])
     lines = [f"  {name}: {best.settings[name]:.3g}" for name in SEARCHED]
     write_text(folder / "best.yaml", "\n".join(["ppo:", *lines, ""]))
-    draw(found.trials, folder / "tuning.png")
+    draw(found.trials, found.recipe, folder / "tuning.png")
     return found
 
 
@@ -158,15 +159,28 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
         storage=storage, study_name=name, direction="maximize", load_if_exists=True
     )
     if not study.trials:
-        study.enqueue_trial({key: getattr(settings, key) for key in SEARCHED})
+        study.enqueue_trial(_searched(settings))
+    waiting = [_wanted(t) for t in study.trials if t.state == optuna.trial.TrialState.WAITING]
     for trial in study.trials:
         if trial.state == optuna.trial.TrialState.RUNNING:
+            # With a failure it had come to its end. Else it waits before it is told to have failed:
+            # killed in between, nothing would know of it any more.
+            if "failure" not in trial.user_attrs and _wanted(trial) not in waiting:
+                study.enqueue_trial(_wanted(trial))
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            if "failure" not in trial.user_attrs:  # else it had come to its end
-                study.enqueue_trial(trial.params)
     seed = settings.seed + len(study.trials)
     study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
     return study
+
+
+def _searched(settings: PpoSettings) -> dict[str, float]:
+    """Return the recipe's own settings, as it stands."""
+    return {key: getattr(settings, key) for key in SEARCHED}
+
+
+def _wanted(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+    """Return the settings that a trial has, or is to have: it may be killed as it takes them up."""
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 def _space(settings: PpoSettings) -> dict[str, Any]:
@@ -205,7 +219,7 @@ def _trials(study: optuna.Study) -> list[Trial]:
     return found
 
 
-def draw(trials: Sequence[Trial], path: Path) -> None:
+def draw(trials: Sequence[Trial], recipe: Mapping[str, float], path: Path) -> None:
     """Write score against each searched setting: a square is the recipe as it stands, a ring the
     best.
     """
@@ -220,8 +234,9 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
         axis.scatter([t.settings[name] for t in scored], [t.score for t in scored], alpha=0.7)
         ring = {"markersize": 12, "fillstyle": "none", "markeredgewidth": 2}  # it may be the recipe
         axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best", **ring)
-        if scored[0].number == 0:
-            axis.plot(scored[0].settings[name], scored[0].score, "s", color="k", label="recipe")
+        for trial in scored:
+            if trial.settings == recipe:
+                axis.plot(trial.settings[name], trial.score, "s", color="k", label="recipe")
         if name == "epochs":
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         elif all(t.settings[name] > 0 for t in scored):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import optuna
 import pytest
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from optuna.storages.journal import JournalFileBackend
 
 from rlhf_pipeline import tuning
+from rlhf_pipeline.commands import training
 from rlhf_pipeline.errors import RegistryError, TrainingError
 from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.registry.reproduce import newest_turn
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
-from rlhf_pipeline.tuning import SEARCHED, Trial, search
+from rlhf_pipeline.tuning import SEARCHED, Search, Trial, search
 from tests.assets.world import FirstTurn, Loop
 
 
@@ -93,11 +96,10 @@ def test_its_picture_has_few_plain_numbers_and_shows_a_recipe_that_is_the_best(
 
     monkeypatch.setattr(FigureCanvasAgg, "print_png", kept)
     found = [(3e-5, 0.05, 0.2, 2), (4e-6, 0.006, 0.06, 1), (2e-4, 0.4, 0.4, 6)][:trials]
+    settings = [dict(zip(SEARCHED, values, strict=True)) for values in found]
     tuning.draw(
-        [
-            Trial(n, dict(zip(SEARCHED, values, strict=True)), -n, None, None)
-            for n, values in enumerate(found)
-        ],
+        [Trial(n, chosen, -n, None, None) for n, chosen in enumerate(settings)],
+        settings[0],
         tmp_path / "tuning.png",
     )
     (figure,) = drawn
@@ -180,6 +182,58 @@ def test_a_killed_search_goes_on_where_it_was(
     found = search(turn, tmp_path, trials=5)
     assert len(trained) == len(found.trials) == 5  # three were not trained again
     assert trained[3] == pytest.approx(asked[0])  # and the one that ran begins again, as it was
+
+
+def test_the_recipe_is_the_first_trial_wherever_a_search_was_killed(
+    turn: Turn,
+    tmp_path: Path,
+    trained: list[Mapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "draw", lambda *_: None)
+    monkeypatch.setattr("rlhf_pipeline.stages.check_memory", lambda *_: None)
+    append, left, kills = JournalFileBackend.append_logs, 0, 0
+
+    def killed_in_the_end(journal: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        nonlocal left, kills
+        if left == 0:
+            kills += 1
+            raise KeyboardInterrupt
+        left -= 1
+        append(journal, logs)
+
+    recipe = {key: getattr(turn.settings.ppo, key) for key in SEARCHED}
+    for writes in range(1, 30):
+        folder = tmp_path / str(writes)
+        monkeypatch.setattr(JournalFileBackend, "append_logs", killed_in_the_end)
+        kills = 0
+        for given in (6, writes):  # as it asks for the recipe's settings, and as it goes on
+            left = given
+            with suppress(KeyboardInterrupt):
+                search(turn, folder, trials=1)
+        monkeypatch.setattr(JournalFileBackend, "append_logs", append)
+        found = search(turn, folder, trials=1)
+        assert [trial.settings for trial in found.trials] == [recipe] == [found.recipe]
+        if kills == 1:
+            break
+    assert kills == 1  # each write has been the last
+
+
+def test_its_table_names_the_recipe_by_its_settings_and_says_failures_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    recipe, other = (dict.fromkeys(SEARCHED, value) for value in (0.1, 0.2))
+    trials = (
+        Trial(0, other, None, None, None, "found none [x] [red]"),
+        Trial(1, recipe, 0.5, 1.0, 2),
+    )
+    (tmp_path / "best.yaml").write_text("ppo:\n")
+    training._print(Search(trials, recipe, tmp_path))
+    told = capsys.readouterr().out
+    assert "found none [x] [red]" in told
+    (named,) = [line for line in told.splitlines() if "(recipe)" in line]
+    assert "1 (recipe)" in named
 
 
 def test_a_second_search_beside_one_at_work_is_refused(

@@ -169,6 +169,7 @@ def specialise(
 
 
 def _print(found: Search) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from rlhf_pipeline.tuning import SEARCHED
@@ -176,9 +177,9 @@ def _print(found: Search) -> None:
     table = Table("trial", *SEARCHED, "stopping reward", "KL", "update", "")
     for trial in found.trials:
         numbers = [f"{trial.settings[name]:.3g}" for name in SEARCHED]
-        said = "best" if trial.number == found.best.number else trial.failure or ""
+        said = "best" if trial.number == found.best.number else escape(trial.failure or "")
         table.add_row(
-            f"{trial.number}" + (" (recipe)" if trial.number == 0 else ""),
+            f"{trial.number}" + (" (recipe)" if trial.settings == found.recipe else ""),
             *numbers,
             "–" if trial.score is None else f"{trial.score:.3f}",
             "–" if trial.kl is None else f"{trial.kl:.2f}",
