@@ -188,8 +188,9 @@ def _refused_roles(
     refused = np.full(len(frame), None, dtype=object)
     if takes_roles is not None:
         odd = (measures["is_conversation"] == 1) & (measures["prompt_alternates"] == 0)
-        for place in np.flatnonzero(odd):
-            roles = tuple(m.role for m in prompt_from_json(frame["prompt"].iloc[place]))
+        places = np.flatnonzero(odd)
+        for place, prompt in zip(places, frame["prompt"].iloc[places], strict=True):
+            roles = tuple(message.role for message in prompt_from_json(prompt))
             if not takes_roles(roles):
                 refused[place] = ", ".join(roles)
     return pd.Categorical(refused)
