@@ -90,6 +90,25 @@ def encode_prompts(
     return [list(encoded[p]) for p in prompts]
 
 
+def messages_within(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int
+) -> Prompt:
+    """Return the messages of which a server with this tokenizer makes `encode_prompt`'s tokens.
+
+    Where not even the layout fits nothing is left but an empty question.
+    Raises PromptRefused as `render` does.
+    """
+    if len(_rows(tokenizer, [prompt])[0]) > max_tokens:
+        prompt = _latest(tokenizer, prompt, max_tokens) or (Message("user", ""),)
+    told = tuple(Message(m.role, _disarm(tokenizer, m.content, m.role)) for m in prompt)
+    if told[0].role != "system" or not tokenizer.chat_template:
+        return told
+    with suppress(TemplateError):
+        if _apply_template(tokenizer, told) == render(tokenizer, prompt):
+            return told
+    return _without_system(told)
+
+
 def encode_completion(
     tokenizer: PreTrainedTokenizerBase, text: str, *, max_tokens: int
 ) -> list[int]:
@@ -168,27 +187,38 @@ def _shortened(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, row: list[int], max_tokens: int
 ) -> list[int]:
     """Return the prompt's tokens, `row`, shortened as `encode_prompt` says."""
+    kept = _latest(tokenizer, prompt, max_tokens)
+    if kept is not None:
+        return _rows(tokenizer, [kept])[0]
+    if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
+        return [row[0], *row[1 - max_tokens :]]
+    return row[-max_tokens:]
+
+
+def _latest(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, max_tokens: int) -> Prompt | None:
+    """Return what is kept of a prompt that is too long; None where not even the layout fits."""
     head = prompt[:1] if prompt[0].role == "system" else ()
     begins = [i for i, m in enumerate(prompt) if m.role == "user" and i > len(head)]
     question = prompt[-1].content
 
-    def since(begin: int) -> list[int]:
-        return _rows(tokenizer, [(*head, *prompt[begin:])])[0]
+    def since(begin: int) -> Prompt:
+        return (*head, *prompt[begin:])
 
-    def ending(kept: Prompt, cut: int) -> list[int]:
-        return _rows(tokenizer, [(*kept, Message("user", question[cut:]))])[0]
+    def ending(kept: Prompt, cut: int) -> Prompt:
+        return (*kept, Message("user", question[cut:]))
 
-    fits = bisect_left(begins, True, key=lambda begin: len(since(begin)) <= max_tokens)
+    def length(kept: Prompt) -> int:
+        return len(_rows(tokenizer, [kept])[0])
+
+    fits = bisect_left(begins, True, key=lambda begin: length(since(begin)) <= max_tokens)
     if fits < len(begins):
         return since(begins[fits])
     for kept, room in ((head, max_tokens // 2), ((), max_tokens)):
-        if len(ending(kept, len(question))) < room:
+        if length(ending(kept, len(question))) < room:
             cuts = range(len(question))
-            cut = bisect_left(cuts, True, key=lambda n: len(ending(kept, n)) <= max_tokens)
+            cut = bisect_left(cuts, True, key=lambda n: length(ending(kept, n)) <= max_tokens)
             return ending(kept, cut)
-    if max_tokens > 1 and row[0] in (tokenizer.bos_token_id, tokenizer.cls_token_id):
-        return [row[0], *row[1 - max_tokens :]]
-    return row[-max_tokens:]
+    return None
 
 
 def _without_system(prompt: Prompt) -> Prompt:

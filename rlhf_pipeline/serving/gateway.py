@@ -35,7 +35,7 @@ from rlhf_pipeline.serving.champions import Arm, Champions, Seat
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
 from rlhf_pipeline.serving.tracing import Tracing
 from rlhf_pipeline.serving.trials import Trials
-from rlhf_pipeline.serving.upstream import Served, name_of, upstream_pieces
+from rlhf_pipeline.serving.upstream import Readers, Served, name_of, upstream_pieces
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import ExperimentSettings, Settings, UpstreamSettings
@@ -127,6 +127,7 @@ class Gateway:
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
         self.served = Served(registry.ledger)
+        self.readers = Readers(self.champions)
         self.trials = Trials(store.database, self.rules_of_trials)
         self.tracing = Tracing(settings, store, registry)
         self.under_way = 0  # requests answered or waiting, as the API admits them
@@ -504,6 +505,11 @@ class Gateway:
             draft.version = await self.served.version(agent_id, upstream, deadline)
             name = name_of(upstream, draft.version)
             upstream = upstream.model_copy(update={"model": name})
+        if draft.version != ELSEWHERE:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                prompt = await asyncio.to_thread(
+                    self.readers.as_read, agent_id, draft.version, prompt
+                )
         draft.sampling = {**settings, "upstream": upstream.model}
         size = sum(len(message.content.encode()) for message in prompt)
         draft.prompt_tokens = math.ceil(size / BYTES_OF_TOKEN)  # most tell it last, if at all

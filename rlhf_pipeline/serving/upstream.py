@@ -7,7 +7,7 @@ for years) where a finish_reason has said that the text is whole.
 
 Which of the ledger's versions answers is told by the model's name there (`Served`): a server that
 has not loaded a new champion yet is asked for the one before, and each answer is the version's that
-gave it.
+gave it. What that version reads there is what it would read here (`Readers`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import json
 import re
 import ssl
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
@@ -27,13 +28,17 @@ from weakref import WeakKeyDictionary
 import httpx
 import structlog
 
-from rlhf_pipeline.errors import ModelError, PromptRefused
+from rlhf_pipeline.errors import HashMismatch, ModelError, PromptRefused
+from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.records import Prompt, as_messages
 from rlhf_pipeline.reward.remote import bearer_token
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlhf_pipeline.config import UpstreamSettings
     from rlhf_pipeline.registry.ledger import PromotionLedger
+    from rlhf_pipeline.serving.champions import Champions
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +48,7 @@ END_SECONDS = 0.05  # for the end of an answer, once all that is said in it has 
 LOOK_EVERY_SECONDS = 2.0  # how long a model that an upstream has loaded may go unseen
 LONGEST_LINE = 1 << 20  # bytes
 MOST_TOKENS = 2**31
+WEIGHTS = ".safetensors"
 BROKEN_OFF = ("abort", "error")  # finish reasons of what is not whole
 COUNTED = ("prompt_tokens", "completion_tokens")
 TOO_LONG = re.compile(rb"context[ _](?:length|size|window)", re.IGNORECASE)
@@ -142,6 +148,55 @@ class Served:
             )
         self._seen[agent_id] = (time.monotonic(), line[-1], served)
         return served
+
+
+class Readers:
+    """By agent, the tokenizer of the version that its upstream serves, loaded without the model.
+
+    With it messages are made what the version reads in training and where it is served here.
+    """
+
+    def __init__(self, champions: Champions) -> None:
+        self._champions = champions
+        self._loading = threading.Lock()
+        self._loaded: dict[str, tuple[int, tuple[PreTrainedTokenizerBase, int] | None]] = {}
+
+    def as_read(self, agent_id: str, version: int, prompt: Prompt) -> Prompt:
+        """Return the messages to send, as they are where the ledger has no such version.
+
+        The first call for a version loads its tokenizer, which takes seconds. Raises HashMismatch
+        where that is not the registered one, PromptRefused where the version's template refuses.
+        """
+        from rlhf_pipeline.policy.chat import messages_within
+
+        with self._loading:
+            number, reader = self._loaded.get(agent_id, (None, None))
+            if number != version:
+                reader = self._load(agent_id, version)
+                self._loaded[agent_id] = version, reader
+        if reader is None:
+            return prompt
+        tokenizer, most = reader
+        return messages_within(tokenizer, prompt, max_tokens=most)
+
+    def _load(self, agent_id: str, number: int) -> tuple[PreTrainedTokenizerBase, int] | None:
+        from rlhf_pipeline.policy.loading import load_tokenizer
+
+        registry = self._champions.registry
+        known = {version.version: version for version in registry.ledger.versions(agent_id)}
+        if number not in known:
+            return None
+        version = known[number]
+        folder = version.path if version.path.is_dir() else registry.folder_of(version)
+        # Weights are gigabytes, and nothing is read of them here.
+        for name in (name for name in version.files if not name.endswith(WEIGHTS)):
+            path = folder / name
+            if not path.is_file() or file_sha256(path) != version.files[name]:
+                raise HashMismatch(
+                    f"version {number} of {agent_id} needs the tokenizer it was registered with, "
+                    f"found {path} changed or missing; restore it from a backup"
+                )
+        return load_tokenizer(folder), self._champions.limits(agent_id).max_prompt_tokens
 
 
 async def _newest_served(upstream: UpstreamSettings, line: Sequence[int], deadline: float) -> int:
