@@ -158,7 +158,7 @@ class Readers:
 
     def __init__(self, champions: Champions) -> None:
         self._champions = champions
-        self._loading = threading.Lock()
+        self._one_at_a_time = threading.Lock()
         self._loaded: dict[str, tuple[int, tuple[PreTrainedTokenizerBase, int] | None]] = {}
 
     def as_read(self, agent_id: str, version: int, prompt: Prompt) -> Prompt:
@@ -169,15 +169,15 @@ class Readers:
         """
         from rlhf_pipeline.policy.chat import messages_within
 
-        with self._loading:
+        with self._one_at_a_time:  # neither loading nor a tokenizer is made for several threads
             number, reader = self._loaded.get(agent_id, (None, None))
             if number != version:
                 reader = self._load(agent_id, version)
                 self._loaded[agent_id] = version, reader
-        if reader is None:
-            return prompt
-        tokenizer, most = reader
-        return messages_within(tokenizer, prompt, max_tokens=most)
+            if reader is None:
+                return prompt
+            tokenizer, most = reader
+            return messages_within(tokenizer, prompt, max_tokens=most)
 
     def _load(self, agent_id: str, number: int) -> tuple[PreTrainedTokenizerBase, int] | None:
         from rlhf_pipeline.policy.loading import load_tokenizer
