@@ -47,6 +47,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
+from rlhf_pipeline.registry.reproduce import Reproduction
 from tests.evaluation.test_gate import report
 
 HEAVY = (
@@ -938,6 +939,21 @@ def test_who_promotes_over_a_champion_that_it_never_met_is_told(
         "version 4; `rlhf experiment offline 4 5 --agent shop` does that\n"
     )
     assert "compared with" not in rlhf("promote", "5").stderr  # nothing moved
+
+
+def test_a_version_that_comes_out_otherwise_is_told_of_a_template_that_reads_the_clock(
+    shop: Path, rlhf: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Workspace(None, str(shop)).version("shop", "1").path
+    outcome = Reproduction(1, policy, ("config.json",), ("model.safetensors",))
+    monkeypatch.setattr("rlhf_pipeline.registry.reproduce.reproduce", lambda *_: outcome)
+    told = rlhf("reproduce", "1", code=1).stderr
+    assert "version 1 of shop came out otherwise in 1 of" in told
+    assert "clock" not in told
+    with (policy / "chat_template.jinja").open("a") as template:
+        template.write("{{ strftime_now('%d %b %Y') }}")
+    told = rlhf("reproduce", "1", code=1).stderr
+    assert "its chat template reads the clock (strftime_now)" in told
 
 
 def test_an_offline_comparison_says_the_same_on_its_page(

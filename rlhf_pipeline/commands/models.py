@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from rlhf_pipeline import overview
     from rlhf_pipeline.registry.ledger import ModelVersion
 
+CLOCK = (
+    "; its chat template reads the clock (strftime_now), so on another day than it was trained on "
+    "other prompts come of it: for versions that come out again on any day, train from a base "
+    "whose template writes no date"
+)
+
 
 def versions(agent: Agent) -> None:
     """List an agent's versions: who serves, who waits, what the gate and people said.
@@ -263,7 +269,8 @@ def reproduce(
     """Train a version again from its recorded snapshot, recipe and seeds, and compare the files.
 
     Takes as long as the training took. On the same machine's CPU the weights come out bit for bit;
-    the exit code is 1 where they do not, and the message names the files.
+    the exit code is 1 where they do not, and the message names the files. A chat template that
+    writes the date (strftime_now) writes another one on another day: what it laid out differs then.
     """
     import tempfile
 
@@ -291,10 +298,17 @@ def reproduce(
             f"version {found.version} of {agent} came out otherwise in {len(outcome.different)} "
             f"of {len(found.files)} files; it was trained by code {found.lineage.get('code')}: "
             "take that commit, that machine and its thread count, and see `rlhf explain`"
+            + (CLOCK if _reads_the_clock(found.path) else "")
         )
     typer.echo(f"version {found.version} of {agent} is reproduced, bit for bit")
     if outcome.erased:
         typer.echo(f"{outcome.erased} rows erased since; none of them was in what it trained on")
+
+
+def _reads_the_clock(policy: Path) -> bool:
+    """Return whether a policy's chat template writes the date of the day on which it is used."""
+    files = [policy / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    return any("strftime_now" in file.read_text() for file in files if file.is_file())
 
 
 def _reconcile(here: Workspace, agent_id: str) -> None:
