@@ -7,6 +7,7 @@ files may change between the check and the load if someone else can write to the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -33,8 +34,9 @@ from transformers.utils import logging
 
 from rlhf_pipeline.errors import ConfigError, HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
-from rlhf_pipeline.policy.chat import turn_end
+from rlhf_pipeline.policy.chat import render, turn_end
 from rlhf_pipeline.policy.packed import fuse_steps
+from rlhf_pipeline.records import Message, Role
 
 PAD_TOKEN = "<|pad|>"  # given to tokenizers that have none (GPT-2, Phi-2)
 ADAPTER = "adapter_config.json"
@@ -340,7 +342,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ) from error
     end = turn_end(tokenizer)
     if end != tokenizer.eos_token:
-        tokenizer.add_special_tokens({"eos_token": end})
+        _end_with(tokenizer, end)
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
         tokenizer.eos_token = tokenizer.sep_token  # encoders end with a separator
     if tokenizer.eos_token_id is None:
@@ -348,6 +350,27 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             f"a tokenizer with an end token is needed, found none at {source}; set eos_token"
         )
     return tokenizer
+
+
+def _end_with(tokenizer: PreTrainedTokenizerBase, end: str | None) -> None:
+    """Make `end` the end token; the chat template goes on writing what it wrote.
+
+    A template may begin with eos_token, where it is the beginning of text as well. There the name
+    keeps its old meaning, in the template itself, so that it is saved and exported with it.
+    """
+    roles: tuple[Role, ...] = ("system", "user", "assistant", "user")
+    prompt = tuple(Message(role, "a") for role in roles)
+    before, old = render(tokenizer, prompt), tokenizer.eos_token or ""
+    tokenizer.add_special_tokens({"eos_token": end})
+    if render(tokenizer, prompt) == before:
+        return
+    # Templates are rendered with trim_blocks: the line's end is not written.
+    line = f"{{% set eos_token = {json.dumps(old, ensure_ascii=False)} %}}\n"
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: line + text for name, text in template.items()}
+    else:
+        tokenizer.chat_template = line + template
 
 
 def _one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
@@ -23,10 +24,17 @@ from rlhf_pipeline.errors import HashMismatch, ModelError
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy import sampling
 from rlhf_pipeline.policy.adapters import base_digest
-from rlhf_pipeline.policy.chat import decode_completions, encode_completion
-from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
+from rlhf_pipeline.policy.chat import decode_completions, encode_completion, render
+from rlhf_pipeline.policy.loading import (
+    Policy,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+    switch_off_dropout,
+)
 from rlhf_pipeline.policy.tiny import build_tiny
 from rlhf_pipeline.ppo.plan import read_config
+from rlhf_pipeline.records import Message
 from tests.policy.test_chat import plain_tokenizer
 from tests.policy.test_families import family_model
 
@@ -355,6 +363,34 @@ def test_a_model_ends_where_its_chat_template_ends_a_turn(tmp_path: Path) -> Non
         assert decode_completions(policy.tokenizer, [[0, end]]) == [""]
         assert policy.model.generation_config is not None
         assert policy.model.generation_config.eos_token_id == [end, 0]
+
+
+@pytest.mark.parametrize("old", ["<|endoftext|>", None])
+def test_a_template_that_begins_with_eos_token_goes_on_as_it_was(
+    old: str | None, tmp_path: Path
+) -> None:
+    save_gpt2(tmp_path / "gpt2")
+    tokenizer = plain_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
+    tokenizer.eos_token = old
+    template = (
+        "\n{{ eos_token }}{% for m in messages %}<turn>{{ m['content'] }}<end>{% endfor %}<turn>"
+    )
+    prompt = (Message("user", "hello"),)
+    for templates in (template, {"default": template, "other": template}):
+        tokenizer.chat_template = templates
+        before = render(tokenizer, prompt)
+        assert before == f"\n{old or ''}<turn>hello<end><turn>"
+        tokenizer.save_pretrained(tmp_path / "gpt2")
+        save_policy(load_policy(tmp_path / "gpt2", device="cpu"), tmp_path / "saved")
+        again = load_tokenizer(tmp_path / "saved")
+        assert again.eos_token == "<end>"
+        assert render(again, prompt) == before
+        elsewhere = AutoTokenizer.from_pretrained(tmp_path / "saved")  # who knows nothing of us
+        assert render(elsewhere, prompt) == before
+    tokenizer.chat_template = template.replace("{{ eos_token }}", "")
+    tokenizer.save_pretrained(tmp_path / "other")
+    assert load_tokenizer(tmp_path / "other").chat_template == tokenizer.chat_template
 
 
 def test_tiny_sizes_must_fit_together() -> None:
