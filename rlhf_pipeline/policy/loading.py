@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rlhf_pipeline.errors import ConfigError, HashMismatch, ModelError
+from rlhf_pipeline.errors import ConfigError, HashMismatch, ModelError, PromptRefused
 from rlhf_pipeline.files import folder_sha256, new_folder, read_json, write_json
 from rlhf_pipeline.policy.chat import render, turn_end
 from rlhf_pipeline.policy.packed import fuse_steps
@@ -358,9 +358,13 @@ def _end_with(tokenizer: PreTrainedTokenizerBase, end: str | None) -> None:
     A template may begin with eos_token, where it is the beginning of text as well. There the name
     keeps its old meaning, in the template itself, so that it is saved and exported with it.
     """
-    roles: tuple[Role, ...] = ("system", "user", "assistant", "user")
-    prompt = tuple(Message(role, "a") for role in roles)
-    before, old = render(tokenizer, prompt), tokenizer.eos_token or ""
+    roles: tuple[Role, ...] = ("user", "assistant", "user")
+    prompt, old = tuple(Message(role, "a") for role in roles), tokenizer.eos_token or ""
+    try:
+        before = render(tokenizer, prompt)
+    except PromptRefused:  # it takes one question only
+        prompt = prompt[-1:]
+        before = render(tokenizer, prompt)
     tokenizer.add_special_tokens({"eos_token": end})
     if render(tokenizer, prompt) == before:
         return

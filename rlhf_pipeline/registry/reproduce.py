@@ -52,8 +52,8 @@ def reproduce(
 
     Exact on the CPU of the machine, thread count and library versions it was trained with; a GPU's
     sums, or another processor's, round otherwise, and a chat template that reads the clock writes
-    another day. Raises RegistryError where the lineage does not
-    say enough or a file it names is gone, HashMismatch where one is not the one it names.
+    another day. Raises RegistryError where the lineage does not say enough or a file it names is
+    gone, HashMismatch where one is not the one it names.
     """
     turn = recorded_turn(ledger, settings, version, work)
     names = ("reward", "ppo") if turn.champion else ("baseline",)
