@@ -59,7 +59,7 @@ RECIPE: Mapping[str, Any] = {
         "max_completion_tokens": 16,
         "tiny": {"vocabulary": 320, "layers": 2, "width": 32, "heads": 2, "context": 64},
     },
-    "sft": {"seed_conversations": "simulated:100", "epochs": 1, "learning_rate": 3e-3},
+    "sft": {"seed_conversations": "simulated:100", "epochs": 1, "learning_rate": 1.5e-3},
     "reward": {"epochs": 1, "min_pairs": 5, "batch_size": 64},
     "ppo": {
         "updates": UPDATES,
