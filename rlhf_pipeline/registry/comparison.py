@@ -42,15 +42,16 @@ def compared_with(version: ModelVersion, known: Mapping[str, ModelVersion]) -> M
 
     `known` are the agent's versions by place.
     """
-    return _at(version.lineage.get("started_from"), known)
+    return version_at(version.lineage.get("started_from"), known)
 
 
 def baseline_of(version: ModelVersion, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
     """Return the baseline from which the version's score and KL are counted; None where unknown."""
-    return _at(version.lineage.get("baseline"), known)
+    return version_at(version.lineage.get("baseline"), known)
 
 
-def _at(path: str | None, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
+def version_at(path: str | Path | None, known: Mapping[str, ModelVersion]) -> ModelVersion | None:
+    """Return the version that lies where a lineage says; None where it is none of the `known`."""
     return None if path is None else known.get(_place(Path(path)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.files import file_sha256, folder_sha256
 from rlhf_pipeline.records import Progress, ignore_progress
+from rlhf_pipeline.registry.comparison import by_place, version_at
 from rlhf_pipeline.registry.judges import reward_folder
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
@@ -121,7 +122,7 @@ def recorded_turn(
     recorded = _moved(lineage.get("baseline"), old_state, settings)
     baseline = recorded or (first.path if first and champion else None)
     if exact:
-        known = ledger.versions(version.agent_id)
+        known = by_place(ledger.versions(version.agent_id))
         if is_trained:
             _check_previous(version, recipe, previous, known)
         if lineage.get("base_digest") is not None:
@@ -155,11 +156,13 @@ def _check_base(version: ModelVersion, recipe: Settings) -> None:
         )
 
 
-def _check_began_from(version: ModelVersion, folder: Path, known: Sequence[ModelVersion]) -> None:
+def _check_began_from(
+    version: ModelVersion, folder: Path, known: Mapping[str, ModelVersion]
+) -> None:
     """Raise RegistryError where files of a policy that training reads are gone, HashMismatch where
-    they are not those that were registered. `known` are the agent's versions.
+    they are not those that were registered. `known` are the agent's versions by place.
     """
-    earlier = _at(folder, known)
+    earlier = version_at(folder, known)
     found = folder_sha256(folder) if folder.is_dir() else {}
     files = found if earlier is None else earlier.files
     gone = sorted(files.keys() - found.keys())
@@ -177,7 +180,10 @@ def _check_began_from(version: ModelVersion, folder: Path, known: Sequence[Model
 
 
 def _check_previous(
-    version: ModelVersion, recipe: Settings, previous: Path | None, known: Sequence[ModelVersion]
+    version: ModelVersion,
+    recipe: Settings,
+    previous: Path | None,
+    known: Mapping[str, ModelVersion],
 ) -> None:
     """Raise RegistryError where reward models came of the turn before, and nobody has them now.
 
@@ -200,15 +206,9 @@ def _check_previous(
             f"{', '.join(gone)} there; restore them from a backup"
         )
     policy = None if previous is None else previous / "ppo" / "policy"
-    if policy is not None and (earlier := _at(policy, known)) is not None:
+    if policy is not None and (earlier := version_at(policy, known)) is not None:
         for job in JOBS:
             reward_folder(replace(earlier, path=policy), job)
-
-
-def _at(folder: Path, known: Sequence[ModelVersion]) -> ModelVersion | None:
-    """Return the version that lies in a folder of a lineage; None where it is none."""
-    # The end of the path, as the state folder may have been elsewhere on that day.
-    return next((v for v in known if v.path.parts[-3:] == folder.parts[-3:]), None)
 
 
 def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> stages.Turn:
