@@ -104,8 +104,8 @@ def _jackknife(value: float, without_each: Floats, n: int) -> Number:
     many = len(without_each)
     if many < 2:
         return Number(value, n=n)
-    error = math.sqrt((many - 1) ** 2 / many * float(np.var(without_each, ddof=1)))
-    return Number(value, value - Z * error, value + Z * error, n)
+    reach = math.sqrt((many - 1) ** 2 / many * float(np.var(without_each, ddof=1))) * _student(many)
+    return Number(value, value - reach, value + reach, n)
 
 
 def repetition(text: str, n: int = 4) -> float:
@@ -361,6 +361,13 @@ def _of(groups: Groups | None, known: NDArray[np.bool_]) -> Groups | None:
     return None if groups is None else groups[known]
 
 
+def _student(n: int) -> float:
+    """Return how many deviations an interval reaches whose deviation is found from n tries."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
+
+
 def _percentiles(drawn: Floats, n: int) -> tuple[float, float]:
     """Return the interval that resampled values of n tries tell, expanded for few of them.
 
@@ -368,9 +375,9 @@ def _percentiles(drawn: Floats, n: int) -> tuple[float, float]:
     of ten tries plain percentiles miss in one of ten. Source: Hesterberg 2015,
     doi:10.1080/00031305.2015.1089789, section 5.3.
     """
-    from scipy.stats import norm, t
+    from scipy.stats import norm
 
-    reach = math.sqrt(n / (n - 1)) * float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    reach = math.sqrt(n / (n - 1)) * _student(n)
     tail = 100 * float(norm.cdf(-reach))
     low, high = np.percentile(drawn, [tail, 100 - tail])
     return float(low), float(high)

@@ -74,9 +74,9 @@ def test_a_difference_of_diversity_is_paired_and_turns_with_its_sides() -> None:
 def test_the_interval_of_a_share_of_distinct_words_is_within_0_and_1() -> None:
     # Without the one text in four that says b: 1 of 6, else 2 of 6; the value is 2 of 8.
     found = metrics.distinct_with_interval(["a a", "a a", "a a", "a b"], 1)
-    error = math.sqrt(9 / 4 * np.var([1 / 3, 1 / 3, 1 / 3, 1 / 6], ddof=1))
-    assert found.low == max(0.0, 0.25 - metrics.Z * error)
-    assert found.high == pytest.approx(0.25 + metrics.Z * error)
+    reach = 3.182446 * math.sqrt(9 / 4 * np.var([1 / 3, 1 / 3, 1 / 3, 1 / 6], ddof=1))
+    assert found.low == max(0.0, 0.25 - reach)  # Student's, of a deviation found from four
+    assert found.high == pytest.approx(0.25 + reach)
     most = metrics.distinct_with_interval(["a b", "c d", "e f", "a g"], 1)
     assert most.high == 1.0
 
@@ -271,6 +271,22 @@ def test_turns_of_one_conversation_are_no_independent_words() -> None:
         plain += not (alone.low or 0.0) <= 0.0 <= (alone.high or 0.0)
     assert missed <= 5
     assert plain > 10
+
+
+def test_few_conversations_do_not_tell_their_own_deviation() -> None:
+    """Two systems alike over five conversations: the normal's interval misses in one of ten."""
+    generator = np.random.default_rng(0)
+    groups = np.repeat(np.arange(5), 8)
+
+    def answers() -> list[str]:
+        known = [generator.choice(500, size=generator.integers(4, 40)) for _ in range(5)]
+        return [" ".join(f"w{word}" for word in generator.choice(known[g], 8)) for g in groups]
+
+    missed = 0
+    for _ in range(300):
+        found = metrics.distinct_difference(answers(), answers(), 2, groups=groups)
+        missed += not (found.low or 0.0) <= 0.0 <= (found.high or 0.0)
+    assert missed <= 21
 
 
 def test_groups_of_one_are_no_groups() -> None:
