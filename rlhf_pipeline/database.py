@@ -9,7 +9,6 @@ a disk that lies about fsync, and somebody who edits the file.
 from __future__ import annotations
 
 import functools
-import os
 import sqlite3
 import threading
 import time
@@ -23,7 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.files import make_private
+from rlhf_pipeline.files import file_identity, make_private
 
 log = structlog.get_logger(__name__)
 
@@ -467,13 +466,7 @@ class Database:
         return self._revision is not None and self._file_there() != self._file
 
     def _file_there(self) -> tuple[int, int] | None:
-        if not self.is_sqlite or self.url.database in (None, "", ":memory:"):
-            return None
-        try:
-            found = os.stat(self.url.database)
-        except OSError:  # there is none
-            return None
-        return found.st_dev, found.st_ino
+        return file_identity(self.url.database or ":memory:") if self.is_sqlite else None
 
     def _refuse_if_replaced(self) -> None:
         """Raise OperationalError where a commit would go into a file that nobody reads again.

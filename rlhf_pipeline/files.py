@@ -184,6 +184,15 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_identity(path: str | Path) -> tuple[int, int] | None:
+    """Return what no other file on this machine has, nor one that takes its name; None if empty."""
+    try:
+        found = Path(path).stat()
+    except OSError:  # there is none
+        return None
+    return (found.st_dev, found.st_ino) if found.st_size else None
+
+
 def folder_sha256(directory: str | Path) -> dict[str, str]:
     """Return {relative file name with forward slashes: SHA-256 hex}, sorted by name.
 

@@ -24,7 +24,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ClaimLost, RegistryAway, RegistryError
-from rlhf_pipeline.files import sqlite_path
+from rlhf_pipeline.files import file_identity, sqlite_path
 from rlhf_pipeline.records import hashed
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ def open_client(tracking_uri: str) -> Any:
     """
     file = sqlite_path(tracking_uri)
     client, stood = _opened.get(tracking_uri, (None, None))
-    stands = None if file is None else _identity(file)
+    stands = None if file is None else file_identity(file)
     if client is not None and (file is None or (stands is not None and stands == stood)):
         return client
     for name, value in QUIET.items():
@@ -80,17 +80,8 @@ def open_client(tracking_uri: str) -> Any:
                 if client is not None:
                     _forget(tracking_uri)
                 client = _open_embedded(tracking_uri)
-    _opened[tracking_uri] = client, None if file is None else _identity(file)
+    _opened[tracking_uri] = client, None if file is None else file_identity(file)
     return client
-
-
-def _identity(file: Path) -> tuple[int, int] | None:
-    """Return what a file that is replaced does not share with the old one; None without content."""
-    try:
-        found = file.stat()
-    except FileNotFoundError:
-        return None
-    return (found.st_dev, found.st_ino) if found.st_size else None
 
 
 def _forget(tracking_uri: str) -> None:
