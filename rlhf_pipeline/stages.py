@@ -716,7 +716,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         comparison,
         gate_limits(settings),
         facts={
-            **gate_facts(turn.data, turn.work, turn.previous),
+            **gate_facts(turn.data, turn.work, measure_of_judges(turn)),
             **disagreement_facts(comparison.metrics(), turn.work),
             **group_facts(by_group),
         },
@@ -734,6 +734,18 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         "gate_markdown": decision.to_markdown(),
         "plots": [str(path) for path in drawn],
     }
+
+
+def measure_of_judges(turn: Turn) -> Path | None:
+    """Return the work folder of the turn whose judge this one's may not fall below, or None.
+
+    Of the turn that made the champion; beside the turn before, which may have been refused for its
+    judge, the same judge would be no worse a night later. That one where the champion had none.
+    """
+    from rlhf_pipeline.evaluation.facts import REWARD_REPORT
+
+    champions = None if turn.champion is None else turn.champion.parent.parent
+    return champions if champions and (champions / REWARD_REPORT).exists() else turn.previous
 
 
 def gate_limits(settings: Settings) -> dict[str, Any]:

@@ -63,6 +63,19 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
 
 
+def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    version = loop.version(first_turn.agent_id, 1)
+    recorded = loop.pipeline.settings(first_turn.agent_id)
+    turn = recorded_turn(loop.pipeline.ledger, recorded, version, tmp_path / "work")
+    refused = tmp_path / "refused"
+    later = replace(turn, champion=version.path, previous=refused)
+    assert stages.measure_of_judges(later) == first_turn.work
+    # Version 0 had no judge: the turn before is all there is.
+    assert stages.measure_of_judges(replace(later, champion=turn.baseline)) == refused
+
+
 def test_reward_models_are_used_again_while_nobody_votes_otherwise(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:

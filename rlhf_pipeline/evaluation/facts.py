@@ -26,7 +26,8 @@ PROXY_REPORT = Path("reward") / "proxy" / "report.json"  # likewise
 def gate_facts(data: Path, work: Path, previous: Path | None) -> dict[str, float]:
     """Return the numbers of evaluation/gate.yaml that are not the comparison's, by name.
 
-    `data` and `work` are the turn's folders, `previous` the work folder of the turn before.
+    `data` and `work` are the turn's folders, `previous` the work folder of the turn whose judge is
+    the measure of this one's.
     """
     facts: dict[str, float] = {}
     if (work / REWARD_REPORT).exists():
@@ -50,7 +51,10 @@ def reward_facts(
     refused for being worse only where chance does not explain it. Judges that were judged by
     different things (pairs, or votes on single answers) are not compared.
     """
-    facts = {"reward/held_out_pairs": float(report["n"])}
+    facts = {
+        "reward/held_out_pairs": float(report["n"]),
+        "reward/accuracy_low": float(report["interval"][0]),
+    }
     if report["n"] < FEWEST_PAIRS:
         return facts
     facts["reward/accuracy_over_floor"] = report["accuracy"] - highest_floor(report["floors"])

@@ -48,8 +48,9 @@ def test_a_judge_below_a_bag_of_words_is_warned_of_and_never_refused() -> None:
     assert (rule.comparison, rule.limit, rule.breach) == ("at_least", 0.0, "warn")
 
 
-def test_few_pairs_say_only_how_few_they_are() -> None:
-    assert reward_facts(judged(99, 0.2, 0.1, 0.3)) == {"reward/held_out_pairs": 99}
+def test_few_pairs_say_only_how_few_they_are_and_whether_a_coin_does_as_well() -> None:
+    facts = {"reward/held_out_pairs": 99, "reward/accuracy_low": 0.1}
+    assert reward_facts(judged(99, 0.2, 0.1, 0.3)) == facts
     few_before = reward_facts(judged(400, 0.7, 0.6, 0.8), judged(99, 0.9, 0.8, 1.0))
     assert "reward/accuracy_change_high" not in few_before
 

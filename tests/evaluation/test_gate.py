@@ -61,6 +61,7 @@ def report(**changes: float) -> EvaluationReport:
 
 FACTS = {
     "reward/accuracy_over_floor": 0.2,
+    "reward/accuracy_low": 0.66,
     "reward/accuracy_over_words": 0.1,
     "reward/accuracy_change_high": 0.03,
     "reward/ece_beyond_chance": 0.01,
@@ -204,6 +205,7 @@ def test_limits_are_overridden_by_name_and_switched_off_in_sight() -> None:
         ("reward/accuracy_change_high", -0.011, "fail"),
         ("reward/ece_beyond_chance", 0.051, "fail"),
         ("reward/ece_beyond_chance", math.nan, "fail"),
+        ("reward/accuracy_low", 0.5, "pause"),
         ("reward/held_out_pairs", 99.0, "warn"),
         ("reward/worst_group_high", 0.49, "pause"),
         ("votes/top_share", 0.11, "pause"),
