@@ -50,6 +50,7 @@ OPEN_GATE = {
     "diversity": -100.0,
     "repetition": 100.0,
     "truncation": 1.0,
+    "reward_over_chance": -1.0,  # eight pairs are held out
 }
 """Limits that a model of two layers meets after seconds of training."""
 
