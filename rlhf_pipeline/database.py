@@ -89,16 +89,26 @@ BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts on
 RECIPE_CHARACTERS = 200
 CONNECT_SECONDS = 10  # for a server on PostgreSQL's side of a network to answer
 
-SYNCED = sa.text(
-    "SELECT set_config('synchronous_commit', 'on', true) "
-    "WHERE current_setting('synchronous_commit') = 'off'"
+IDLE_SECONDS = 30.0  # that a writer may leave PostgreSQL waiting for its next statement
+ALONE_SECONDS = 10.0  # that one who would be alone waits: those who send votes wait as well
+LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL's word for a wait that was given up
+
+SAID_FIRST = sa.text(
+    "SELECT set_config('idle_in_transaction_session_timeout', :idle, true), "
+    "CASE current_setting('synchronous_commit') "
+    "WHEN 'off' THEN set_config('synchronous_commit', 'on', true) END"
 )
 """On PostgreSQL what was acknowledged is synced, even where a server's default is `off`; what waits
-for more than the disk, as for replicas, goes on waiting. Said in every transaction: what is said to
-a session reaches somebody else's behind a pooler such as PgBouncer."""
+for more than the disk, as for replicas, goes on waiting. And a process that stands still, or whose
+machine is gone, loses its locks: the server alone would hold them for hours. Said in every
+transaction: what is said to a session reaches somebody else's behind a pooler such as PgBouncer."""
 
-ALONE = sa.text("SELECT pg_advisory_xact_lock(712008)")
-"""On PostgreSQL waits until no other transaction takes in what people say."""
+ALONE = sa.text(
+    "WITH said AS (SELECT set_config('lock_timeout', :most, true)) "
+    "SELECT pg_advisory_xact_lock(712008) FROM said"
+)
+"""On PostgreSQL waits until no other transaction takes in what people say, `most` milliseconds for
+this lock as for every later one of the transaction; 0: as long as it takes."""
 
 agents = sa.Table(
     "agents",
@@ -395,19 +405,45 @@ class Database:
 
         `alone` is for what people say: of such blocks one at a time, as on SQLite all are, and none
         once a newer release has migrated the store: what this one writes may mean another thing to
-        that one. It raises OperationalError then, as of a database that is away.
+        that one. It raises OperationalError then, as of a database that is away, and where its turn
+        does not come within ALONE_SECONDS.
+
+        On PostgreSQL a block that says nothing to the server for IDLE_SECONDS is ended by it.
         """
         self.migrate()
         asked = self._connected("READ COMMITTED", sqlite_begin="IMMEDIATE")
         with asked as connection, connection.begin():
             if not self.is_sqlite:
-                connection.execute(SYNCED)
+                connection.execute(SAID_FIRST, {"idle": _milliseconds(IDLE_SECONDS)})
             if alone:
-                if not self.is_sqlite:
-                    connection.execute(ALONE)
+                self.wait_for_turn(connection, ALONE_SECONDS)
                 self._refuse_if_overtaken(connection)
             yield connection
             self._refuse_if_replaced()
+
+    def wait_for_turn(self, connection: sa.Connection, most_seconds: float) -> None:
+        """Keep others from taking in what people say until this transaction has ended.
+
+        On SQLite whoever writes does that. Raises OperationalError where another keeps it for
+        longer than `most_seconds`.
+        """
+        if self.is_sqlite:
+            return
+        try:
+            connection.execute(ALONE, {"most": _milliseconds(most_seconds)})
+        except sa.exc.OperationalError as error:
+            if getattr(error.orig, "pgcode", None) != LOCK_NOT_AVAILABLE:
+                raise
+            log.warning("no vote can be taken in: another has the turn", over=most_seconds)
+            raise sa.exc.OperationalError(
+                None,
+                None,
+                PipelineError(
+                    f"needed the turn to take in what people say within {most_seconds:g} s, found "
+                    "another that keeps it; try again, and where that does not help see "
+                    "pg_stat_activity for who does not end"
+                ),
+            ) from error
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -592,6 +628,11 @@ def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in url.query}
 
 
+def _milliseconds(seconds: float) -> str:
+    """Return a limit as PostgreSQL's settings take it."""
+    return str(round(1000 * seconds))
+
+
 def _begin_as_asked(connection: sa.Connection) -> None:
     # A writer takes the lock at once: a reader that turns writer half-way would fail as busy.
     mode = connection.get_execution_options().get("sqlite_begin", "DEFERRED")
@@ -615,13 +656,14 @@ def _run_migrations(engine: sa.Engine) -> str | None:
     with engine.execution_options(**options).begin() as connection:
         if connection.dialect.name == "postgresql":
             # Two processes that start together migrate one after the other.
+            connection.execute(SAID_FIRST, {"idle": _milliseconds(IDLE_SECONDS)})
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(712007)"))
             _need_utf8(connection)
         if MigrationContext.configure(connection).get_current_revision() == newest:
             return newest
         if connection.dialect.name == "postgresql":
             # Votes under way are in before it looks at any; those that wait are refused after it.
-            connection.execute(ALONE)
+            connection.execute(ALONE, {"most": "0"})
         config.attributes["connection"] = connection
         try:
             command.upgrade(config, "head")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sqlite3
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,7 +36,7 @@ from rlhf_pipeline.errors import (
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.report import EvaluationReport, GroupResult, Sample, prompt_to_rows
-from rlhf_pipeline.feedback import datasets, snapshot
+from rlhf_pipeline.feedback import datasets, raters, snapshot
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.gold import GoldAnswer, write_answers
 from rlhf_pipeline.feedback.ingest import ingest
@@ -644,6 +645,20 @@ def steps_of_looking(path: Path, others: int) -> int:
 def test_looking_for_a_person_costs_what_is_theirs(tmp_path: Path) -> None:
     few, many = (steps_of_looking(tmp_path / f"{n}.db", n) for n in (300, 6000))
     assert many < few + 300  # a level more of the trees, not twenty times the rows
+
+
+def test_a_long_look_at_what_was_set_aside_is_not_taken_for_standing_still(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(db, "AT_ONCE", 10)
+    monkeypatch.setattr(raters, "is_signed_by", lambda *_: time.sleep(0.05))
+    store = FeedbackStore(Database(postgres_url))
+    store.quarantine([QuarantinedRow("tea", "not_json", "", "a", n, f'"{n}') for n in range(40)])
+    with store.database.write(alone=True) as connection:
+        assert raters.held(connection, Person("tea", "ann")).quarantined == frozenset()
+        assert connection.execute(sa.select(sa.func.count(db.quarantine.c.raw))).scalar() == 40
+    store.database.close()
 
 
 def test_an_unknown_person_is_refused_and_nothing_changes(copied: World) -> None:

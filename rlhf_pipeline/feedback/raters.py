@@ -134,7 +134,8 @@ def _lines(
     lines = sa.select(q.quarantine_id, q.feedback_id, q.raw).where(
         q.agent_id == person.agent_id, sa.or_(q.feedback_id.is_not(None), q.raw.like('%"%'))
     )
-    for key, feedback_id, raw in connection.execute(lines):
+    # Some at a time: else PostgreSQL would hear nothing while all of them are looked at.
+    for key, feedback_id, raw in connection.execute(lines.execution_options(yield_per=db.AT_ONCE)):
         if feedback_id in gone or (raw is not None and is_signed_by(raw, person)):
             quarantined.add(key)
         elif raw is not None and interactions and mentions(raw, interactions):

@@ -453,7 +453,7 @@ class PromotionLedger:
                 yield locked(handle)  # the kernel lets go when the process dies
             return
         with self.database.write() as connection:
-            # A server's own limits would let go of the lock while the work goes on.
+            # A server's own limits, or a writer's, would let go of the lock while the work goes on.
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
             lock = sa.text("SELECT pg_try_advisory_xact_lock(712008, hashtext(:agent))")

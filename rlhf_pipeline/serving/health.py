@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 ROOM_BYTES = 64 << 20  # below it the disk of the embedded store counts as full
+TURN_SECONDS = 5.0  # that the probe waits for the turn to take in votes
 PROBE = "readyz probe"  # an agent that is never committed, and that no agent can be called
 
 
@@ -109,12 +110,16 @@ def _told(check: Callable[[], str]) -> str:
 
 
 def _write(database: db.Database, state_dir: Path) -> str:
-    """Write a row and take it back: what a read-only or locked store refuses."""
+    """Write a row and take it back: what a read-only or locked store refuses.
+
+    It waits for its turn as a vote does, and not as long.
+    """
     if database.is_replaced():
         return "its file was put away or replaced; end this process and start it again"
     with database.write() as connection:
         if (found := database.overtaken_by(connection)) is not None:
             return f"a newer release has migrated it, to {found}; start that release here"
+        database.wait_for_turn(connection, TURN_SECONDS)
         connection.execute(db.agents.insert().values(agent_id=PROBE, created_at=now()))
         connection.rollback()
     if database.is_sqlite:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline import records
 from rlhf_pipeline.database import Database, claims
 from rlhf_pipeline.errors import ClaimLost, RegistryError, StalePromotion
@@ -508,14 +509,11 @@ def test_linking_mlflow_writes_its_numbers(ledger: PromotionLedger) -> None:
         ledger.link_mlflow(AGENT, 9, mlflow_version="4", mlflow_run_id=None)
 
 
-def test_a_server_that_ends_idle_sessions_lets_no_second_one_project(postgres_url: str) -> None:
+def test_a_server_that_ends_idle_sessions_lets_no_second_one_project(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db, "IDLE_SECONDS", 0.1)
     first, second = Database(postgres_url), Database(postgres_url)
-    with first.engine.begin() as connection:
-        name = first.engine.url.database
-        limit = f"ALTER DATABASE {name} SET idle_in_transaction_session_timeout = '100ms'"
-        connection.exec_driver_sql(limit)
-    first.close()  # what is opened from here on has the limit
-    first = Database(postgres_url)
     with PromotionLedger(first).one_projection_at_a_time(AGENT):
         time.sleep(0.5)
         with (

@@ -17,18 +17,23 @@ import sqlalchemy as sa
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse, StreamingResponse
+from structlog.testing import capture_logs
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.serving import health
 from rlhf_pipeline.serving.app import create_app
+from rlhf_pipeline.serving.feedback_api import Inbox, add_feedback_route
 from rlhf_pipeline.serving.metrics import Metrics, add_metrics
 
+KEPT = "no vote can be taken in: another has the turn"
 VOTE = {"agent_id": "tea", "kind": "thumbs", "value": "up", "prompt": "hi", "completion": "hello"}
 
 
@@ -151,6 +156,39 @@ def test_a_release_that_was_overtaken_is_not_ready(database: Database, tmp_path:
     overtaken = ask(app, "/readyz")
     assert (overtaken.status_code, overtaken.headers["retry-after"]) == (503, "5")
     assert "newer release has migrated it, to 9999" in overtaken.json()["checks"]["store"]
+
+
+def test_a_process_that_stands_still_keeps_votes_waiting_for_a_moment(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(db, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(db, "ALONE_SECONDS", 0.1)
+    monkeypatch.setattr(health, "TURN_SECONDS", 0.1)
+    frozen, database = Database(postgres_url), Database(postgres_url)
+    app, store = FastAPI(), FeedbackStore(database)
+    health.add_health_routes(app, database, load_settings("tiny", {"state_dir": tmp_path}))
+    add_feedback_route(app, Inbox(store), enabled=True)
+    assert ask(app, "/readyz").status_code == ask(app, "/v1/feedback", VOTE).status_code == 200
+
+    def stand_still_half_way() -> None:
+        with frozen.write(alone=True) as connection:
+            connection.execute(db.agents.insert().values(agent_id="half", created_at=now()))
+            with capture_logs() as lines:  # from here on the server hears no more of this one
+                refused, away = ask(app, "/v1/feedback", VOTE), ask(app, "/readyz")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert (away.status_code, away.json()["checks"]["models"]) == (503, "ok")
+            assert [line["event"] for line in lines if "over" in line] == [KEPT, KEPT]
+            deadline = time.monotonic() + 30
+            while ask(app, "/readyz").status_code != 200:
+                assert time.monotonic() < deadline
+            assert ask(app, "/v1/feedback", VOTE).status_code == 200
+            connection.execute(db.agents.select())
+
+    with pytest.raises(sa.exc.DBAPIError):
+        stand_still_half_way()
+    assert (store.counts("tea"), store.agents()) == ({"thumbs": 2}, ["tea"])
+    frozen.close()
+    database.close()
 
 
 def test_no_vote_is_acknowledged_into_a_store_that_was_put_aside(tmp_path: Path) -> None:
