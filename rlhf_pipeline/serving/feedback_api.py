@@ -11,6 +11,7 @@ can send it as a form), bodies over LONGEST_BODY, and rows that break a rule, by
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
 AGAIN_SECONDS = 0.2  # between two looks for an answer that is not stored yet
-FASTER_SECONDS = 5.0  # that the clock of another machine, whose answer it is, may be ahead
+FASTER_SECONDS = 3600.0  # that the clock of the machine whose answer it is may be ahead of this
 KEY_IS_USED = "this key was used before for another body; send a new key for a new vote"
 TOO_LATE, CONFLICT, TOO_LARGE, NOT_JSON, REFUSED, TOO_MANY, AWAY = 408, 409, 413, 415, 422, 429, 503
 
@@ -114,14 +115,16 @@ class Inbox:
     async def put(self, events: Sequence[Feedback]) -> list[Stored | FeedbackError]:
         """Store the events; return each one's outcome, in order, once they are synced.
 
-        One on an answer that may be under way waits until it is stored, or no longer may be.
+        One on an answer that may be under way waits until it is stored, or no longer may be: as
+        long as an answer may take at the most, whatever another machine's clock made of its id.
         Raises TooManyVotes where somebody votes too fast; then none is stored.
         """
         self._limit.admit(events)
         outcomes = await self._commit(events)
-        while early := [
-            n for n, one in enumerate(outcomes) if await self._is_early(events[n], one)
-        ]:
+        until = time.monotonic() + self._longest_answer
+        while time.monotonic() < until and (
+            early := [n for n, one in enumerate(outcomes) if await self._is_early(events[n], one)]
+        ):
             await asyncio.sleep(AGAIN_SECONDS)
             again = await self._commit([events[n] for n in early])
             for n, outcome in zip(early, again, strict=True):

@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.database import open_database
+from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ConfigError, RegistryError
 from rlhf_pipeline.feedback.lines import RawRow, parse
 from rlhf_pipeline.feedback.rules import (
@@ -34,7 +35,7 @@ from rlhf_pipeline.feedback.rules import (
     MOST_TAGS,
 )
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt
+from rlhf_pipeline.records import Interaction, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.serving import access, chat_api, feedback_api, raters_api
 from rlhf_pipeline.serving.access import (
     COOKIE,
@@ -714,6 +715,36 @@ def test_a_body_of_untold_length_is_no_longer_than_others(
             return await user.post("/ui/take", content=pieces())
 
     assert asyncio.run(asked()).status_code == code
+    database.close()
+
+
+def test_a_token_for_an_answer_of_a_faster_clock_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as faster:
+        ahead = time.time_ns() + 60_000_000_000
+        faster.setattr(time, "time_ns", lambda: ahead)
+        written, failed = uuid7(), uuid7()
+    app, database = FastAPI(), Database(f"sqlite:///{tmp_path / 'feedback.db'}")
+    store = FeedbackStore(database)
+    add_access(app, store, Keys(tmp_path), longest_answer=1.0)
+
+    async def asked(name: str) -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as user:
+            sent = await user.post("/v1/feedback/tokens", json={"interaction_id": name})
+        return sent.status_code
+
+    async def answered() -> None:
+        await asyncio.sleep(0.3)
+        said = Interaction(written, "tea", user_prompt("hi"), "hello", 0, now())
+        await asyncio.to_thread(store.add_interactions, [said])
+
+    async def both() -> tuple[int, int]:
+        of_written, of_failed, _ = await asyncio.gather(asked(written), asked(failed), answered())
+        return of_written, of_failed
+
+    assert asyncio.run(both()) == (200, 404)
     database.close()
 
 

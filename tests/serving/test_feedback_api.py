@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,19 @@ from hypothesis import strategies as st
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.experiment.live import CLOCKS_APART
 from rlhf_pipeline.feedback.formats import EVENT_FIELDS
 from rlhf_pipeline.feedback.store import FeedbackStore, Stored, VoteTicket
-from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_to_json, user_prompt
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    now,
+    prompt_to_json,
+    user_prompt,
+    uuid7,
+)
+from rlhf_pipeline.serving import feedback_api
 from rlhf_pipeline.serving.chat_api import ChatMessage
 from rlhf_pipeline.serving.feedback_api import LONGEST_BODY, Inbox, add_feedback_route, take
 from rlhf_pipeline.serving.feedback_schema import COMMON
@@ -231,6 +243,38 @@ def test_a_release_that_was_overtaken_says_to_come_back(tmp_path: Path) -> None:
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert store.counts("tea") == {"thumbs": 1}
     store.database.close()
+
+
+def test_a_vote_waits_for_an_answer_whose_machine_has_a_faster_clock(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert timedelta(seconds=feedback_api.FASTER_SECONDS) == CLOCKS_APART
+    ahead = time.time_ns() + int(0.99 * feedback_api.FASTER_SECONDS * 1e9)
+    with monkeypatch.context() as faster:
+        faster.setattr(time, "time_ns", lambda: ahead)
+        written, failed = uuid7(), uuid7()
+    looks = iter(range(1000))
+
+    def looked_for(interaction_id: str) -> Interaction | None:
+        if interaction_id == written and next(looks) == 1:
+            said = Interaction(written, "ahead", user_prompt("hi"), "hello", 0, now())
+            store.add_interactions([said])
+        return found_in(interaction_id)
+
+    found_in = store.interaction
+    monkeypatch.setattr(store, "interaction", looked_for)
+    vote = {"agent_id": "ahead", "kind": "thumbs", "value": "up"}
+    answers = {
+        one: asyncio.run(
+            take(
+                Inbox(store, longest_answer=longest),
+                json.dumps({**vote, "interaction_id": one}).encode(),
+                None,
+            )
+        )[0]
+        for one, longest in ((written, 120.0), (failed, 0.5))
+    }
+    assert answers == {written: 200, failed: 422}
 
 
 def test_a_closed_door_says_so(store: FeedbackStore) -> None:
