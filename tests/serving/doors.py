@@ -156,7 +156,7 @@ async def one_of_many(world: World, number: int) -> bool:
         send = {one["id"] for one in page["components"] if one["props"].get("elem_id") == "send"}
         [event] = [one for one in page["dependencies"] if one["targets"][0][0] in send]
         session = f"crowd {number}"
-        asked = {"data": ["hi", None, "tea", None, False, None], "fn_index": event["id"]}
+        asked = {"data": ["hi", None, "tea", None, False, None, ""], "fn_index": event["id"]}
         joined = await user.post("gradio_api/queue/join", json={**asked, "session_hash": session})
         joined.raise_for_status()
         told = await user.get("gradio_api/queue/data", params={"session_hash": session})
@@ -195,11 +195,13 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             return [one.get("data") or [one.get("error")] for one in events if one]
 
         async def said(agent: Any, session: str) -> str:
-            asked = ["hi", None, agent, None, False, None]
+            asked = ["hi", None, agent, None, False, None, ""]
             told = (await call(("send", "click"), *asked, session=session))[-1]
             return str(told[2] if len(told) > 2 else told[0])  # Gradio's own refusal stands alone
 
         opened = (await call((None, "load"), [], None))[-1]
+        asks_on = ["hi", None, "tea", None, False, None, "an answer's id"]
+        begun, *_ = await call(("send", "click"), *asks_on, session=f"lost {right[-9:]}")
         shared = f"shared {right[-9:]}"
         await call((None, "load"), [], None, session=shared, by=world.client)
         asked: list[tuple[Any, str]] = [("tea", right[-9:]), ("milk", right[-9:])]
@@ -209,6 +211,7 @@ async def chat(world: World, right: str) -> dict[str, Any]:
             "why": (await call(("why", "expand"), None))[0][0],
             "offers": [name for name, _ in opened[2]["choices"]],
             "says": [await said(agent, session) for agent, session in asked],
+            "says_first": begun[2],  # where something was said that the session knows nothing of
             "names_milk": "milk" in json.dumps(page),  # before it was opened
             "stopped_by": {
                 known.get(target): sorted(

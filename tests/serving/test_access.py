@@ -49,6 +49,7 @@ from rlhf_pipeline.serving.access import (
 from rlhf_pipeline.serving.app import create_app, run
 from rlhf_pipeline.serving.chat_api import SORRY
 from rlhf_pipeline.serving.keys import Keys
+from rlhf_pipeline.serving.pages.chat_page import ANEW
 from rlhf_pipeline.serving.pages.mount import AT_ONCE
 from tests.serving.doors import PATIENCE, World
 
@@ -106,6 +107,10 @@ def test_one_agents_key_opens_the_chat_with_that_agent_and_no_other(doors: Any) 
     assert (own, unknown, odd) == (SORRY, SORRY, SORRY)
     assert others == ["this key is for agent 'tea' alone"] * 2
     assert not doors["chat"]["tea"]["names_milk"]
+
+
+def test_the_page_says_that_the_conversation_went_with_the_session(doors: Any) -> None:
+    assert {chat["says_first"] for chat in doors["chat"].values()} == {ANEW}
 
 
 def test_as_many_are_answered_at_once_on_the_page_as_share_a_batch(doors: Any) -> None:

@@ -31,6 +31,8 @@ STARS = [(f"{n} ★", n) for n in range(1, 6)]  # read out, five of them are a n
 MIDDLE = 0.5  # where a score begins
 UNSAID = (None, "", "", *[MIDDLE for _ in CRITERIA])
 """The stars, the better answer, the comment and the scores before anything is said of an answer."""
+UNDER_WAY = "…"
+"""What is judged while an answer after the first is written: none, yet one was there before."""
 SHOWN_EVERY_SECONDS = 0.1  # what was written: each time costs more, the longer that is
 INDENT = re.compile(r"^[ \t](?=.*\S)", re.MULTILINE)
 THANKS = "Thank you, that is stored."
@@ -182,7 +184,7 @@ def chat_page(desk: Desk, visitors: Visitors, kept_with: str) -> Any:
         )
 
         shown = [talk, question, notice, history, answer, first, thumbs, more, pair, left, right]
-        asked = [question, history, agent, session, pair_mode, answer]
+        asked = [question, history, agent, session, pair_mode, answer, seen]
         said = [stars, better, comment, *sliders, seen]
         answering = gr.on(  # one event, so that no second answer begins beside the first
             [send.click, question.submit],
@@ -327,18 +329,24 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
         session: str,
         pair_mode: Any,
         answer: Answer | None,
+        seen: Any,
         request: Any,
     ) -> Iterator[tuple[Any, ...]]:
         """Show the answer as it is written; a pair only once both are there, in random order.
 
         Where the `answer` before has been erased, the conversation begins anew: the next one would
-        bring back what was said. What the browser sent comes as it is, whatever that may be.
+        bring back what was said. So it does where the browser has `seen` one and this session knows
+        of none, as after a restart. What the browser sent comes as it is, whatever that may be.
         """
         same = talk = gr.skip()
         question, pair_mode = question if isinstance(question, str) else "", pair_mode is True
         try:
             notice = ""
-            if answer and desk.store.interaction(answer.interaction.interaction_id) is None:
+            if answer is None:
+                gone = bool(seen)
+            else:
+                gone = desk.store.interaction(answer.interaction.interaction_id) is None
+            if gone:
                 history, notice = [], ANEW
             prompt = said_so_far(history, question)
             right = _right_of(request)
@@ -356,9 +364,10 @@ def _say(gr: Any, desk: Desk, visitors: Visitors) -> Callable[..., Iterator[tupl
             text, due = "", 0.0
             waiting = [*before, _said("user", question), _said("assistant", "…")]
             hidden = _hidden(gr)
-            nothing = (*[same] * (2 + len(UNSAID)), "", _closed(gr))
             # The answer before stays known, for the question after one that goes unanswered; nobody
-            # votes on it, as none is seen.
+            # votes on it, as none is seen. Where none is known, what the browser has seen stays.
+            unseen = same if answer is None else UNDER_WAY
+            nothing = (*[same] * (2 + len(UNSAID)), unseen, _closed(gr))
             rest = (history, same, same, *[hidden] * 3, *nothing)
             yield (waiting, same, notice, *rest)  # the page has emptied its box by itself
             session = session or uuid7()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import pytest
 import sqlalchemy as sa
@@ -179,7 +179,7 @@ def test_a_question_without_an_answer_goes_back_into_its_box(
     monkeypatch.setattr(desk, "answer", answer)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
     before = [("how?", "so.")]
-    *_, last = say("how much?", before, "shop", "s", False, None, SimpleNamespace(cookies={}))
+    *_, last = say("how much?", before, "shop", "s", False, None, "", SimpleNamespace(cookies={}))
     talk, question, words, *rest = last
     assert [said["content"] for said in talk] == ["how?", "so."]  # and no … that nothing follows
     assert (question, words, set(rest)) == ("how much?", SORRY, {"same"})
@@ -197,7 +197,9 @@ def test_an_answer_that_is_late_after_its_first_words_ends_as_any_that_breaks_of
     )
     monkeypatch.setattr(Decoder, "pieces", late)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    *_, shown, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
+    *_, shown, last = say(
+        "how much?", [], "shop", "s", False, None, "", SimpleNamespace(cookies={})
+    )
     assert shown[0][-1]["content"].startswith("It costs nine euros")
     assert last[:3] == ([], "how much?", SORRY)
     with desk.store.database.read() as connection:
@@ -211,7 +213,7 @@ def test_who_asks_nothing_is_told_so_and_not_that_nobody_can_answer(desk: Desk) 
     gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
     [told] = say(
-        " ", [], "shop", "s", False, None, SimpleNamespace(cookies={})
+        " ", [], "shop", "s", False, None, "", SimpleNamespace(cookies={})
     )  # as a client's key
     assert told[2] == "a question is needed, found an empty one; write something"
 
@@ -233,7 +235,9 @@ def test_what_is_written_fast_is_shown_together(
     monkeypatch.setattr(desk, "answer", written)
     monkeypatch.setattr(chat_page, "SHOWN_EVERY_SECONDS", apart)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    _, *between, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
+    _, *between, last = say(
+        "how much?", [], "shop", "s", False, None, "", SimpleNamespace(cookies={})
+    )
     assert len(between) == shown
     assert last[0][-1] == chat_page._said("assistant", answer.interaction.completion)
 
@@ -252,7 +256,7 @@ def test_what_no_page_would_send_is_refused_in_words(
 ) -> None:
     gr = SimpleNamespace(skip=lambda: "same", Request=SimpleNamespace)
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    [told] = say(question, [], agent, "s", None, None, SimpleNamespace(cookies={}))
+    [told] = say(question, [], agent, "s", None, None, None, SimpleNamespace(cookies={}))
     assert told[1:3] == (question if isinstance(question, str) else "", words)
     with desk.store.database.read() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM chat_events").scalar_one() == 0
@@ -265,7 +269,9 @@ def test_an_answer_leaves_a_half_written_question_and_clears_what_was_said_of_th
         skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
     )
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
-    first, *_, last = say("how much?", [], "shop", "s", False, None, SimpleNamespace(cookies={}))
+    first, *_, last = say(
+        "how much?", [], "shop", "s", False, None, "", SimpleNamespace(cookies={})
+    )
     assert len(first) == len(last)
     assert (first[1], last[1]) == ("same", "same")
     assert last[-2 - len(chat_page.UNSAID) : -2] == (None, "", "", 0.5, 0.5, 0.5)
@@ -281,8 +287,9 @@ def test_a_conversation_that_was_erased_begins_anew_with_the_next_question(
     say = chat_page._say(gr, desk, Visitors(b"s" * 32))
 
     def asked(question: str, history: Any, answer: Any) -> tuple[Any, ...]:
+        seen = seen_of(answer) if answer else ""
         first, *_, last = say(
-            question, history, "shop", "s", pair, answer, SimpleNamespace(cookies={})
+            question, history, "shop", "s", pair, answer, seen, SimpleNamespace(cookies={})
         )
         assert first[4] == "same"  # or who is not answered would lose what tells of an erasure
         return last
@@ -300,6 +307,37 @@ def test_a_conversation_that_was_erased_begins_anew_with_the_next_question(
     assert [said["content"] for said in talk][::2] == ["what now?"]
 
 
+def test_a_conversation_that_the_session_knows_nothing_of_begins_anew_until_it_is_answered(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gr = SimpleNamespace(
+        skip=lambda: "same", update=lambda **changes: changes, Request=SimpleNamespace
+    )
+    say = chat_page._say(gr, desk, Visitors(b"s" * 32))
+
+    def asked(answer: Any, seen: str) -> list[tuple[Any, ...]]:
+        return [
+            *say("what now?", [], "shop", "s", False, answer, seen, SimpleNamespace(cookies={}))
+        ]
+
+    def away(*_: Any, **__: Any) -> NoReturn:
+        raise ChatAway("away")
+
+    first, *_, last = asked(None, "")
+    assert chat_page.ANEW not in first[2] + last[2]
+    assert first[-2] == "same"  # a service that ends here forgets nothing that was said before
+    second, *_ = asked(last[4], last[-2])
+    for seen in (last[-2], second[-2]):  # one that ends after the first answer, or in the second
+        with monkeypatch.context() as patched:
+            patched.setattr(desk, "answer", away)
+            unanswered, failed = asked(None, seen)
+        assert (unanswered[2], unanswered[-2], failed[-2]) == (chat_page.ANEW, "same", "same")
+        talk, _, notice, _, answer, *_ = asked(None, seen)[-1]
+        assert notice.startswith(chat_page.ANEW)
+        assert [said["content"] for said in talk][::2] == ["what now?"]
+        assert answer.interaction.prompt == user_prompt("what now?")
+
+
 @pytest.mark.parametrize("host", ["8.8.8.7", "10.0.0.7", None])
 def test_the_page_says_of_which_network_a_question_is_where_there_is_one(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, host: str | None
@@ -315,7 +353,7 @@ def test_the_page_says_of_which_network_a_question_is_where_there_is_one(
     visitors = Visitors(b"s" * 32)
     client = SimpleNamespace(host=host) if host else None
     request = SimpleNamespace(cookies={}, client=client)
-    list(chat_page._say(gr, desk, visitors)("how much?", [], "shop", "s", False, None, request))
+    list(chat_page._say(gr, desk, visitors)("how much?", [], "shop", "s", False, None, "", request))
     assert told == [visitors.network(host) if host else None]
     assert (told[0] is not None) is (host == "8.8.8.7")
 
@@ -338,7 +376,9 @@ def test_a_vote_that_is_late_is_not_one_on_the_answer_after(desk: Desk) -> None:
     vote = chat_page._vote(desk)
     stars = chat_page._stars(gr, vote)
     assert stars(second, seen_of(first), [], 5) == chat_page.BEFORE
-    assert stars(second, "", [], 5) == chat_page.BEFORE  # while the answer is written
+    assert (
+        stars(second, chat_page.UNDER_WAY, [], 5) == chat_page.BEFORE
+    )  # while the answer is written
     assert stars(second, seen_of(second), [], None) == "same"  # the next one has none yet
     assert desk.store.counts("shop") == {}
     assert stars(second, seen_of(second), [], 5) == chat_page.THANKS
