@@ -63,6 +63,8 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
 
 def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     """Return accuracy by group beside what knows less, and what more votes brought."""
+    from matplotlib.ticker import EngFormatter
+
     rows = [
         ("all", Measured(report.accuracy, *report.interval, report.n)),
         ("like length", findings.length_matched),
@@ -86,8 +88,9 @@ def _held_out(report: RewardModelReport, findings: Findings) -> Any:
     axes.invert_yaxis()
     if not learnt:  # it began with an earlier model, or learnt from nothing of the kind
         return figure
-    curve = figure.add_axes((0.74, 0.13, 0.24, 0.79))
+    curve = figure.add_axes((0.74, 0.13, 0.21, 0.79))  # half of the last number lies beside it
     curve.set(xlabel=f"training {report.judged_by}", ylabel="accuracy, 95 %", title="More votes")
+    curve.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k: six figures have no room
     for bound in ("low", "share", "high"):
         style = "o-" if bound == "share" else ":"
         heights = [getattr(one.accuracy, bound) for one in learnt]

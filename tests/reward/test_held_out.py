@@ -184,6 +184,27 @@ def test_the_picture_holds_long_names_and_says_what_its_lines_are(
     assert (curve.get_xlabel(), curve.get_ylabel()) == ("training pairs", "accuracy, 95 %")
 
 
+@pytest.mark.parametrize("most", [40_000, 400_000, 1_250_000])
+def test_the_picture_holds_the_numbers_of_many_training_pairs(
+    trained: tuple[RewardModelReport, Path], most: int
+) -> None:
+    report, _ = trained
+    assert report.findings is not None
+    learnt = tuple(
+        replace(one, pairs=most // n)
+        for one, n in zip(report.findings.learning_curve, (8, 4, 2, 1), strict=True)
+    )
+    figure = _held_out(report, replace(report.findings, learning_curve=learnt))
+    figure.draw_without_rendering()
+    axis = figure.axes[1].xaxis
+    low, high = axis.get_view_interval()
+    shown = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    places = [tick.label1.get_window_extent() for tick in shown]
+    assert len(places) > 1
+    assert places[-1].x1 <= figure.bbox.width
+    assert all(here.x1 + 2 < after.x0 for here, after in itertools.pairwise(places))
+
+
 def alone(values: Iterable[float]) -> list[Lead]:
     """Return them as leads of as many people."""
     return [Lead(value, f"alone {next(NUMBERS)}") for value in values]
