@@ -27,23 +27,7 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
     axes.legend()
     loss.savefig(folder / PLOTS[0])
 
-    diagram, axes = _figure(
-        "the model's confidence that its choice is people's",
-        "how often it is, 95 % intervals",
-        f"Calibration error {report.ece:.3f}; chance alone gives up to {report.ece_noise:.3f}",
-    )
-    for b in report.reliability:
-        axes.plot([b.confidence] * 2, wilson_interval(b.accuracy, b.n), color="C0", linewidth=1)
-    axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle=":", label="calibrated")
-    axes.scatter(
-        [b.confidence for b in report.reliability],
-        [b.accuracy for b in report.reliability],
-        s=[20 + 600 * b.n / report.n for b in report.reliability],
-        label=f"{of} (size: how many)",
-    )
-    axes.set_ylim(-0.02, 1.02)
-    axes.legend(loc="lower right")
-    diagram.savefig(folder / PLOTS[1])
+    _reliability(report, of).savefig(folder / PLOTS[1])
 
     low, high = report.interval
     histogram, axes = _figure(
@@ -59,6 +43,28 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
 
     if report.findings is not None:
         _held_out(report, report.findings).savefig(folder / PLOTS[3])
+
+
+def _reliability(report: RewardModelReport, of: str) -> Any:
+    """Return how often the model is right of what it is so sure of, `of` saying of what."""
+    figure, axes = _figure(
+        "the model's confidence that its choice is people's",
+        "how often it is, 95 % intervals",
+        f"Calibration error {report.ece:.3f}; chance alone gives up to {report.ece_noise:.3f}",
+    )
+    for b in report.reliability:
+        axes.plot([b.confidence] * 2, wilson_interval(b.accuracy, b.n), color="C0", linewidth=1)
+    axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle=":", label="calibrated")
+    axes.scatter(
+        [b.confidence for b in report.reliability],
+        [b.accuracy for b in report.reliability],
+        s=[20 + 600 * b.n / report.n for b in report.reliability],
+        label=f"{of} (size: how many)",
+    )
+    axes.set(xlim=(0.46, 1.04), ylim=(-0.08, 1.08))  # the largest dot has room at every edge
+    legend = axes.legend()
+    legend.legend_handles[-1].set_sizes([40])  # its own would be a mean of theirs
+    return figure
 
 
 def _held_out(report: RewardModelReport, findings: Findings) -> Any:

@@ -331,22 +331,42 @@ def test_without_references_there_is_no_perplexity(folders: dict[str, Path]) -> 
     assert "candidate/perplexity" not in found.metrics()
 
 
-def test_plots_are_pictures_with_a_name_at_every_axis(
-    report: EvaluationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved."""
+    found: list[Figure] = []
     save = Figure.savefig
 
     def noted(figure: Figure, path: Path, **options: Any) -> None:
-        drawn.append(figure)
+        found.append(figure)
         save(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", noted)
+    return found
+
+
+def test_plots_are_pictures_with_a_name_at_every_axis(
+    report: EvaluationReport, tmp_path: Path, drawn: list[Figure]
+) -> None:
     paths = write_plots(report, tmp_path / "plots")
     assert all(axes.get_xlabel() for figure in drawn for axes in figure.axes)
     assert [p.name for p in paths] == ["score_distributions.png", "win_rates.png"]
     for path in paths:
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_win_rate_of_all_or_nothing_is_a_whole_dot(
+    report: EvaluationReport, tmp_path: Path, drawn: list[Figure], rate: float
+) -> None:
+    rates = dict.fromkeys(("baseline", "champion"), Number(rate, rate, rate, 12))
+    write_plots(replace(report, win_rates=rates), tmp_path)
+    (axes,) = drawn[1].axes
+    dots = [line for line in axes.lines if line.get_marker() == "o"]
+    assert len(dots) == 4
+    for dot in dots:
+        around = dot.get_window_extent().padded(dot.get_markersize() / 2)
+        assert axes.bbox.x0 <= around.x0 < around.x1 <= axes.bbox.x1
 
 
 def test_the_best_score_has_a_place_in_the_picture() -> None:

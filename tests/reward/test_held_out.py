@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.transforms import Bbox
 from typer.testing import CliRunner
 
 from assets.reward_tables import beside, groups_of, worst_of
@@ -24,7 +25,7 @@ from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.records import FeedbackKind, RewardExample, prompt_to_json
 from rlhf_pipeline.reward import WORST
-from rlhf_pipeline.reward.calibration import Confidence
+from rlhf_pipeline.reward.calibration import Bin, Confidence
 from rlhf_pipeline.reward.held_out import (
     MOST_SINGLES,
     Lead,
@@ -40,7 +41,7 @@ from rlhf_pipeline.reward.held_out import (
     word_margins,
 )
 from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.plots import _held_out
+from rlhf_pipeline.reward.plots import _held_out, _reliability
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
@@ -203,6 +204,26 @@ def test_the_picture_holds_the_numbers_of_many_training_pairs(
     assert len(places) > 1
     assert places[-1].x1 <= figure.bbox.width
     assert all(here.x1 + 2 < after.x0 for here, after in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("confidence", [0.5, 1.0])
+@pytest.mark.parametrize("accuracy", [0.0, 1.0])
+def test_a_bin_of_all_pairs_is_a_whole_dot_beside_the_legend(
+    trained: tuple[RewardModelReport, Path], confidence: float, accuracy: float
+) -> None:
+    report, _ = trained
+    one = Bin(confidence, confidence, report.n, confidence, accuracy)
+    figure = _reliability(replace(report, reliability=(one,)), "held-out votes, two by two")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    (dots,) = axes.collections
+    (place,) = axes.transData.transform(dots.get_offsets())
+    radius = math.sqrt(dots.get_sizes()[0]) / 2 * figure.dpi / 72
+    around = Bbox([place - radius, place + radius])
+    assert all(axes.bbox.contains(*corner) for corner in around.corners())
+    legend = axes.get_legend()
+    assert not legend.get_window_extent().overlaps(around)
+    assert math.sqrt(legend.legend_handles[-1].get_sizes()[0]) < legend.get_texts()[0].get_size()
 
 
 def alone(values: Iterable[float]) -> list[Lead]:
