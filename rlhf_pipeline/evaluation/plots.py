@@ -54,7 +54,8 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
         axes.plot(rate.value, height, "o", color=COLOURS["candidate"])
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.axvline(0.5, color="#999999", linestyle=":")
-    axes.set(title=f"Candidate's win rate, {report.prompts} prompts, 95 % intervals")
+    prompts = "1 prompt" if report.prompts == 1 else f"{report.prompts} prompts"
+    axes.set(title=f"Candidate's win rate, {prompts}, 95 % intervals")
     axes.set_xlabel("share of prompts won, ties half")
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.5, len(rows) - 0.5))  # a dot has room at either end
     win_rates = directory / "win_rates.png"

@@ -67,9 +67,9 @@ def _draw_training(figure: Any, result: TrainingResult) -> None:
     for axis in grid[-1]:
         axis.set_xlabel("update")
         axis.set_xlim(min(1, result.chosen_update) - 0.5, result.updates + 0.5)
+    updates = "1 update" if result.updates == 1 else f"{result.updates} updates"
     figure.suptitle(
-        f"{result.updates} updates, the policy after update {result.chosen_update}"
-        " was chosen (dotted)"
+        f"{updates}, the policy after update {result.chosen_update} was chosen (dotted)"
     )
 
 

@@ -355,6 +355,14 @@ def test_plots_are_pictures_with_a_name_at_every_axis(
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize(("prompts", "told"), [(1, " 1 prompt,"), (12, " 12 prompts,")])
+def test_the_picture_says_of_how_many_prompts_it_is(
+    report: EvaluationReport, tmp_path: Path, drawn: list[Figure], prompts: int, told: str
+) -> None:
+    write_plots(replace(report, prompts=prompts), tmp_path)
+    assert told in drawn[1].axes[0].get_title()
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_win_rate_of_all_or_nothing_is_a_whole_dot(
     report: EvaluationReport, tmp_path: Path, drawn: list[Figure], rate: float

@@ -53,6 +53,7 @@ def test_one_update_is_a_point_among_whole_numbers(chosen: int) -> None:
     for axis in drawn([dict.fromkeys(PPO, 1.0)], chosen).values():
         curve, line = axis.lines
         assert curve.get_marker() == "."
+        assert axis.figure.get_suptitle().startswith("1 update, ")
         assert list(line.get_xdata()) == [chosen, chosen]
         low, high = axis.get_xlim()
         assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [*range(chosen, 2)]
@@ -61,6 +62,7 @@ def test_one_update_is_a_point_among_whole_numbers(chosen: int) -> None:
 @pytest.mark.parametrize("updates", [3, 200, 2000])
 def test_the_numbers_of_many_updates_lie_apart(updates: int) -> None:
     for axis in list(drawn([dict.fromkeys(PPO, 1.0)] * updates).values())[-3:]:
+        assert axis.figure.get_suptitle().startswith(f"{updates} updates, ")
         low, high = axis.get_xlim()
         shown = zip(axis.get_xticks(), axis.get_xticklabels(), strict=True)
         places = [label.get_window_extent() for tick, label in shown if low <= tick <= high]

@@ -179,7 +179,8 @@ def _fetch(desk: Desk, better: Any) -> Callable[..., tuple[Any, ...]]:
         rater = hash_rater(agent, _person(who))
         waiting = review.queue(desk.store.database, agent, rater, without=skipped)
         words = review.agreement(desk.store.database, agent).words()
-        notice = f"{len(waiting)} answers to judge" if waiting else "Nothing left to judge for now."
+        answers = "1 answer" if len(waiting) == 1 else f"{len(waiting)} answers"
+        notice = f"{answers} to judge" if waiting else "Nothing left to judge for now."
         if skipped and not waiting:
             notice = "Nothing left but what was skipped; fetch answers to see it again."
         return _shown(waiting, skipped, notice, words, better)

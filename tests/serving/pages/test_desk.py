@@ -502,6 +502,15 @@ def test_nobody_judges_without_a_name(desk: Desk, name: str | None) -> None:
     assert desk.store.counts("shop") == {"thumbs": 1}
 
 
+def test_the_page_says_how_many_answers_there_are_to_judge(desk: Desk) -> None:
+    fetch = review_page._fetch(desk, KEEP)
+    told = []
+    for _ in range(2):
+        ask(desk)
+        told.append(fetch("shop", "Eve")[-3])
+    assert told == ["1 answer to judge", "2 answers to judge"]
+
+
 def test_a_better_answer_that_is_not_sent_yet_stays_with_its_answer(desk: Desk) -> None:
     answers = [ask(desk)[1].interaction for _ in range(2)]
     fetch, judge = review_page._fetch(desk, KEEP), review_page._judge(desk, KEEP)
