@@ -233,7 +233,8 @@ def draw(trials: Sequence[Trial], recipe: Mapping[str, float], path: Path) -> No
     for axis, name in zip(figure.subplots(1, len(SEARCHED), sharey=True), SEARCHED, strict=True):
         axis.scatter([t.settings[name] for t in scored], [t.score for t in scored], alpha=0.7)
         ring = {"markersize": 12, "fillstyle": "none", "markeredgewidth": 2}  # it may be the recipe
-        axis.plot(best.settings[name], best.score, "o", color="tab:green", label="best", **ring)
+        ring |= {"color": "tab:green", "clip_on": False}  # the highest, it reaches over the edge
+        axis.plot(best.settings[name], best.score, "o", label="best", **ring)
         for trial in scored:
             if trial.settings == recipe:
                 axis.plot(trial.settings[name], trial.score, "s", color="k", label="recipe")

@@ -114,6 +114,7 @@ def test_its_picture_has_few_plain_numbers_and_shows_a_recipe_that_is_the_best(
         assert (best.get_xydata() == recipe.get_xydata()).all()
         assert best.get_fillstyle() == "none"
         assert best.get_markersize() > recipe.get_markersize()
+        assert not best.get_clip_on()  # it is the highest, and its ring reaches over the edge
     epochs = figure.axes[SEARCHED.index("epochs")]
     assert all(tick.is_integer() for tick in epochs.get_xticks())
     assert not any(axis.get_legend() for axis in figure.axes)
