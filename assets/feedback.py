@@ -11,7 +11,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT, DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
-from rlhf_pipeline.files import write_json
+from rlhf_pipeline.files import new_file, write_json
 
 SNAPSHOT, VALIDATED = snapshot.FILE, "validated.parquet"
 
@@ -86,7 +86,8 @@ def validated_feedback(context: dg.AssetExecutionContext, pipeline: Pipeline) ->
         support = support_of(report.clean, people_per_network=people)
         quarantines, most = limits.narrow_support == "quarantine", limits.top_raters_share
         report = set_apart(report, support, quarantines=quarantines, top_raters_share=most)
-        report.clean.to_parquet(turn.data / VALIDATED, **snapshot.PACKED)
+        with new_file(turn.data / VALIDATED) as half:
+            report.clean.to_parquet(half, **snapshot.PACKED)
         told = support_to_json(support, report.clean)
         left_in = 0 if quarantines else len(support.associations)
         write_json(turn.data / SUPPORT, {**told, "left_in": left_in})

@@ -50,6 +50,25 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
+def new_file(path: str | Path) -> Iterator[Path]:
+    """Yield where to write a file that takes the place of `path` when the block ends well.
+
+    If the block raises, or leaves no file there, `path` is as it was.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
+    try:
+        yield aside
+        if aside.exists():
+            _sync_file(aside)
+            aside.replace(target)
+            _sync_directory(target.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Hold a folder that is trained in; raises TrainingError where another process holds it.
 
@@ -94,19 +113,8 @@ def make_private(directory: Path) -> None:
 
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write one file so that a reader sees the old content or the new, never a part."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    _sync_directory(target.parent)
+    with new_file(path) as aside:
+        aside.write_bytes(content)
 
 
 def write_text(path: str | Path, content: str) -> None:
@@ -214,7 +222,7 @@ def remove_half_written(*directories: str | Path) -> int:
     """
     removed = 0
     for directory in map(Path, directories):
-        for pattern in (".*.new-*", ".*.old-*", "*.partial"):
+        for pattern in (".*.new-*", ".*.old-*", "*.partial"):  # the last are older releases'
             for path in list(directory.rglob(pattern)):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -244,10 +252,14 @@ def _move_into_place(aside: Path, target: Path) -> None:
 def _sync_tree(root: Path) -> None:
     for path in root.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync_file(path)
     for path in [root, *(p for p in root.rglob("*") if p.is_dir())]:
         _sync_directory(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -375,6 +376,40 @@ def test_nothing_of_a_person_is_left_anywhere_and_everything_of_others_is(world:
         (0, 6, []),
         (1, 0, [0]),
     ]
+
+
+def test_what_was_taken_out_does_not_come_back_with_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is on the disk before it takes a place, and its name there after."""
+    done: list[str] = []
+    replaced: dict[str, str] = {}
+    fsync, replace_by = os.fsync, Path.replace
+
+    def noting_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def noting_replace(self: Path, target: Path) -> Path:
+        assert str(self) in done, f"{target} may be empty, or what it was"
+        done.append(str(target))
+        replaced[target.name] = str(target)
+        return replace_by(self, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Path, "replace", noting_replace)
+    state = tmp_path.resolve() / "state"
+    database = Database(f"sqlite:///{state}/feedback.db")
+    world = build(load_settings("tiny", {"state_dir": state}), database)
+    written = (stages.PAIRS, stages.EXAMPLES, stages.SFT_EXAMPLES, stages.PROMPTS, stages.GOLD)
+    assert set(replaced) >= {snapshot.FILE, *written}
+    replaced.clear()
+    world.erase()
+    assert set(replaced) >= {snapshot.FILE, VALIDATED, stages.PAIRS, stages.GOLD}
+    for target in replaced.values():
+        last = len(done) - 1 - done[::-1].index(target)
+        assert str(Path(target).parent) in done[last:], f"{target} may be what it was"
+    database.close()
 
 
 def test_a_version_whose_reward_models_began_from_another_turns_is_named(world: World) -> None:

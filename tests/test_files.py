@@ -15,6 +15,7 @@ from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.files import (
     folder_sha256,
+    new_file,
     new_folder,
     read_json,
     read_yaml,
@@ -38,6 +39,22 @@ def test_a_folder_takes_its_place_only_when_the_block_ends_well(tmp_path: Path) 
         (folder / "b.txt").write_text("third")
     assert sorted(p.name for p in target.iterdir()) == ["b.txt"]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_takes_its_place_only_when_the_block_ends_well_and_left_one(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "votes"
+    with new_file(target) as aside:
+        aside.write_text("first")
+        assert not target.exists()
+    with pytest.raises(OSError, match="nowhere"), new_file(target) as aside:
+        (aside / "nowhere").write_text("second")
+    with new_file(target):
+        pass
+    assert target.read_text() == "first"
+    with new_file(target) as aside:
+        aside.write_text("third")
+    assert target.read_text() == "third"
+    assert [p.name for p in target.parent.iterdir()] == ["votes"]
 
 
 def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from rlhf_pipeline.errors import FeedbackError
+from rlhf_pipeline.files import new_file
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     FeedbackKind,
@@ -283,14 +284,11 @@ def _capped(records: list[Any], most: int | None, key: Any) -> list[Any]:
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> int:
     """Write one JSON object a line, whole or not at all, and return how many."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
     count = 0
-    with writing(aside, path) as file:
+    with new_file(path) as aside, writing(aside, path) as file:
         for record in records:
             file.write(line_of(record))
             count += 1
-    aside.replace(path)
     return count
 
 

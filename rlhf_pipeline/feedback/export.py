@@ -19,11 +19,8 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +30,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError
 from rlhf_pipeline.feedback import flat
-from rlhf_pipeline.files import new_folder
+from rlhf_pipeline.files import new_file, new_folder
 
 What = Literal["events", "pairs"]
 CHUNK_ROWS = 5_000
@@ -74,10 +71,10 @@ def export(
     if out == STDOUT:
         return _write_lines(codecs.getwriter("utf-8")(sys.stdout.buffer), rows)
     if out.suffix == ".jsonl":
-        with _new_file(out) as file:
+        with new_file(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
             return _write_lines(file, rows)
     if out.suffix == ".csv" and what == "events":
-        with _new_file(out) as file:
+        with new_file(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
             return flat.write_csv(file, rows)
     if out.suffix:
         kinds = ".jsonl, .csv or a folder" if what == "events" else ".jsonl or a folder"
@@ -202,21 +199,6 @@ def _messages(prompt_json: str | None) -> list[dict[str, str]] | None:
 def _with_first(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield first
     yield from rest
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Any]:
-    """Yield a text file that takes the path's place, synced, when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new-{uuid.uuid4().hex[:12]}")
-    try:
-        with aside.open("w", encoding="utf-8", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _write_lines(file: Any, rows: Iterator[Mapping[str, Any]]) -> int:

@@ -21,6 +21,7 @@ from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.lines import Position
 from rlhf_pipeline.feedback.privacy import NATIONAL, redact
 from rlhf_pipeline.feedback.sources import read
+from rlhf_pipeline.files import write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Message, QuarantinedRow, prompt_to_json
 
 if TYPE_CHECKING:
@@ -112,10 +113,8 @@ def tallies(answers: Iterable[GoldAnswer]) -> dict[str, Tally]:
 
 def write_answers(path: Path, answers: Iterable[GoldAnswer]) -> None:
     """Write one JSON object a line, whole or not at all."""
-    aside = path.with_suffix(".partial")
     lines = (json.dumps(dataclasses.asdict(answer)) + "\n" for answer in answers)
-    aside.write_text("".join(lines), encoding="utf-8")
-    aside.replace(path)
+    write_text(path, "".join(lines))
 
 
 def read_answers(path: Path) -> list[GoldAnswer]:

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import NotEnoughData
 from rlhf_pipeline.feedback.privacy import NATIONAL, Counts, redact
+from rlhf_pipeline.files import file_sha256, new_file
 from rlhf_pipeline.records import Message, now, prompt_from_json, prompt_to_json, uuid7
 
 if TYPE_CHECKING:
@@ -84,11 +85,9 @@ def take(
     import pyarrow.parquet as pq
 
     mark = fingerprint(database, agent_id, watermark)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{uuid7()}.partial")
     rows = 0
     redacted: Counts = {}
-    try:
+    with new_file(path) as aside:
         with pq.ParquetWriter(aside, _schema(pa), **PACKED) as writer:
             for some in _read(database, _ROWS, agent_id, watermark):
                 frame = pd.DataFrame(some, columns=_schema(pa).names)
@@ -103,11 +102,7 @@ def take(
             raise NotEnoughData(
                 f"needed feedback of agent {agent_id!r}, found none; send some with `rlhf ingest`"
             )
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_sha256(path)
     with database.write() as connection:
         s = db.snapshots
         connection.execute(

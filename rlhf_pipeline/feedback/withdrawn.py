@@ -34,8 +34,8 @@ from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import AS_IT_IS, LINES
 from rlhf_pipeline.feedback.support import WORD
-from rlhf_pipeline.files import read_json, write_bytes, write_json
-from rlhf_pipeline.records import Message, Prompt, hash_rater, prompt_from_json, uuid7
+from rlhf_pipeline.files import new_file, read_json, write_bytes, write_json
+from rlhf_pipeline.records import Message, Prompt, hash_rater, prompt_from_json
 from rlhf_pipeline.topics import ERASED, without_topics
 
 if TYPE_CHECKING:
@@ -271,17 +271,15 @@ def _rewritten(path: Path, left: Callable[[str], str]) -> int:
 
 
 def _rewritten_file(path: Path, left: Callable[[str], str]) -> bool:
-    aside, changed = path.with_suffix(f".{uuid7()}.partial"), False
-    try:
+    changed = False
+    with new_file(path) as aside:
         with datasets.reading(path) as before, datasets.writing(aside, path) as after:
             for line in before:
                 kept = left(line)
                 changed |= kept != line
                 after.write(kept)
-        if changed:
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+        if not changed:
+            aside.unlink()
     return changed
 
 
@@ -291,27 +289,22 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    source = pq.ParquetFile(path)
-    schema = source.schema_arrow.remove_metadata()  # pandas' counts the rows that were there
-    noted = {
-        name: value
-        for name, value in (source.metadata.metadata or {}).items()
-        if name not in (b"pandas", b"ARROW:schema")
-    }
-    aside = path.with_suffix(f".{uuid7()}.partial")
     found = 0
-    try:
+    with pq.ParquetFile(path) as source, new_file(path) as aside:
+        schema = source.schema_arrow.remove_metadata()  # pandas' counts the rows that were there
+        noted = {
+            name: value
+            for name, value in (source.metadata.metadata or {}).items()
+            if name not in (b"pandas", b"ARROW:schema")
+        }
         with pq.ParquetWriter(aside, schema, **snapshot.PACKED) as writer:
             for batch in source.iter_batches():
                 kept = batch.filter(pc.invert(_are_in("feedback_id", batch, gone)))
                 found += batch.num_rows - kept.num_rows
                 writer.write_table(pa.Table.from_batches([kept]).cast(schema))
             writer.add_key_value_metadata(noted)
-        if found:
-            aside.replace(path)
-    finally:
-        source.close()
-        aside.unlink(missing_ok=True)
+        if not found:
+            aside.unlink()
     return found > 0
 
 

@@ -193,7 +193,8 @@ def test_without_feedback_there_is_nothing_to_freeze(store: FeedbackStore, tmp_p
     assert snapshot.newest_seq(store.database, "tea") == 0
     with pytest.raises(NotEnoughData, match="rlhf ingest"):
         snapshot.take(store.database, "tea", 0, tmp_path / "feedback.parquet")
-    assert list(tmp_path.glob("*.partial")) == []
+    assert not (tmp_path / "feedback.parquet").exists()
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_snapshot_that_fails_leaves_no_words_behind(
