@@ -2,7 +2,8 @@
 
 One list for the chat service's guardrails and the safety reward. What they do not protect against:
 whoever says an unsafe thing in words that are on no list, and personal details written out in
-prose. What is taken out before training has patterns of its own, in feedback/privacy.py.
+prose. Addresses and keys are what feedback/privacy.py takes out before training; cards and phone
+numbers have patterns of their own here.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from rlhf_pipeline.feedback.privacy import (
     BEFORE,
     EMAIL,
     GROUPS,
-    NUMBERED,
+    IP4,
+    IP6,
+    KEY,
     PRIVATE,
-    SECRET,
     cards_in,
     is_as_long_as_its_countrys,
     is_somebodys_address,
@@ -33,30 +35,23 @@ UNSAFE = (
     r"\bsexual\b.{0,40}\b(child|minor|underage)",
 )
 
-PERSONAL: dict[str, tuple[str, re.Pattern[str]]] = {
-    "an email address": ("@", EMAIL),
-    "a key": (
-        "[_-]|AKIA",
-        re.compile(
-            rf"{BEFORE}(?<!-)(?:{SECRET}|gh[pousr]_[A-Za-z0-9]{{30,}}"
-            rf"|AKIA[A-Z0-9]{{16}}{AFTER}|xox[abprs]-[A-Za-z0-9-]{{10,}})"
-            rf"|-----BEGIN {PRIVATE}"
-        ),
-    ),
-    "a card number": (r"\d", re.compile(rf"(?<![\d.]){GROUPS}(?!\.?\d)")),
-    "an IP address": (
-        r"\d",
-        re.compile(rf"(?<![\d.]){NUMBERED}\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?!\.?\d)"),
-    ),
-    "a phone number": (
+PERSONAL: tuple[tuple[str, str, re.Pattern[str]], ...] = (
+    ("an email address", "@", EMAIL),
+    ("a key", "", KEY),
+    ("a key", "-----BEGIN", re.compile(f"-----BEGIN {PRIVATE}")),
+    ("a card number", r"\d", re.compile(rf"(?<![\d.]){GROUPS}(?!\.?\d)")),
+    ("an IP address", r"\d", IP4),
+    ("an IP address", ":", IP6),
+    (
+        "a phone number",
         r"\d",
         re.compile(
             rf"{BEFORE}(?<!\.)(?:\+\d{{1,3}}[ .-]?)(?:\(?\d{{1,4}}\)?[ .-]?){{2,5}}\d{{2,4}}{AFTER}"
             rf"|{BEFORE}(?<![.-])\(?\d{{3}}\)?[ .-]\d{{3}}[ .-]\d{{4}}(?!-){AFTER}"
         ),
     ),
-}
-"""What each kind looks like; before it, what all of that kind hold and is sooner looked for."""
+)
+"""Kinds and what they look like; between, what all of that look hold and is sooner looked for."""
 
 
 CONTEXT = 1200  # characters in which what stands before a detail excuses it
@@ -71,8 +66,12 @@ def leaked(text: str, prompt: Prompt, since: int = 0) -> str | None:
     """
     before = max(0, since - CONTEXT)  # of a long text that is being written its end alone
     text = plain(text[before:])
-    since = len(text[: since - before].rstrip(OF_A_NUMBER))
-    for kind, (held, pattern) in PERSONAL.items():
+    since -= before
+    word = max(text.rfind(" ", 0, since), text.rfind("\n", 0, since)) + 1
+    if word or not before:  # a key is looked at from its beginning, however long
+        since = word
+    since = len(text[:since].rstrip(OF_A_NUMBER))
+    for kind, held, pattern in PERSONAL:
         if not re.search(held, text):
             continue
         for match in pattern.finditer(text, since):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline import safety
 from rlhf_pipeline.config import GuardrailSettings
-from rlhf_pipeline.feedback.privacy import passes_luhn
+from rlhf_pipeline.feedback.privacy import passes_luhn, redact
 from rlhf_pipeline.records import user_prompt
 from rlhf_pipeline.safety import PERSONAL
 from rlhf_pipeline.serving.guardrails import (
@@ -22,6 +22,7 @@ from rlhf_pipeline.serving.guardrails import (
 )
 
 RULES = GuardrailSettings()
+LONG = GuardrailSettings(max_repeats=None)
 DETAILS = (
     "ann.b@example.org",
     "+44 20 7946 0958",
@@ -32,6 +33,42 @@ DETAILS = (
     "AKIA2OSFODNN7EXAMPL7",
     "sk-abcdefghijklmno7",
     "(555) 123-4567",
+    "hf_aB3dE5gH7jK9mN1pQ3sT5vW7xY9zA1bC3d",
+    "AIzaB3dE5gH7jK9mN1pQ3sT5vW7xY9zA1bC3dE5",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4",
+    "2a00:1450:4001:81b::200e",
+    "fe80::1ff:fe23:4567:890a",
+)
+RANDOM = "aB3dE5gH7jK9mN1pQ3sT5vW7xY9zA1bC3dE5fG7h"
+KEYS = (
+    f"sk-{RANDOM}",
+    f"sk-proj-{RANDOM}",
+    f"pk_live_{RANDOM}",
+    f"ghp_{RANDOM}",
+    f"github_pat_{RANDOM}",
+    f"glpat-{RANDOM[:20]}",
+    f"hf_{RANDOM}",
+    "xoxb-123456789012-abcdef",
+    f"xapp-1-{RANDOM}",
+    "AKIAIOSFODNN7EXAMPLE",
+    "ASIAIOSFODNN7EXAMPLE",
+    f"AIza{RANDOM[:35]}",
+    f"npm_{RANDOM[:36]}",
+    f"SG.{RANDOM[:22]}.{RANDOM}",
+    f"gsk_{RANDOM}",
+    f"xai-{RANDOM}",
+    f"r8_{RANDOM}",
+    "dop_v1_" + "0123456789abcdef" * 4,
+    f"pypi-{RANDOM}",
+    f"dckr_pat_{RANDOM}",
+    f"whsec_{RANDOM}",
+    f"GOCSPX-{RANDOM}",
+    f"ya29.{RANDOM}",
+    "AC" + "0123456789abcdef" * 2,
+    f"Authorization: Bearer {RANDOM}",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4",
+    f"rlhf_0123456789ab_{RANDOM}abc",
+    "-----BEGIN RSA PRIVATE KEY-----",
 )
 
 
@@ -111,6 +148,70 @@ def test_completions(text: str, rail: Rail | None) -> None:
     assert (found and found.rail) == rail
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_one_whoever_gave_it_out(key: str) -> None:
+    asked, blocked = user_prompt("what is the key?"), Rail.personal_details
+    for text in (f"It is {key}", f"密钥是{key}。", f"The key, **_{key}_**, is yours."):
+        found = output_block(text, asked, RULES, whole=True)
+        assert found is not None, text
+        assert found.rail == blocked
+        assert redact(text)[1] == {"key": 1}  # what is not trained on is not said either
+    assert output_block(f"It is {key}", user_prompt(f"Is {key} mine?"), RULES, whole=True) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It starts at 10:30:45, ends at 23:59:59.5, and takes 1:02:03",
+        "Use std::vector<int>, abc::def and a::b::c, or dead::beef(), in C++",
+        "Slice it: a[1::2], b[::-1], c[::2]",
+        "The network card is 00:1a:2b:3c:4d:5e",
+        "Its colours are #ff8800 and #aabbccdd",
+        "At commit 3f786850e387550fdab836ed7e6dc881de23001b, sha256:" + "0123456789abcdef" * 4,
+        "Its id is 123e4567-e89b-12d3-a456-426614174000",
+        "Listen on ::1, or on [::]:80",
+        "The bearer bonds, Bearer authentication and a Bearer YOUR_TOKEN header",
+        "See https://example.org/a_long_path-of-words/and_more-words?hf_model=x#pypi-packages",
+        "Set xai-explanations, npm_config_registry, sg.name.of.things, rlhf_pipeline.safety",
+        "Verse 3:16:2, aspect 16:9, ratio 1:2:3:4",
+    ],
+)
+def test_what_looks_a_little_like_a_key_or_an_address_may_be_said(text: str) -> None:
+    assert output_block(text, user_prompt("hi"), RULES, whole=True) is None
+    assert redact(text)[1] == {}
+
+
+@pytest.mark.parametrize("address", ["2a00:1450:4001:81b::200e", "FE80::1FF:FE23:4567:890A"])
+def test_an_address_of_either_kind_is_one(address: str) -> None:
+    for text in (
+        f"The server is {address} today",
+        f"It is at [{address}]:80.",
+        f"地址{address}です",
+    ):
+        assert output_block(text, user_prompt("which?"), RULES, whole=True) is not None
+    asked = user_prompt(f"Is {address.lower()} yours?")
+    assert output_block(f"{address} is mine", asked, RULES, whole=True) is None
+
+
+@pytest.mark.parametrize("before", ["", "It is ", "It is\n", "word " * 300])
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_token_longer_than_what_is_held_back_is_never_whole_in_a_stream(
+    before: str, size: int
+) -> None:
+    token = f"eyJ{RANDOM}.eyJ{RANDOM * 20}.{RANDOM * 2}"
+    text, shown, blocked = f"{before}{token} and so on", 0, None
+    for at in range(size, len(text) + size, size):
+        sure = certain(text[:at])
+        if len(sure) <= shown:
+            continue
+        blocked = output_block(sure, user_prompt("hi"), LONG, whole=False, looked_at=shown)
+        if blocked:
+            break
+        shown = len(sure)
+    assert blocked is not None
+    assert shown < len(before) + len(token) - len(RANDOM)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -118,6 +219,7 @@ def test_completions(text: str, rail: Rail | None) -> None:
         "Run git clone git@github.com:shop/kettle.git",
         "Version 300.20.30.40, on 127.0.0.1",
         "Your order has the number 48123-456-7890",
+        "Use std::vector, or a slice: a[1::2], at 10:30:45 and 00:1a:2b:3c:4d:5e",
         "You earned +10000 points, +12 000 euros or +1.250.000 of them",
         "The numbers are " + " ".join(str(n * 37 % 900 + 100) for n in range(40)),
     ],
@@ -135,7 +237,9 @@ def test_what_a_whole_answer_may_say_is_not_cut_off_further_on(text: str, size: 
         shown = max(shown, len(sure))
 
 
-@pytest.mark.parametrize("piece", ["sk-", "sk-a-", "pk-1-", "+1 2", "4111 ", "1.2.", "a@a."])
+@pytest.mark.parametrize(
+    "piece", ["sk-", "sk-a-", "pk-1-", "+1 2", "4111 ", "1.2.", "a@a.", "1::", "ya29.", "AC0"]
+)
 def test_a_long_completion_of_one_piece_is_looked_at_in_no_time(piece: str) -> None:
     """Everybody else's answers wait meanwhile."""
     import time
@@ -201,7 +305,7 @@ def test_no_detail_is_whole_in_what_a_stream_lets_out(
         if output_block(sure, user_prompt("hi"), RULES, whole=False, looked_at=len(shown)):
             break
         shown = sure
-    assert not any(pattern.search(shown) for _, pattern in PERSONAL.values())
+    assert not any(pattern.search(shown) for _, _, pattern in PERSONAL)
     plain_letters = re.split("[^A-Za-z]", detail)[0]  # which go out at once
     assert len(shown) <= len(before) + len(plain_letters)
 
@@ -215,4 +319,3 @@ def test_a_stream_goes_on_where_no_blanks_stand_between_words() -> None:
 def test_the_check_digit_is_luhns() -> None:
     assert passes_luhn("79927398713")  # the worked example of ISO/IEC 7812-1
     assert [d for d in range(10) if passes_luhn(f"7992739871{d}")] == [3]
-    assert not re.search(PERSONAL["an email address"][1], "ann at example")
