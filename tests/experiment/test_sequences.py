@@ -68,6 +68,20 @@ def test_users_who_all_agree_give_no_certainty() -> None:
     assert found.low < 0
 
 
+def test_an_arm_has_one_pretended_user_with_a_fair_coins_variance() -> None:
+    def radius(variance: float) -> float:
+        arm = Sample(100, 0.5, variance)
+        found = difference(arm, arm, alpha_low=0.05, alpha_high=0.00125, tuned_for=600)
+        return -found.low
+
+    # Of 101 users one has the variance 1/4, so the mean's is 1/4 / 101 / 100, in either arm.
+    assert radius(0.0) == pytest.approx(
+        math.sqrt(200 * 2 * 0.25 / 101 / 100) * boundary(200, 0.05, 600)
+    )
+    assert radius(0.0) == pytest.approx(0.02008, abs=1e-5)
+    assert radius(0.25) == pytest.approx(math.sqrt(101) * radius(0.0))  # as all others have it
+
+
 def test_a_small_arm_of_contented_people_is_not_taken_for_the_better_one() -> None:
     """Equal arms, one in ten with the challenger, nearly all content: a look after every ten."""
     rng, alpha, experiments = np.random.default_rng(0), 0.01, 300
