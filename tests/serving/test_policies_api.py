@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,12 +204,17 @@ def test_the_names_that_dagster_knows_are_its_own() -> None:
 
 
 def test_a_score_is_answered_with_exactly_the_published_names(service: Service) -> None:
+    before = now()
     first = service.score("names", {**SCORE, "notes": "fine"}, **{"idempotency-key": "k"})
+    between = now()
     assert first.status_code == 200
     assert set(first.json()) == {"id", "agentId", "score", "createdAt"}
     assert (first.json()["agentId"], first.json()["score"]) == ("names", 0.75)
     again = service.score("names", {**SCORE, "notes": "fine"}, **{"idempotency-key": "k"})
     assert again.json() == first.json()
+    second = service.score("names", SCORE, **{"idempotency-key": "of another"})
+    stored = [datetime.fromisoformat(one.json()["createdAt"]) for one in (first, second)]
+    assert before <= stored[0] <= between <= stored[1] <= now()
     other = service.score("names", {**SCORE, "score": 0.0}, **{"idempotency-key": "k"})
     assert other.status_code == 409
 
