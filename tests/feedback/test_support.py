@@ -256,6 +256,11 @@ def test_a_topic_that_few_speak_of_is_told() -> None:
     assert 5 < narrow.raters < 7.1
 
 
+def test_no_votes_rest_on_nobody() -> None:
+    found = support_of(votes().iloc[:0])
+    assert (found.raters, found.votes, found.top_share) == (0, 0, 0.0)
+
+
 def test_one_per_cent_of_the_raters_may_not_give_most_votes() -> None:
     crowd = [f"r{i}" for i in range(99)]
     frame = votes(300).assign(voter=["flood"] * 102 + crowd * 2)

@@ -53,6 +53,12 @@ def test_few_people_or_held_out_ones_move_nothing(tmp_path: Path) -> None:
     assert wished_shares(path, lambda voter: next(asked)) == {}
 
 
+def test_votes_that_were_frozen_before_wishes_were_wish_for_nothing(tmp_path: Path) -> None:
+    path = frozen(tmp_path, [vote(i, i, "kinder") for i in range(12)])
+    snapshot.read(path).drop(columns="tags").to_parquet(path)
+    assert wished_shares(path, lambda voter: True) == {}
+
+
 def test_wishes_raise_weights_within_the_bound() -> None:
     functions = {
         "empathy": FunctionSettings(weight=Linear(0.2, 0.4, 5), wish="kinder"),
