@@ -1,4 +1,4 @@
-"""What time starts at night: a turn for each agent that has anything new; what is old goes."""
+"""What time starts: a turn at night for each agent that has anything new; what is old goes."""
 
 import dagster as dg
 

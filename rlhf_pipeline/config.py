@@ -1,8 +1,9 @@
 """Every setting, in one typed, frozen tree; recipes/*.yaml fill it, unknown keys are refused.
 
 Order, later wins: defaults here, the presets a recipe names, the recipe, environment variables
-(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI, RLHF_DAGSTER_URL, RLHF_WEBHOOK), explicit
-overrides. A field is described once, beside it; `rlhf config show` prints the resolved tree.
+(RLHF_STATE_DIR, RLHF_DATABASE_URL, RLHF_MLFLOW_URI, RLHF_DAGSTER_URL, RLHF_MLFLOW_URL,
+RLHF_WEBHOOK), explicit overrides. A field is described once, beside it; `rlhf config show`
+prints the resolved tree.
 """
 
 from __future__ import annotations
@@ -923,7 +924,7 @@ class KeptSettings(Section):
 
 
 class RetentionSettings(Section):
-    """What is removed at night; nothing that the ledger points at ever is (retention.py)."""
+    """What is removed by schedule; nothing that the ledger points at ever is (retention.py)."""
 
     enabled: bool = Field(True, description="False: `rlhf prune` alone removes anything.")
     cron: Cron = Field(

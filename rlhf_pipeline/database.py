@@ -235,7 +235,8 @@ claims = sa.Table(
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("state", sa.String(12), nullable=False),  # held, failed, lost, done
     sa.Column("holder", sa.String(64), nullable=False),  # the run that asked
-    sa.Column("asked_by", sa.String(32), nullable=False),  # sensor, schedule, api, person
+    # By sensor, schedule, watchdog, api or person; erasure and prune keep turns away.
+    sa.Column("asked_by", sa.String(32), nullable=False),
     sa.Column("created_at", UtcDateTime, nullable=False),
     sa.Column("heartbeat_at", UtcDateTime, nullable=False),
     sa.Column("expires_at", UtcDateTime, nullable=False),
