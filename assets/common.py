@@ -21,11 +21,13 @@ GPU = "gpu"
 RESUME = dg.RetryPolicy(max_retries=2, delay=3, backoff=dg.Backoff.EXPONENTIAL)
 """A training process that was killed is started again and goes on from its last checkpoint."""
 
+MOST_PLOTS = 6  # shown in place; the files are all there
 
-def plots(paths: list[str] | list[Path], *, most: int = 6) -> dict[str, dg.MetadataValue]:
+
+def plots(paths: list[str] | list[Path]) -> dict[str, dg.MetadataValue]:
     """Return PNG files as metadata that the UI shows in place."""
     shown: dict[str, dg.MetadataValue] = {}
-    for path in [Path(p) for p in paths][:most]:
+    for path in [Path(p) for p in paths][:MOST_PLOTS]:
         encoded = base64.b64encode(path.read_bytes()).decode()
         name = path.stem.replace("_", " ")
         shown[name] = dg.MetadataValue.md(f"![{name}](data:image/png;base64,{encoded})")

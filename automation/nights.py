@@ -231,7 +231,6 @@ class _Loop:
         )
         drop(self.inbox / "earlier-trial.jsonl", lines)
         lived.sent += len(lines)
-        lived.in_files += len(lines)
 
     # -- the night --------------------------------------------------------------------------------
 

@@ -37,14 +37,6 @@ class Case:
     threads: int = 2
     weights: str = "float32"  # as they lie in the folder
 
-    @property
-    def mean_completion(self) -> float:
-        """Expected tokens of a completion, its end token counted."""
-        if not self.ends_per_token:
-            return float(self.completion_tokens)
-        kept = (1 - self.ends_per_token) ** self.completion_tokens
-        return (1 - kept) / self.ends_per_token
-
 
 def write_model(case: Case, folder: Path) -> None:
     """Write a random GPT-2 of the case's shape, untied, and a tokenizer of as many words."""

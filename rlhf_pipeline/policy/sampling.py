@@ -263,8 +263,6 @@ def complete(
     max_completion_tokens: int,
     max_prompt_tokens: int,
     temperature: float = 0.7,
-    top_k: int = 0,
-    top_p: float = 1.0,
     seed: int,
     batch_size: int = 64,
     report: Progress | None = None,
@@ -295,8 +293,6 @@ def complete(
             prompt_mask.to(policy.device),
             uniforms[members].to(policy.device),
             temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
             eos_id=policy.eos_id,
             pad_id=policy.pad_id,
         )

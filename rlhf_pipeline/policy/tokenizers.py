@@ -63,6 +63,7 @@ PATTERNS: Mapping[str, str] = {
     "o200k_harmony": O200K_PATTERN,
 }
 
+TIMES_ENCODED = 20  # the samples, to see how fast that goes
 SAMPLES: Mapping[str, str] = {
     "plain": "The kettle is 24.50 euros, isn't it?",
     "spaces": "  two before,\ttab,\n\nblank line  ",
@@ -259,9 +260,7 @@ def _for_oniguruma(pattern: str) -> str:
     return re.sub(r"(\{\d+,\d+\})\+", r"\1", pattern).replace("$", r"\z")
 
 
-def diagnose(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = (), *, repeats: int = 20
-) -> TokenizerReport:
+def diagnose(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()) -> TokenizerReport:
     """Return what encoding and decoding the samples, and `texts`, finds."""
     samples = {**SAMPLES, **{f"yours {i}": text for i, text in enumerate(texts, 1)}}
     changed = {}
@@ -275,7 +274,7 @@ def diagnose(
             changed[name] = back
     characters = sum(map(len, samples.values()))
     began = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(TIMES_ENCODED):
         encode_completions(tokenizer, list(samples.values()), max_tokens=10_000)
     seconds = time.perf_counter() - began
     marks = [str(token) for token in tokenizer.added_tokens_encoder]
@@ -291,7 +290,7 @@ def diagnose(
         },
         has_chat_template=bool(tokenizer.chat_template),
         tokens_per_character=tokens / characters,
-        characters_per_second=repeats * characters / seconds,
+        characters_per_second=TIMES_ENCODED * characters / seconds,
         samples=samples,
         changed=changed,
         seals_special_tokens=not any(set(row[:-1]) & ids for row in forged),

@@ -90,7 +90,7 @@ class TrainedCritic:
         ]
 
 
-def load_critic(run: str | Path, *, device: str = "auto") -> TrainedCritic:
+def load_critic(run: str | Path) -> TrainedCritic:
     """Return the critic of the PPO run in this folder, as it was at the update that was kept.
 
     Raises ModelError where the run has none that can be read: without a critic, with its
@@ -102,7 +102,7 @@ def load_critic(run: str | Path, *, device: str = "auto") -> TrainedCritic:
             f"a PPO run that has ended is needed at {root}, found no result.json; correct the path"
         )
     result = TrainingResult.load(root / "result.json")
-    settings = PpoSettings(**{**result.settings, "device": device})
+    settings = PpoSettings(**{**result.settings, "device": "auto"})
     if not settings.has_critic:
         raise ModelError(
             f"a run with a critic is needed at {root}, found estimator {settings.estimator}; take "
@@ -113,7 +113,7 @@ def load_critic(run: str | Path, *, device: str = "auto") -> TrainedCritic:
             f"a critic that can be read from its run is needed, found adapters at {root}, on a "
             "base that is not there; take ppo.critic shared beside LoRA"
         )
-    policy = load_policy(root / "policy", device=device)
+    policy = load_policy(root / "policy")
     try:
         saved = checkpoint.checkpoint_at(root / "checkpoints", result.chosen_update)
     except CheckpointDamaged as error:

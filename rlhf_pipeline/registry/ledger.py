@@ -86,7 +86,7 @@ class Standing:
 
     history: tuple[Promotion, ...]
     champion: ModelVersion | None
-    challenger: ModelVersion | None
+    challenger: ModelVersion | None  # the newest that waits
     previous: ModelVersion | None
     waiting: tuple[ModelVersion, ...] = ()  # passed, newer than the champion, not withdrawn
     withdrawn: Mapping[int, str] = field(default_factory=dict)  # version -> why
@@ -146,12 +146,6 @@ class PromotionLedger:
         with self.database.read() as connection:
             number = _baseline_of(_history(connection, agent_id))
             return None if number is None else self._version(connection, agent_id, number)
-
-    def challenger(self, agent_id: str) -> ModelVersion | None:
-        """Return the newest version that passed the gate, is newer than the champion and was
-        neither gone back from nor lost an experiment; None where there is none.
-        """
-        return self.standing(agent_id).challenger
 
     def standing(self, agent_id: str) -> Standing:
         """Return the agent's history, and who stands where, as of one moment."""

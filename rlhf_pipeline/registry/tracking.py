@@ -244,11 +244,6 @@ class TrackedRun:
         with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
             self.client.log_text(self.run_id, text, name)
 
-    def log_figure(self, name: str, figure: Any) -> None:
-        """Keep a matplotlib figure as a PNG with the run."""
-        with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
-            self.client.log_figure(self.run_id, figure, name)
-
     def log_input(
         self, name: str, *, fingerprint: str, source: Path, context: str, counts: Mapping[str, int]
     ) -> None:

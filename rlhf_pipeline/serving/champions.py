@@ -70,7 +70,7 @@ class Champions:
         self._looking = threading.Lock()  # held for moments, also by who holds _loading
         self._asked: dict[tuple[str, Arm], Future[Seat | _Unfit]] = {}  # what requests wait for
         self._asking = threading.Lock()
-        self._beside: set[tuple[str, Arm]] = set()  # arms that are being loaded for who comes next
+        self._beside: set[str] = set()  # whose challengers are being loaded for who comes next
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -132,22 +132,23 @@ class Champions:
             with self._asking:
                 del self._asked[agent_id, arm]
 
-    def prepared(self, agent_id: str, arm: Arm, version: int) -> bool:
-        """Say whether this version holds the arm, loaded or found unfit; if not, load it beside.
+    def prepared(self, agent_id: str, version: int) -> bool:
+        """Say whether this version is the challenger here, loaded or found unfit; if not, load it
+        beside.
 
         The champion comes first, where that is not loaded either: it answers meanwhile.
         """
-        seat = self._seats.get((agent_id, arm))
+        seat = self._seats.get((agent_id, "challenger"))
         if seat is not None and _version_of(seat) == version:
             return True
-        if (agent_id, arm) not in self._beside and (agent_id, "champion") in self._seats:
-            self._beside.add((agent_id, arm))
-            threading.Thread(target=self._load_beside, args=(agent_id, arm), daemon=True).start()
+        if agent_id not in self._beside and (agent_id, "champion") in self._seats:
+            self._beside.add(agent_id)
+            threading.Thread(target=self._load_beside, args=(agent_id,), daemon=True).start()
         return False
 
-    def _load_beside(self, agent_id: str, arm: Arm) -> None:
-        self._look_if_possible(agent_id, arm)
-        self._beside.discard((agent_id, arm))
+    def _load_beside(self, agent_id: str) -> None:
+        self._look_if_possible(agent_id, "challenger")
+        self._beside.discard(agent_id)
 
     def preload(self) -> None:
         """Load every champion that answers here, and every challenger that people meet, so that no

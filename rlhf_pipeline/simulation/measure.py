@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,16 +57,12 @@ def hidden_accuracy(
     prompts: Sequence[Prompt],
     first: Sequence[str],
     second: Sequence[str],
-    *,
-    seed: int = 0,
 ) -> Number:
     """Return how often the reward ranks two baseline completions as the hidden preference does.
 
     Pairs of which neither is preferred are left out; the interval is Wilson's.
     """
-    rng = random.Random(seed)
     items = list(zip(prompts, first, second, strict=True))
-    rng.shuffle(items)
     hidden = [(hidden_preference(p, a), hidden_preference(p, b)) for p, a, b in items]
     decided = [i for i, (a, b) in enumerate(hidden) if a != b]
     scores = reward([RewardInput(items[i][0], text) for i in decided for text in items[i][1:]])

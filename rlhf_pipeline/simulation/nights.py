@@ -121,10 +121,11 @@ class Report:
         )
 
 
-def falls(means: Sequence[float], most: float = MOST_FALL) -> list[bool]:
-    """Return for each night whether it lies more than `most` (a share) below the best before."""
+def falls(means: Sequence[float]) -> list[bool]:
+    """Return for each night whether it lies more than MOST_FALL below the best before."""
     return [
-        mean < (1 - most) * max(means[:place], default=mean) for place, mean in enumerate(means)
+        mean < (1 - MOST_FALL) * max(means[:place], default=mean)
+        for place, mean in enumerate(means)
     ]
 
 

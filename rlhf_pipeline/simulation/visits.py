@@ -46,12 +46,11 @@ class Lived:
     """What a day brought, and what became of it at the door."""
 
     heard: list[Interaction] = field(default_factory=list)  # by people, not by the mob
-    sent: int = 0
+    sent: int = 0  # rows of files among them, whose fate the quarantine tells
     accepted: int = 0
     known: int = 0
     ids: set[str] = field(default_factory=set)  # of the votes the service has stored
     refused: Counter[str] = field(default_factory=Counter)
-    in_files: int = 0  # of those sent: rows of files, whose fate the quarantine tells
     kept_back: list[Row] = field(default_factory=list)
 
 
@@ -178,7 +177,6 @@ def live(
         service.send_one_by_one(corrupt_bodies(service.agent_id, rows[0]), lived)
         written = corrupt_file(service.agent_id, people, seed, rng)
         lived.sent += len(written)
-        lived.in_files += len(written)
         drop(inbox / f"day-{seed.replace(' ', '-')}.jsonl", written)
     elif kind == "flippers":
         mob = [replace(p, careless=False) for p in population(MOB, rng.randrange(2**31))]

@@ -172,7 +172,7 @@ def test_an_equal_challenger_leaves_when_the_days_left_will_hardly_help_it(
     assert "the chance that it is surely better" in after.reason
     told = to_text(explain(ledger, AGENT, 1))
     assert f"beside version 0, 50% of the people  gave up: {after.reason}" in told
-    waits = ledger.challenger(AGENT)  # undecided: who wants it may still promote it
+    waits = ledger.standing(AGENT).challenger  # undecided: who wants it may still promote it
     assert waits is not None
     assert waits.version == 1
 
@@ -210,7 +210,7 @@ def test_an_experiment_that_nobody_meets_ends_after_half_its_days(
     assert "goes on at 10%" in looked(half - 0.1)
     assert "by 0 and 0 users; as people come, it will be 0 and 0" in looked(half)
     assert [e.state for e in book.history(AGENT)] == ["gave_up"]
-    assert ledger.challenger(AGENT) is not None  # a person may still promote it
+    assert ledger.standing(AGENT).challenger is not None  # a person may still promote it
 
 
 def answered(experiment: Experiment, user: str | None, **changes: Any) -> Interaction:
@@ -529,7 +529,7 @@ def test_where_promotion_is_automatic_no_more_a_person_decides_what_no_person_be
         assert done == "stopped: automatic promotion is off, so a person decides"
         assert ended.state == "stopped"
         assert "the challenger won (satisfaction is better" in ended.reason
-        waits = ledger.challenger(AGENT)
+        waits = ledger.standing(AGENT).challenger
         assert waits is not None
         assert waits.version == 1
 
@@ -538,9 +538,9 @@ def test_who_lost_an_experiment_is_nobody_s_challenger(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
     book, experiment = begin(store, 0.5)
-    assert ledger.challenger(AGENT) is not None
+    assert ledger.standing(AGENT).challenger is not None
     book.end(experiment, "rolled_back", "thumbs_down is worse")
-    assert ledger.challenger(AGENT) is None
+    assert ledger.standing(AGENT).challenger is None
     assert ledger.standing(AGENT).waiting == ()
     with pytest.raises(RegistryError, match=r"rolled back in an experiment \(thumbs_down is worse"):
         ledger.promote(AGENT, 1, actor="ann", reason="by hand", expected_champion=0)

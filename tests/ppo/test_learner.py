@@ -32,8 +32,6 @@ from rlhf_pipeline.reward.model import (
 )
 from tests.ppo.world import bytes_kept, changed, learner_at, rollouts_of, tiny_policy
 
-EVERYONE = torch.arange(12)
-
 
 def wider(tokens: Tokens, *, left: int, right: int, filling: int) -> Tokens:
     """Return the same rollouts in larger rectangles, padding filled with an arbitrary token."""

@@ -175,7 +175,7 @@ def test_what_was_rolled_back_stays_so_under_another_number(ledger: PromotionLed
     promote(ledger, 1, 0)
     ledger.rollback(AGENT, actor="watch", reason="errors")
     again = twin(ledger, first, PASSED)
-    assert ledger.challenger(AGENT) is None
+    assert ledger.standing(AGENT).challenger is None
     with pytest.raises(RegistryError, match="has the files of version 1, which was rolled back"):
         promote(ledger, again.version, 0)
     ledger.promote(AGENT, 2, actor="ann", reason="fixed", expected_champion=0, force=True)
@@ -331,7 +331,7 @@ def test_what_was_gone_back_from_stays_so_where_the_clock_was_set_back(
     earlier = records.now() - timedelta(minutes=1)
     monkeypatch.setattr(records, "now", lambda: earlier)
     ledger.rollback(AGENT, actor="watch", reason="errors")
-    assert ledger.challenger(AGENT) is None
+    assert ledger.standing(AGENT).challenger is None
     with pytest.raises(RegistryError, match="was rolled back from"):
         promote(ledger, 1, 0)
 
@@ -353,7 +353,7 @@ def test_the_challenger_is_the_newest_that_passed_and_was_not_rolled_back(
     ledger: PromotionLedger,
 ) -> None:
     def challenger() -> int | None:
-        version = ledger.challenger(AGENT)
+        version = ledger.standing(AGENT).challenger
         return version.version if version else None
 
     assert challenger() is None

@@ -558,15 +558,12 @@ def test_who_lost_the_claim_leaves_the_newer_holders_run_alone(
     assert run.info.status == "FINISHED"
 
 
-def test_a_run_keeps_files_texts_plots_and_what_it_read(
+def test_a_run_keeps_files_texts_and_what_it_read(
     registry: ModelRegistry, agent: str, tmp_path: Path
 ) -> None:
-    from matplotlib.figure import Figure
-
     with registry.run(agent, fingerprint="f2", stage="evaluation", parameters={}) as run:
         run.log_text("report.md", "# fine")
         run.log_json("gate.json", {"passed": True})
-        run.log_figure("curve.png", Figure())
         run.log_file(folder(tmp_path / "d", "d") / "config.json", "configs")
         for _ in range(2):  # a retry notes it once
             run.log_input(
@@ -577,7 +574,7 @@ def test_a_run_keeps_files_texts_plots_and_what_it_read(
                 counts={"n": 3},
             )
     names = {f.path for f in registry.client.list_artifacts(run.run_id)}
-    assert names == {"report.md", "gate.json", "curve.png", "configs"}
+    assert names == {"report.md", "gate.json", "configs"}
     inputs = registry.client.get_run(run.run_id).inputs.dataset_inputs
     assert [(i.dataset.name, i.tags[0].value) for i in inputs] == [("feedback", "training")]
 
