@@ -24,11 +24,13 @@ from rlhf_pipeline.ppo.specialists import (
     train_specialists,
 )
 from rlhf_pipeline.records import RewardInput
+from tests.ppo.test_learner import save_reward
 from tests.ppo.test_resume import Interrupted, assert_same_run, without_clocks
 from tests.ppo.world import (
     PROMPTS,
     bytes_kept,
     changed,
+    learner_at,
     lower_share,
     rollouts_of,
     train,
@@ -117,6 +119,20 @@ def test_agents_that_are_interrupted_end_as_if_they_were_not(base: Path, tmp_pat
             output_dir=tmp_path / "whole",
             settings=settings,
         )
+
+
+@pytest.mark.parametrize("shares_critic", [True, False])
+def test_agents_start_their_critics_from_a_reward_model(
+    base: Path, tmp_path: Path, shares_critic: bool
+) -> None:
+    reward = save_reward(base, tmp_path / "reward", offset=0.75)
+    learners = build_learners(two(base), SETTINGS, value_init=reward, shares_critic=shares_critic)
+    tokens = rollouts_of(learners["tale"]).tokens
+    with torch.no_grad():  # as alone, and that it values as the model scores is tested there
+        alone = learner_at(base, changed(critic="separate"), value_init=reward).values(tokens)
+        for learner in learners.values():
+            assert torch.equal(learner.values(tokens), alone)
+    assert float(alone.abs().max()) > 0
 
 
 def test_an_update_moves_its_own_agent_and_the_shared_trunk_alone(base: Path) -> None:
