@@ -54,6 +54,10 @@ class Noting:
             self._said[item.prompt, item.completion] = said
         return told
 
+    def forget(self) -> None:
+        """Forget what was said, of a look or of scales before any: no checkpoint keeps it."""
+        self._said = {}
+
     def take(self, prompts: Sequence[Prompt], completions: Sequence[str], team: Team) -> Tensor:
         """Return the pieces' raw scores (B, K), and forget them all.
 
@@ -66,7 +70,7 @@ class Noting:
             said = self._said.get(key, {})
             if all(name in said for name in names):
                 found[i] = torch.tensor([*(said[name] for name in names), 1.0])
-        self._said = {}
+        self.forget()
         found = team.add(found).cpu()  # two processes may have scored the same one: alike
         return found[:, :-1] / found[:, -1:]  # 0 / 0 is NaN
 

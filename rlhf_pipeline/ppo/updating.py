@@ -161,6 +161,8 @@ def update(training: Training) -> dict[str, float]:
     members = next_prompts(now.prompts_used, settings, len(training.task.prompts))
     now.prompts_used += settings.prompts_per_update
     training.curriculum.begin(now.update)
+    if training.noted is not None:
+        training.noted.forget()  # what a look heard: a turn that nobody scores may say the same
     sampling = training.generators["sampling"]
     episodes = play_episodes(learner, training.task, members, sampling, now.timed)
     pieces = None

@@ -224,6 +224,37 @@ def test_conversations_and_what_is_replayed_resume_exactly(base: Path, tmp_path:
     assert whole.history[3]["rollout/turns_mean"] > 1
 
 
+def test_what_a_look_heard_of_a_turn_teaches_no_criteria_heads(base: Path, tmp_path: Path) -> None:
+    """Only ends are scored: a turn before one may say what a look scored as an end."""
+    settings = changed(
+        updates=3,
+        evaluate_every=3,
+        checkpoint_every=3,
+        max_turns=2,
+        max_prompt_tokens=48,
+        reward_timing="end",
+        temperature=0.2,
+    )
+
+    def run(folder: str, **options: Any) -> TrainingResult:
+        def user(conversations: Sequence[Prompt], /) -> list[str | None]:
+            return [None if c[0].content == "hi" else "why" for c in conversations]
+
+        return train(base, tmp_path / folder, settings, user=user, reward=two_pieces(), **options)
+
+    def report(facts: Mapping[str, float | int | str]) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run("cut", report=report)
+    resumed, whole = run("cut"), run("whole")
+    assert resumed.resumed_from == 0
+    assert_same_run((whole, tmp_path / "whole"), (resumed, tmp_path / "cut"))
+    file = "checkpoints/update-000003/criteria.safetensors"
+    heads = [load_file(tmp_path / run / file) for run in ("cut", "whole")]
+    assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2, 3, 4])
 @pytest.mark.parametrize(
