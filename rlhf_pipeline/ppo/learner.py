@@ -376,6 +376,11 @@ def recomputing(trunk: nn.Module, settings: PpoSettings) -> Iterator[None]:
     recomputes = settings.gradient_checkpointing and torch.is_grad_enabled()
     if recomputes:
         trunk.train()
+        for module in trunk.modules():
+            # OPT's decoder would draw which layers to drop, none, by a number that a plan has not.
+            # Its layers, whose own mode it is that counts, train on.
+            if hasattr(module, "layerdrop"):
+                module.training = False
     try:
         yield
     finally:

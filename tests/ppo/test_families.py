@@ -6,6 +6,7 @@ have a template.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rlhf_pipeline.records import user_prompt
 from rlhf_pipeline.reward.model import Limits, check_lengths, encode_rows, new_reward_model
 from tests.policy.test_chat import plain_tokenizer
 from tests.policy.test_families import FAMILIES, family_model
-from tests.ppo.world import PROMPTS, changed, learner_at, train
+from tests.ppo.world import PROMPTS, bytes_kept, changed, learner_at, train
 
 LONG = 64  # tokens of a prompt in plain layout, byte by byte
 WITH_TEMPLATE = {"llama", "qwen2"}
@@ -66,6 +67,29 @@ def test_every_family_has_a_plan_that_holds_its_weights(family: Path, lora_rank:
     learner = learner_at(family, settings)
     held = sum(weights.nbytes for weights in learner.policy.model.parameters())
     assert plan.parts["policy"] == pytest.approx(held, rel=0.01)  # a pad token may be added
+
+
+def test_every_family_has_a_plan_in_which_recomputed_layers_hold_less(family: Path) -> None:
+    settings = changed(max_prompt_tokens=LONG, max_completion_tokens=16, tokens_per_microbatch=2000)
+    planned = [
+        make_plan(read_config(family), replace(settings, gradient_checkpointing=recomputes))
+        for recomputes in (False, True)
+    ]
+    kept, again = (plan.parts["activations, logits"] for plan in planned)
+    assert again < 0.7 * kept
+
+
+@pytest.mark.parametrize("family", ["opt"], indirect=True)
+def test_layers_of_a_decoder_that_could_drop_some_are_recomputed_all_the_same(family: Path) -> None:
+    gradients, kept = [], []
+    for recomputes in (False, True):
+        learner, rollouts = learner_of(family, gradient_checkpointing=recomputes)
+        kept.append(bytes_kept(learner, rollouts.tokens))
+        gradients.append(gradients_of(learner, rollouts))
+    assert kept[1] < 0.8 * kept[0]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-5)
 
 
 def learner_of(folder: Path, **options: Any) -> tuple[Learner, Rollouts]:
