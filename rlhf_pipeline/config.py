@@ -505,6 +505,15 @@ class RewardSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_first_token_is_an_encoders(self) -> RewardSettings:
+        if self.reads == "first" and self.base is None and self.given is None:
+            raise ValueError(
+                "reads first needs a base of its own, an encoder, found none, and the baseline's "
+                "trunk is causal; name one in base, set reads to last or mean, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _something_is_learnt_from(self) -> RewardSettings:
         if not self.kinds:
             raise ValueError("kinds must name at least one kind of feedback, found none")

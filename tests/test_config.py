@@ -194,6 +194,7 @@ def test_one_mistake_is_not_told_as_another(recipe: Any) -> None:
         ("policy: {tiny: {context: 32}}", "max_completion_tokens = 144, found 32"),
         ("reward: {shares: {proxy: 0.9}}", "sum to 1, found 1.3"),
         ("reward: {shares: {proxy: 1.0, stopping: 0, gate: 0}}", "must be positive"),
+        ("reward: {reads: first}", "reward: reads first needs a base of its own, an encoder"),
         ("drift: {threshold_psi: .inf}", "finite"),
         ("promotion: {gate: {win_rate: 0.5}}", "the nearest right one is 'win_rate_vs_champion'"),
         ("feedback: {names: {columns: {promt: Q}}}", "needed fields out of"),
