@@ -79,20 +79,21 @@ def specialise(
     """Train the recipe's specialists into folder, write table.md there, and return its rows.
 
     A folder that holds a part of this is gone on with. `baseline` takes the place of the one that
-    would be trained. Raises ConfigError where the recipe names no specialists, TrainingError where
-    another process trains in the folder.
+    would be trained. Raises ConfigError where the recipe names no specialists, or sets what they
+    cannot have, TrainingError where another process trains in the folder.
     """
     if not settings.specialists:
         raise ConfigError(
             f"specialists are what `rlhf specialise` trains: needed some in recipe "
             f"{settings.recipe}, found none; take --recipe specialists, or name yours"
         )
-    from rlhf_pipeline.ppo.specialists import Specialist, train_specialists
+    from rlhf_pipeline.ppo.specialists import Specialist, check_settings, train_specialists
 
     asked = {name: prompts_of(name, one, settings) for name, one in settings.specialists.items()}
     rewards = {
         name: reward_of(one, asked[name], settings) for name, one in settings.specialists.items()
     }
+    check_settings(settings.ppo)
     with alone_in(folder):
         start = baseline or baseline_of(settings, folder, report)
         specialists: dict[str, Specialist] = {

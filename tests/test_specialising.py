@@ -154,6 +154,21 @@ def test_prompts_that_are_not_there_are_refused(
         specialise(load_settings("tiny", {"specialists": named}), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ppo": {"critic": "shared"}}, "need ppo.critic separate, found shared"),
+        ({"policy": {"lora": {"enabled": True}}}, "needed policy.lora.enabled false, found"),
+    ],
+)
+def test_settings_that_specialists_cannot_have_are_refused_before_a_baseline_is_trained(
+    change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.stages.train_baseline", lambda *_: pytest.fail("trained"))
+    with pytest.raises(ConfigError, match=message):
+        specialise(load_settings("specialists", change), tmp_path)
+
+
 def test_specialists_are_trained_in_a_folder_by_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         alone_in(tmp_path),

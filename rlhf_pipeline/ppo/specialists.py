@@ -257,9 +257,11 @@ def _settings_of(i: int, one: Specialist, settings: PpoSettings) -> PpoSettings:
     return replace(settings, seed=settings.seed + i, kl_coef=kl_coef)
 
 
-def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None:
-    if not specialists:
-        raise ConfigError("specialists need at least one agent, found none; name some")
+def check_settings(settings: PpoSettings) -> None:
+    """Raise ConfigError for settings, or a launch, that specialists around one critic cannot have.
+
+    It needs no model: whoever trains what they start from asks first.
+    """
     wanted = {"estimator": "gae", "critic": "separate", "max_turns": 1}
     for name, needed in {**wanted, "replay_updates": 0}.items():
         found = getattr(settings, name)
@@ -267,13 +269,6 @@ def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None
             raise ConfigError(
                 f"specialists around one critic need ppo.{name} {needed}, found {found}; change it"
             )
-    rewards = [one.reward for one in specialists.values()]
-    changing = [id(reward) for reward in rewards if isinstance(reward, ChangingReward)]
-    if len(set(changing)) < len(changing):
-        raise ConfigError(
-            "specialists need a reward each where it changes as training goes on, found one object "
-            "given to two of them; make another of the same terms"
-        )
     if settings.lora_rank:
         raise ConfigError(
             "specialists around one critic train every weight: needed policy.lora.enabled false, "
@@ -288,6 +283,19 @@ def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None
         raise ConfigError(
             "specialists are trained by one process, found WORLD_SIZE "
             f"{os.environ['WORLD_SIZE']}; launch one"
+        )
+
+
+def _check(specialists: Mapping[str, Specialist], settings: PpoSettings) -> None:
+    if not specialists:
+        raise ConfigError("specialists need at least one agent, found none; name some")
+    check_settings(settings)
+    rewards = [one.reward for one in specialists.values()]
+    changing = [id(reward) for reward in rewards if isinstance(reward, ChangingReward)]
+    if len(set(changing)) < len(changing):
+        raise ConfigError(
+            "specialists need a reward each where it changes as training goes on, found one object "
+            "given to two of them; make another of the same terms"
         )
 
 
