@@ -44,6 +44,7 @@ IMPORTED_AHEAD: tuple[str, ...] = (
 LAUNCHED = (  # what a launcher tells
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ACCELERATE_USE_FSDP".split()
 )
+BEFORE_PPO = ("baseline", "reward")  # stages that train in vain where the launch is then refused
 
 TRAIN_NOTHING = (
     "alerts continuous_learning notifications pages retention serving".split()
@@ -138,13 +139,19 @@ def _that_train(settings: Mapping[str, Any]) -> dict[str, Any]:
 def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run one stage, or return the result it left under the same specification.
 
-    Of several processes launched together all train PPO and one runs the rest; one reports.
+    Of several processes launched together all train PPO and one runs the rest; one reports. Raises
+    ConfigError for a launch that PPO refuses, whose stage may come later.
     """
     turn = turn_from(spec)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    if stage != "ppo" or turn.settings.ppo.estimator == "dpo":
+    is_dpo = turn.settings.ppo.estimator == "dpo"
+    if stage != "ppo" or is_dpo:
         if not is_main:
             return {}
+        if stage in BEFORE_PPO and not is_dpo:
+            from rlhf_pipeline.ppo.processes import check_launch
+
+            check_launch(turn.settings.ppo)
         for name in LAUNCHED:  # trainers of other libraries would wait for the others
             os.environ.pop(name, None)
     turn.work.mkdir(parents=True, exist_ok=True)

@@ -163,21 +163,25 @@ ALONE = Team()
 
 def base_shares() -> int:
     """Return how many processes a frozen base is spread over; 1 where nobody asked for FSDP."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if _asked_for("FSDP") else 1
+    return _launched() if _asked_for("FSDP") else 1
+
+
+def _launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _asked_for(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
 
 
-def join_team(settings: PpoSettings) -> Team:
-    """Return the processes this one was launched with, connected; ALONE where it is the only one.
+def check_launch(settings: PpoSettings) -> None:
+    """Raise ConfigError for what several processes, where so many were launched, cannot do.
 
-    Raises ConfigError for what several processes cannot do.
+    It needs no other process: stages before PPO, which run in one, ask too.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _launched()
     if size == 1:
-        return ALONE
+        return
     if _asked_for("DEEPSPEED"):
         raise ConfigError(
             "PPO spreads weights by FSDP alone: needed plain data parallelism or FSDP, found "
@@ -200,6 +204,17 @@ def join_team(settings: PpoSettings) -> Team:
             f"rollouts in one, found {smallest}; raise ppo.rollouts_per_update, or lower "
             "ppo.minibatches"
         )
+
+
+def join_team(settings: PpoSettings) -> Team:
+    """Return the processes this one was launched with, connected; ALONE where it is the only one.
+
+    Raises ConfigError for what several processes cannot do.
+    """
+    size = _launched()
+    if size == 1:
+        return ALONE
+    check_launch(settings)
     # With it transformers would load weights in one process alone and leave the others' empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     from accelerate import PartialState

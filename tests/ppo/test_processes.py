@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.policy.loading import choose_device
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.ppo.learner import shared_base
-from rlhf_pipeline.ppo.processes import ALONE, Team, join_team
+from rlhf_pipeline.ppo.processes import ALONE, Team, check_launch, join_team
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.ppo.spreading import spread_layers
@@ -147,8 +147,9 @@ def test_what_several_processes_cannot_do_is_refused_before_they_are_joined(
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", **environment}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=reason):
-        join_team(settings)
+    for asked in (check_launch, join_team):
+        with pytest.raises(ConfigError, match=reason):
+            asked(settings)
 
 
 def test_processes_that_are_not_joined_do_not_train_alone(

@@ -19,7 +19,7 @@ from resources import worker
 from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import ClaimLost
+from rlhf_pipeline.errors import ClaimLost, ConfigError
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json, write_json
@@ -115,6 +115,24 @@ def test_of_several_processes_one_runs_what_they_do_not_share(
     assert worker.run("counting", specification(turn)) == {"call": 1}
     # Nobody else is waited for.
     assert not {"WORLD_SIZE", "ACCELERATE_USE_FSDP"} & os.environ.keys()
+
+
+@pytest.mark.parametrize("stage", worker.BEFORE_PPO)
+@pytest.mark.parametrize("estimator", ["gae", "dpo"])
+def test_a_launch_that_ppo_refuses_is_refused_before_anything_is_trained(
+    turn: Turn, stage: str, estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STAGES, stage, lambda *_: {"trained": True})
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    spec = specification(turn)
+    spec["settings"]["ppo"]["estimator"] = estimator
+    if estimator == "dpo":  # which one process trains, however many were launched
+        assert worker.run(stage, spec) == {"trained": True}
+        return
+    with pytest.raises(ConfigError, match=r"needed policy\.lora, found every weight trained"):
+        worker.run(stage, spec)
+    assert not turn.work.exists()
 
 
 def test_of_several_processes_that_train_ppo_one_reports(
