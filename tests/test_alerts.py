@@ -177,7 +177,7 @@ def test_a_full_disk_is_everybodys(tmp_path: Path) -> None:
 
 
 def test_a_champion_that_fails_is_told_of_however_old_it_is() -> None:
-    well = Failures(50, 9, 40, 20, {"time_out": 9})
+    well = Failures(50, 9, 40, 20, 0.2, {"time_out": 9})
     assert names(replace(CALM, failures=well)) == []
     assert names(replace(CALM, failures=replace(well, failed=30, people_failed=7))) == []
     badly = replace(CALM, failures=replace(well, failed=30))

@@ -9,11 +9,12 @@ bad, which satisfaction by version shows (overview.py) and only an experiment pr
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -42,6 +43,7 @@ class Failures:
     failed: int  # broken off, cut off by a rule, or given by the baseline in its place
     people: int
     people_failed: int
+    persons_share: float  # of one person's answers the part it failed at, the mean over people
     rules: Mapping[str, int]  # what they failed by, most first
 
     @property
@@ -51,8 +53,9 @@ class Failures:
 
     @property
     def usual(self) -> float:
-        """Return how often it fails whoever asks: at that share of answers, and of people."""
-        return min(self.share, self.people_failed / self.people if self.people else 0.0)
+        """Return how often it fails whoever asks: at that share of answers, and of a person's."""
+        # Not of people's latest: where nobody gives a name that is one answer, failed or not.
+        return min(self.share, self.persons_share)
 
     @property
     def words(self) -> str:
@@ -77,6 +80,17 @@ def is_trouble(found: Failures, *, most: int, share: float, usual: float = 0.0) 
     return of_answers and found.people_failed >= limit * found.people and usual < 0.5
 
 
+def persons_share(answers: Iterable[tuple[str | None, bool]]) -> float:
+    """Return the part of one person's answers that failed, the mean over people; 0 of nobody.
+
+    An answer is who had it and whether it failed.
+    """
+    of_each: dict[str | None, list[bool]] = defaultdict(list)
+    for who, failed in answers:
+        of_each[who].append(failed)
+    return fmean(fmean(failed) for failed in of_each.values()) if of_each else 0.0
+
+
 def failures(
     database: db.Database,
     agent_id: str,
@@ -98,7 +112,8 @@ def failures(
     if until is not None:
         query = query.where(i.created_at <= until)
     query = query.order_by(i.created_at.desc()).limit(READ_AT_MOST * most)
-    answers, rules = [], Counter[str]()
+    answers: list[tuple[str | None, bool]] = []
+    rules = Counter[str]()
     people: dict[str | None, bool] = {}  # whether it failed at their latest
     with database.read() as connection, closing(connection.execute(query)) as rows:
         for row in rows:
@@ -109,13 +124,19 @@ def failures(
             ]
             if not broken and row.arm != "champion":
                 continue
-            answers.append(bool(broken))
+            who, failed = row.user_id or row.session_id, bool(broken)
+            answers.append((who, failed))
             rules.update(broken[:1])
-            people.setdefault(row.user_id or row.session_id, bool(broken))
+            people.setdefault(who, failed)
             if len(answers) == most:
                 break
     return Failures(
-        len(answers), sum(answers), len(people), sum(people.values()), dict(rules.most_common())
+        answers=len(answers),
+        failed=sum(failed for _, failed in answers),
+        people=len(people),
+        people_failed=sum(people.values()),
+        persons_share=persons_share(answers),
+        rules=dict(rules.most_common()),
     )
 
 

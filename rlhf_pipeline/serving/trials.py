@@ -19,7 +19,7 @@ import structlog
 
 from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble
+from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble, persons_share
 
 if TYPE_CHECKING:
     from rlhf_pipeline import database as db
@@ -34,12 +34,12 @@ LOOK_EVERY_SECONDS = 2.0
 class _Heard:
     """How an arm did here of late."""
 
-    answers: deque[bool]  # whether it failed at them
+    answers: deque[tuple[str, bool]]  # who had them, and whether it failed
     people: dict[str, bool] = field(default_factory=dict)  # at their latest; who asked last is last
 
     def hear(self, who: str, *, fell_back: bool) -> None:
         """Take in an answer, of as many people as of answers at most."""
-        self.answers.append(fell_back)
+        self.answers.append((who, fell_back))
         self.people.pop(who, None)
         self.people[who] = fell_back
         if len(self.people) > (self.answers.maxlen or 0):
@@ -48,8 +48,14 @@ class _Heard:
     @property
     def found(self) -> Failures:
         """Return the same as the store would tell it, but for the rules."""
-        failed = sum(self.answers), sum(self.people.values())
-        return Failures(len(self.answers), failed[0], len(self.people), failed[1], {})
+        return Failures(
+            answers=len(self.answers),
+            failed=sum(failed for _, failed in self.answers),
+            people=len(self.people),
+            people_failed=sum(self.people.values()),
+            persons_share=persons_share(self.answers),
+            rules={},
+        )
 
 
 class Trials:

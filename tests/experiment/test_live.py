@@ -746,6 +746,21 @@ def test_a_challenger_that_fails_as_the_champion_does_is_left_alone(
     assert book.history(AGENT)[0].reason.startswith("the challenger failed at ")
 
 
+def test_what_the_champion_fails_one_person_at_counts_also_where_the_latest_answer_was_fine(
+    store: FeedbackStore,
+) -> None:
+    book, experiment = begin(store, 0.5)
+    trials = Trials(store.database, lambda _: ExperimentSettings())
+    for n in range(500):
+        trials.tell(experiment, "one", fell_back=n % 10 == 0, arm="champion")
+    for n in range(50):
+        trials.tell(experiment, "other", fell_back=n % 4 == 0)
+    assert book.running(AGENT) == experiment
+    for _ in range(50):
+        trials.tell(experiment, "other", fell_back=True)
+    assert book.history(AGENT)[0].state == "rolled_back"
+
+
 def test_trouble_is_what_the_agents_own_recipe_says_and_one_that_has_gone_costs_no_answer(
     store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
 ) -> None:

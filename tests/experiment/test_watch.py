@@ -154,6 +154,22 @@ def test_trouble_that_the_champion_before_had_too_is_not_the_versions(
     assert looked(ledger) == "rolled back from 1 to 0"
 
 
+@pytest.mark.parametrize("users", [[None], ["one", "two", "three"]], ids=["unnamed", "three"])
+def test_what_few_people_met_before_counts_also_where_their_latest_answers_were_fine(
+    store: FeedbackStore, ledger: PromotionLedger, users: list[str | None]
+) -> None:
+    for user in users:
+        answers(store, 6, failed=6, before=True, user=user, at=LONG_AGO - timedelta(hours=1))
+        answers(store, 54, before=True, user=user)
+    before = failures(store.database, AGENT, most=500)
+    assert (before.people, before.people_failed) == (len(users), 0)
+    assert before.usual == pytest.approx(0.1)
+    answers(store, 50, failed=14, user=users[0])  # by chance, of many windows
+    assert looked(ledger) is None
+    answers(store, 50, failed=30, user=users[0])
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
 def test_what_one_person_met_before_hides_no_failures(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
@@ -173,7 +189,8 @@ def test_a_version_that_fails_as_the_one_before_stays_and_one_far_worse_goes(usu
         known = float(rng.binomial(USUAL * most, before) / (USUAL * most))
         failed = np.cumsum(np.r_[np.zeros(most, int), rng.random(count) < rate])
         for n, found in enumerate((failed[most:] - failed[:-most]).tolist()):
-            latest = Failures(min(n, most), found, min(n, most), found, {})
+            seen = min(n, most)
+            latest = Failures(seen, found, seen, found, found / max(seen, 1), {})
             if is_trouble(latest, most=most, share=rules.trouble_share, usual=known):
                 return n
         return None
