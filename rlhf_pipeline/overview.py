@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -213,11 +213,6 @@ def _standing(
     judged = {} if version.gate is None else {r["rule"]: r for r in version.gate["results"]}
     baseline = baseline_of(version, known)
     enough = len(said) >= FEWEST
-    mean = fmean(said) if enough else None
-    margin = None
-    if mean is not None:
-        variance = sum((one - mean) ** 2 for one in said) / (len(said) - 1)
-        margin = 1.96 * math.sqrt(variance / len(said))
     return Standing(
         version=version.version,
         label=version.label,
@@ -225,8 +220,8 @@ def _standing(
         roles=roles,
         passed=None if version.gate is None else version.passed_gate,
         votes=len(said),
-        satisfaction=mean,
-        margin=margin,
+        satisfaction=fmean(said) if enough else None,
+        margin=margin_of(said) if enough else None,
         gain=judged.get("score_vs_baseline", {}).get("number"),
         kl=judged.get("kl_stop", {}).get("number"),
         score=compared.get("score"),
@@ -235,6 +230,18 @@ def _standing(
         mlflow_version=version.mlflow_version,
         baseline=None if baseline is None else baseline.version,
     )
+
+
+def margin_of(said: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of a mean of numbers from 0 to 1.
+
+    The spread is that of them with two of 0 and two of 1: twenty people who all are content do not
+    show that everybody is.
+    Source: Agresti & Coull, The American Statistician 52 (1998) 119-126,
+    doi:10.1080/00031305.1998.10480550, for a share. Theirs is about the mean of all of these and
+    counts the four; ours is about the mean of what was said, and would be too narrow if it did.
+    """
+    return 1.96 * math.sqrt(variance([*said, 0.0, 0.0, 1.0, 1.0]) / len(said))
 
 
 def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:

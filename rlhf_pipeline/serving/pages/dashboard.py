@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -198,18 +199,19 @@ def versions_figure(standings: Sequence[Standing]) -> Figure:
     seen = list(reversed(standings))
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     places = figure.subplots(2, 2, sharex=True).flatten()
-    curves: tuple[tuple[str, list[float | None], list[float | None]], ...] = (
-        ("held-out score, ± spread", [s.score for s in seen], [s.spread for s in seen]),
-        ("KL to the baseline, nats", [s.kl for s in seen], [None for s in seen]),
-        ("satisfaction, 95 %", [s.satisfaction for s in seen], [s.margin for s in seen]),
-        ("score learned / 1,000 votes", [s.learned for s in seen], [None for s in seen]),
+    spreads = [(s.spread or 0.0, s.spread or 0.0) for s in seen]
+    curves: tuple[tuple[str, list[float | None], list[tuple[float, float]]], ...] = (
+        ("held-out score, ± spread", [s.score for s in seen], spreads),
+        ("KL to the baseline, nats", [s.kl for s in seen], []),
+        ("satisfaction, 95 %", [s.satisfaction for s in seen], [_sides(s) for s in seen]),
+        ("score learned / 1,000 votes", [s.learned for s in seen], []),
     )
-    for axes, (name, values, margins) in zip(places, curves, strict=True):
+    for axes, (name, values, sides) in zip(places, curves, strict=True):
         known = [n for n, value in enumerate(values) if value is not None]
         axes.errorbar(
             known,
             [values[n] for n in known],
-            yerr=[margins[n] or 0.0 for n in known] if any(margins) else None,
+            yerr=np.transpose([sides[n] for n in known]) if any(map(any, sides)) else None,
             fmt="o-",
             capsize=4,
         )
@@ -227,6 +229,13 @@ def versions_figure(standings: Sequence[Standing]) -> Figure:
         axes.set_xticks(ticks, [str(seen[n].version) for n in ticks])
         axes.set_xlabel("version")
     return figure
+
+
+def _sides(s: Standing) -> tuple[float, float]:
+    """Return how far its satisfaction's interval reaches below and above, within 0 to 1."""
+    if s.satisfaction is None or s.margin is None:
+        return 0.0, 0.0
+    return min(s.margin, s.satisfaction), min(s.margin, 1 - s.satisfaction)
 
 
 def resets(seen: Sequence[Standing]) -> list[int]:

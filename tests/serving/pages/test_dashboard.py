@@ -147,9 +147,10 @@ def test_numbers_are_the_stores(store: FeedbackStore, ledger: PromotionLedger) -
     assert baseline.roles == ("champion", "baseline")
     # Whoever votes ten times counts once: nineteen find it good, one finds a tenth of it good.
     mean = (19 + 0.1) / 20
-    spread = math.sqrt((19 * (1 - mean) ** 2 + (0.1 - mean) ** 2) / 19 / 20)
     assert baseline.satisfaction == pytest.approx(mean)
-    assert baseline.margin == pytest.approx(1.96 * spread)
+    middle = (19 + 0.1 + 2) / 24  # with two of 0 and two of 1
+    squares = 21 * (1 - middle) ** 2 + (0.1 - middle) ** 2 + 2 * middle**2
+    assert baseline.margin == pytest.approx(1.96 * math.sqrt(squares / 23 / 20))
     assert found.waits == Waits(answers=20, median=1.0, late=1.8)
     assert (found.experiment, found.drift, found.troubles) == (None, None, {})
     assert overview(store, ledger, "nobody").votes.counted == 0
@@ -314,6 +315,17 @@ def test_versions_over_time_have_score_spread_and_what_a_vote_taught(
         ["not known yet"],
         [],
     )
+
+
+def test_the_interval_of_satisfaction_is_drawn_within_its_scale(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    _, baseline = overview(store, ledger, "tea").standings
+    seen = [replace(baseline, satisfaction=at, margin=0.1) for at in (1.0, 0.5, 0.02)]
+    axes = next(a for a in versions_figure(seen).axes if a.get_title() == "satisfaction, 95 %")
+    [bars] = axes.collections
+    drawn = [sorted(np.asarray(bar.vertices)[:, 1].tolist()) for bar in bars.get_paths()]
+    assert np.asarray(drawn) == pytest.approx(np.array([[0, 0.12], [0.4, 0.6], [0.9, 1]]))
 
 
 def test_where_the_baseline_was_reset_is_marked(
