@@ -1015,6 +1015,9 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
     told = dict(line.strip().split(": ", 1) for line in lines)
     assert told["satisfaction"] == "-0.100 (? to ?), 7 and 9 users"
     assert told["thumbs_down"] == "+0.100 (? to ?), 7 and 9 users"  # there are fewer of them
+    arms[PRIMARY.name] = Arms(Sample.of([]), Sample(9, 0.3, 0.01))
+    book.record(experiment, "continue", decide(arms, []).to_json())
+    assert "  satisfaction: ? (? to ?), 0 and 9 users\n" in rlhf("experiment", "status").stdout
     assert rlhf("experiment", "stop").stdout == "shop: stopped; version 0 answers everybody\n"
 
 

@@ -108,10 +108,10 @@ def status(
         )
         differences = (each["latest"] or {}).get("differences", {})
         for name, difference in differences.items():
-            bounds = [difference[side] for side in ("low", "high")]
-            sides = ["?" if bound is None else f"{bound:+.3f}" for bound in bounds]
+            numbers = [difference[key] for key in ("value", "low", "high")]
+            value, *sides = ["?" if number is None else f"{number:+.3f}" for number in numbers]
             typer.echo(
-                f"  {name}: {difference['value']:+.3f} ({' to '.join(sides)}), "
+                f"  {name}: {value} ({' to '.join(sides)}), "
                 f"{difference['challenger_users']} and {difference['champion_users']} users"
             )
     if len(history) > len(found):

@@ -164,7 +164,10 @@ class ExperimentBook:
         columns = (c.look, c.share, c.action, c.verdict, c.looked_at)
         query = sa.select(*columns).where(c.experiment_id == experiment_id).order_by(c.look)
         with self.database.read() as connection:
-            return [Look(**row._mapping) for row in connection.execute(query)]
+            return [
+                Look(row.look, row.share, row.action, _known(row.verdict), row.looked_at)
+                for row in connection.execute(query)
+            ]
 
     def _change(self, experiment: Experiment, **values: Any) -> bool:
         e = db.experiments.c
@@ -174,3 +177,14 @@ class ExperimentBook:
         with self.database.write() as connection:
             done = connection.execute(db.experiments.update().where(*conditions).values(**values))
             return done.rowcount == 1
+
+
+def _known(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return a verdict as it was read, but with no difference where an arm had nobody.
+
+    Looks of older releases have the other arm's mean there.
+    """
+    for found in verdict.get("differences", {}).values():
+        if 0 in (found.get("challenger_users"), found.get("champion_users")):
+            found["value"] = None
+    return verdict

@@ -6,6 +6,7 @@ one user's mean in [0, 1]; users, never single ratings, are the units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,10 +85,10 @@ class Verdict:
     imbalance_evidence: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values; a bound not yet known is null."""
+        """Return the verdict as JSON values; a difference or bound not yet known is null."""
 
         def finite(number: float) -> float | None:
-            return number if abs(number) != float("inf") else None
+            return number if math.isfinite(number) else None
 
         return {
             "action": self.action,
@@ -95,7 +96,7 @@ class Verdict:
             "imbalance_evidence": self.imbalance_evidence,
             "differences": {
                 name: {
-                    "value": d.value,
+                    "value": finite(d.value),
                     "low": finite(d.low),
                     "high": finite(d.high),
                     "challenger_users": d.challenger_users,
@@ -198,8 +199,9 @@ def _hopeless(metric: Metric, found: Difference, growth: float, chance: float) -
     users = found.challenger_users, found.champion_users
     then = [int(n * growth) for n in users]
     wanted = "better" if metric is PRIMARY else f"no more than {metric.margin} worse"
+    value = "unknown" if math.isnan(found.value) else f"{found.value:+.3f}"
     words = (
-        f"{metric.name} is {found.value:+.3f} by {users[0]} and {users[1]} users; as people come, "
+        f"{metric.name} is {value} by {users[0]} and {users[1]} users; as people come, "
         f"it will be {then[0]} and {then[1]} when time is up"
     )
     if min(then) < FEWEST:

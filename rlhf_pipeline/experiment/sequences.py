@@ -40,7 +40,7 @@ class Sample:
 class Difference:
     """Challenger minus champion, with bounds that hold at every look at once."""
 
-    value: float
+    value: float  # NaN where an arm has nobody
     low: float  # true difference below: in at most alpha of all experiments, ever
     high: float  # true difference above: likewise
     challenger_users: int
@@ -62,9 +62,10 @@ def difference(
     FEWEST users. Source: asymptotic confidence sequences, Waudby-Smith et al., arXiv:2103.06476,
     the one-sided Gaussian mixture boundary on the influence values of a difference in means.
     """
-    value = challenger.mean - champion.mean
+    fewest = min(challenger.users, champion.users)
+    value = challenger.mean - champion.mean if fewest else math.nan
     low, high = -math.inf, math.inf
-    if min(challenger.users, champion.users) >= FEWEST:
+    if fewest >= FEWEST:
         low = value - _radius(challenger, champion, alpha_low, tuned_for)
         high = value + _radius(challenger, champion, alpha_high, tuned_for)
     return Difference(value, low, high, challenger.users, champion.users)

@@ -155,6 +155,18 @@ def test_a_verdict_is_json_without_infinities() -> None:
     assert few.to_json()["differences"]["satisfaction"]["low"] is None
 
 
+@pytest.mark.parametrize("empty", ["challenger", "champion"])
+def test_a_difference_from_nobody_is_unknown(empty: str) -> None:
+    met = Arms(arm(0.8, 40), arm(0.8, 40))
+    found = arms(users=40) | {PRIMARY.name: replace(met, **{empty: Sample.of([])})}
+    told = decide(found, []).to_json()["differences"]
+    assert told["satisfaction"]["value"] is None
+    assert told["thumbs_down"]["value"] == 0.0
+    [why] = decide(found, [], growth=2).reasons
+    assert why.startswith("satisfaction is unknown by ")
+    assert "0.8" not in why
+
+
 def test_looking_all_the_time_promotes_the_same_model_rarely() -> None:
     """A/A with users who agree with themselves; the benchmark plays 2,000 of these."""
     rng = np.random.default_rng(1)

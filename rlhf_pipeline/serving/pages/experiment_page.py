@@ -7,6 +7,7 @@ page shows nothing that anybody wrote, and to whom which version answered stands
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -198,7 +199,8 @@ def draw_bounds(axes: Any, looks: Sequence[Look], metric: Metric) -> None:
     low = [-1.0 if d["low"] is None else d["low"] for d in found]
     high = [1.0 if d["high"] is None else d["high"] for d in found]
     axes.fill_between(_until(known), low, high, alpha=0.25, step="post")
-    axes.step(_until(known), [d["value"] for d in found], where="post")
+    values = [math.nan if d["value"] is None else d["value"] for d in found]
+    axes.step(_until(known), values, where="post")
     axes.axhline(0, color="#666666", linewidth=1)
 
 
@@ -214,14 +216,15 @@ def _until(looks: Sequence[Look]) -> list[datetime]:
 
 
 def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
-    sides = ["?" if found[side] is None else f"{found[side]:+.3f}" for side in ("low", "high")]
+    numbers = [found[key] for key in ("value", "low", "high")]
+    value, *sides = ["?" if number is None else f"{number:+.3f}" for number in numbers]
     words = verdict_on(metric, found)
     colour = {"surely worse": "bad", "surely better": "good"}.get(words, "")
     allowed = f", may be {metric.margin:g} worse" if metric.margin else ""
     return (
         metric.name,
         metric.meaning + allowed,
-        f"{found['value']:+.3f}",
+        value,
         " to ".join(sides),
         f"{found['challenger_users']} and {found['champion_users']}",
         Html(f'<span class="{colour}">{words}</span>'),

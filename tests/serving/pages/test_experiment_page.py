@@ -23,6 +23,7 @@ from rlhf_pipeline.serving.pages.dashboard import experiment_figure
 from rlhf_pipeline.serving.pages.experiment_page import (
     WORDS,
     add_experiment_page,
+    render,
     sequences_figure,
     told,
     verdict_on,
@@ -78,6 +79,26 @@ def test_one_look_is_drawn_until_the_next_may_come(figure_of: Callable[[Look], F
     assert np.asarray(line.get_ydata()).tolist() == [0.01, 0.01]
     (band,) = figure.axes[0].collections
     assert band.get_datalim(figure.axes[0].transData).width > 0
+
+
+@pytest.mark.parametrize("value", [None, -0.8], ids=["unknown", "of-an-older-release"])
+def test_a_difference_from_nobody_is_neither_told_nor_drawn(
+    tmp_path: Path, value: float | None
+) -> None:
+    database = Database(f"sqlite:///{tmp_path}/feedback.db")
+    book = ExperimentBook(database)
+    FeedbackStore(database).ensure_agent("tea")
+    begun = book.start("tea", champion=1, challenger=2, share=0.1, actor="test")
+    alone = {**difference(None, None), "value": value, "challenger_users": 0}
+    book.record(begun, "continue", {"reasons": [], "differences": {PRIMARY.name: alone}})
+    [look] = looks = book.looks(begun.experiment_id)
+    assert look.verdict["differences"][PRIMARY.name] == {**alone, "value": None}
+    figure = sequences_figure(looks, [PRIMARY])
+    figure.draw_without_rendering()
+    assert np.isnan(np.asarray(figure.axes[0].lines[0].get_ydata(), dtype=float)).all()
+    page = render(begun, looks, [PRIMARY], [begun], "nonce")
+    assert "<td>?</td><td>? to ?</td><td>0 and 9</td>" in page
+    database.close()
 
 
 def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
