@@ -43,6 +43,7 @@ def start(
     share, promotes, rolls back or gives up; `rlhf experiment status` has what it saw.
     """
     from rlhf_pipeline.errors import ExperimentError
+    from rlhf_pipeline.experiment.assignment import percent
 
     here = workspace()
     here.need_agent(agent)
@@ -68,7 +69,7 @@ def start(
         actor=actor(),
     )
     typer.echo(
-        f"{agent}: version {begun.challenger} meets {begun.share:.0%} of the people beside "
+        f"{agent}: version {begun.challenger} meets {percent(begun.share)} of the people beside "
         f"version {begun.champion}"
     )
 
@@ -85,6 +86,7 @@ def status(
     Where a difference is above 0 the challenger is better; where less is better, it has less.
     JSON has all there were.
     """
+    from rlhf_pipeline.experiment.assignment import percent
     from rlhf_pipeline.experiment.decision import SIGN
 
     here = workspace()
@@ -103,7 +105,7 @@ def status(
     for each in found:
         typer.echo(
             f"version {each['challenger']} beside {each['champion']}: {each['state']}, "
-            f"{each['share']:.0%} of the people, {each['looks']} looks kept"
+            f"{percent(each['share'])} of the people, {each['looks']} looks kept"
             + (f"\n  {each['reason']}" if each["reason"] else "")
         )
         differences = (each["latest"] or {}).get("differences", {})

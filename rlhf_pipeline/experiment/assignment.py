@@ -32,6 +32,11 @@ def arm_of(salt: str, user_id: str, challenger_share: float) -> Arm:
     return "challenger" if bucket_of(salt, user_id) < reached else "champion"
 
 
+def percent(share: float) -> str:
+    """Return a share as it is told to people, also where it is no whole number: 0.5%."""
+    return f"{100 * share:g}%"
+
+
 def counted_as(user_id: str, network: str | None, most: int | None) -> str:
     """Return as whom a user counts: of one network's there are `most`, who share its people.
 

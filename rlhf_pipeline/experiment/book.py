@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import ExperimentError
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.records import now, uuid7
 
 LOOK_APART = timedelta(minutes=5)
@@ -118,8 +119,8 @@ class ExperimentBook:
         """
         if share < experiment.share:
             raise ExperimentError(
-                f"a ramp goes up only, found {experiment.share:.0%} and then {share:.0%}; "
-                "stop the experiment instead"
+                f"a ramp goes up only, found {percent(experiment.share)} and then "
+                f"{percent(share)}; stop the experiment instead"
             )
         return self._change(experiment, share=share, share_since=now())
 

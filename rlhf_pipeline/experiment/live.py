@@ -35,7 +35,7 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import RegistryError
-from rlhf_pipeline.experiment.assignment import Arm, counted_as
+from rlhf_pipeline.experiment.assignment import Arm, counted_as, percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, State
 from rlhf_pipeline.experiment.decision import (
     GUARDRAILS,
@@ -410,8 +410,8 @@ def _go_on(
     enough = met >= settings.users_per_step or (_anybody(arms) and so_far >= longest)
     if wider and waited and enough:
         book.ramp(experiment, wider[0])
-        return f"ramped from {experiment.share:.0%} to {wider[0]:.0%}"
-    return f"goes on at {experiment.share:.0%}: {why}"
+        return f"ramped from {percent(experiment.share)} to {percent(wider[0])}"
+    return f"goes on at {percent(experiment.share)}: {why}"
 
 
 def _anybody(arms: Mapping[str, Arms]) -> bool:

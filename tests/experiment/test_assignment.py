@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pipeline.experiment.assignment import BUCKETS, arm_of, bucket_of
+from rlhf_pipeline.experiment.assignment import BUCKETS, arm_of, bucket_of, percent
 
 SHARES = st.floats(0, 1)
 
@@ -55,3 +55,8 @@ def test_salt_and_user_cannot_run_into_each_other() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         arm_of("salt", "user", share)
+
+
+def test_a_share_is_told_also_where_it_is_no_whole_number_of_per_cent() -> None:
+    told = [percent(share) for share in (0.005, 0.01, 0.07, 0.29, 0.5)]
+    assert told == ["0.5%", "1%", "7%", "29%", "50%"]

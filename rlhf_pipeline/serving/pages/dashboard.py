@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
@@ -357,7 +358,8 @@ def _experiment(o: Overview) -> str:
         return "<p>None yet. <code>rlhf experiment start</code> begins one.</p>"
     told = (
         f"Version {e.challenger} beside champion {e.champion}: {inert(e.state)}, "
-        f"{e.share:.0%} of the users meet it, since {when(e.started_at)} UTC. {inert(e.reason)}"
+        f"{percent(e.share)} of the users meet it, since {when(e.started_at)} UTC. "
+        f"{inert(e.reason)}"
     )
     if not o.looks:
         return f"<p>{told}</p><p>Not looked at yet.</p>"

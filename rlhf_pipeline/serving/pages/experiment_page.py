@@ -16,6 +16,7 @@ from urllib.parse import quote
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import LOOK_APART, Experiment, ExperimentBook, Look
 from rlhf_pipeline.experiment.decision import PRIMARY, SIGN, Metric
 from rlhf_pipeline.experiment.live import guardrails_under
@@ -118,7 +119,7 @@ def render(
                     (
                         look.look,
                         when(look.looked_at),
-                        f"{look.share:.0%}",
+                        percent(look.share),
                         look.action,
                         "; ".join(look.verdict["reasons"]),
                     )
@@ -133,7 +134,7 @@ def told(experiment: Experiment, looks: Sequence[Look], metrics: Sequence[Metric
     """Return where the experiment stands, in plain sentences."""
     e = experiment
     state = f"It {WORDS[e.state]}" + (f": {e.reason}" if e.reason else "") + "."
-    lines = [f"Since {when(e.started_at)} UTC, {e.share:.0%} of the users meet it. {state}"]
+    lines = [f"Since {when(e.started_at)} UTC, {percent(e.share)} of the users meet it. {state}"]
     if not looks:
         return [*lines, "Nobody has looked at it yet."]
     newest = looks[-1].verdict["differences"]
