@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.sequences import (
     FEWEST,
     Difference,
@@ -147,39 +148,52 @@ def decide(
         return verdict("roll_back", triggers)
     if evidence >= 1 / bounds.imbalance:
         counted = ", ".join(f"{s.challenger} of {s.challenger + s.champion}" for s in steps)
-        planned = ", ".join(f"{s.share:.0%}" for s in steps)
+        planned = ", ".join(percent(s.share) for s in steps)
         return verdict(
             "invalid",
             [f"the challenger met {counted} users where {planned} was planned: look at assignment"],
         )
     worse = [
-        f"{m.name} ({m.meaning}) is worse: at best {found[m.name].high:+.3f}, allowed {-m.margin}"
+        f"{m.name} ({m.meaning}) is worse: at best {found[m.name].high:+.3f}, "
+        f"allowed {0 - m.margin:g}"
         for m in metrics
         if found[m.name].high < -m.margin
     ]
     if worse:
         return verdict("roll_back", worse)
-    open_questions = [
-        f"{m.name} may be worse by {-found[m.name].low:.3f}, allowed {m.margin}"
-        for m in guardrails
-        if found[m.name].low <= -m.margin
-    ]
-    primary = found[PRIMARY.name]
-    if primary.low > 0 and not open_questions:
-        return verdict("promote", [f"{PRIMARY.name} is better: at least {primary.low:+.3f}"])
+    open_questions = _open_questions(guardrails, found)
+    if not open_questions:
+        low = found[PRIMARY.name].low
+        return verdict("promote", [f"{PRIMARY.name} is better: at least {low:+.3f}"])
     if timed_out:
-        return verdict("time_out", ["time is up and the challenger is not surely better"])
+        return verdict("time_out", ["time is up", *open_questions])
     if growth is not None:
         chance, metric = min(
             ((_chance(m, arms[m.name], bounds, growth), m) for m in metrics), key=lambda c: c[0]
         )
         if chance < bounds.give_up:
             return verdict("give_up", [_hopeless(metric, found[metric.name], growth, chance)])
-    if primary.low <= 0:
-        open_questions.insert(
-            0, f"{PRIMARY.name} is not surely better yet: at least {primary.low:+.3f}"
-        )
     return verdict("continue", open_questions)
+
+
+def _open_questions(guardrails: Sequence[Metric], found: Mapping[str, Difference]) -> list[str]:
+    """Return what is in the way of a promotion, in words; none where nothing is."""
+    # A metric's users are those it is known of, so satisfaction, which comes first, has the fewest.
+    few = [(name, d) for name, d in found.items() if d.low == -math.inf]
+    questions = [
+        f"too few users yet: {name} is known of {d.challenger_users} of the challenger's and "
+        f"{d.champion_users} of the champion's, and {FEWEST} of either are needed"
+        for name, d in few[:1]
+    ]
+    low = found[PRIMARY.name].low
+    if -math.inf < low <= 0:
+        questions.append(f"{PRIMARY.name} is not surely better yet: at least {low:+.3f}")
+    questions += [
+        f"{m.name} may be worse by {-found[m.name].low:.3f}, allowed {m.margin:g}"
+        for m in guardrails
+        if -math.inf < found[m.name].low <= -m.margin
+    ]
+    return questions
 
 
 def _chance(metric: Metric, arms: Arms, bounds: Bounds, growth: float) -> float:

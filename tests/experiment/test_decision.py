@@ -52,6 +52,7 @@ def test_surely_much_worse_on_any_metric_rolls_back(metric: object) -> None:
     verdict = decide(found, EVEN)
     assert verdict.action == "roll_back"
     assert verdict.reasons[0].startswith(metric.name)
+    assert verdict.reasons[0].endswith(f", allowed {f'-{metric.margin}' if metric.margin else 0}")
 
 
 def test_a_verdict_that_goes_on_says_first_that_satisfaction_is_open() -> None:
@@ -84,12 +85,40 @@ def test_numbers_of_a_broken_assignment_are_not_believed() -> None:
     verdict = decide(arms((0.85, 0.70)), [RampStep(0.5, 1300, 1000)])
     assert verdict.action == "invalid"
     assert "1300 of 2300" in verdict.reasons[0]
+    steps = [RampStep(0.005, 30, 1000), RampStep(0.5, 900, 600)]
+    assert "users where 0.5%, 50% was planned" in decide(arms(), steps).reasons[0]
 
 
 def test_out_of_time_keeps_the_champion_unless_the_numbers_suffice() -> None:
     assert decide(arms(), EVEN, timed_out=True).action == "time_out"
     assert decide(arms((0.85, 0.70)), EVEN, timed_out=True).action == "promote"
     assert decide(arms(), EVEN).action == "continue"
+
+
+def test_out_of_time_says_what_is_open_and_nothing_that_is_not() -> None:
+    better = decide(arms((0.85, 0.70), thumbs_down=(0.12, 0.10)), EVEN, timed_out=True)
+    assert better.action == "time_out"
+    assert better.differences[PRIMARY.name].low > 0
+    [words, why] = better.reasons
+    assert words == "time is up"
+    assert why.startswith("thumbs_down may be worse by 0.0")
+    assert why.endswith(", allowed 0.05")
+    equal = decide(arms(), EVEN, timed_out=True)
+    assert equal.reasons[1].startswith("satisfaction is not surely better yet: at least -0.")
+
+
+def test_too_few_users_are_told_of_once_and_no_bound_is_infinite_in_words() -> None:
+    everybody = arms(users=3) | {PRIMARY.name: Arms(arm(0.7, 2), arm(0.7, 1))}
+    few = (
+        "too few users yet: satisfaction is known of 2 of the challenger's and 1 of the "
+        "champion's, and 100 of either are needed"
+    )
+    assert decide(everybody, []).reasons == (few,)
+    assert decide(everybody, [], timed_out=True).reasons == ("time is up", few)
+    voters = arms(thumbs_down=(0.12, 0.10)) | {PRIMARY.name: everybody[PRIMARY.name]}
+    [first, second] = decide(voters, EVEN).reasons
+    assert first == few
+    assert second.startswith("thumbs_down may be worse by 0.0")
 
 
 def test_it_ends_where_the_users_to_come_will_hardly_change_it() -> None:
