@@ -1019,6 +1019,11 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
     book.record(experiment, "continue", decide(arms, []).to_json())
     assert "  satisfaction: ? (? to ?), 0 and 9 users\n" in rlhf("experiment", "status").stdout
     assert rlhf("experiment", "stop").stdout == "shop: stopped; version 0 answers everybody\n"
+    (ended,) = book.history("shop")
+    assert ended.ended_at is not None
+    times = f"{ended.started_at:%Y-%m-%d %H:%M} to {ended.ended_at:%Y-%m-%d %H:%M} UTC"
+    said = f"version 1 beside 0: stopped, {times}, at last 1% of the people, 2 looks kept\n"
+    assert said in rlhf("experiment", "status").stdout
 
 
 def test_the_newest_experiments_are_shown_and_the_others_on_demand(shop: Path, rlhf: Run) -> None:

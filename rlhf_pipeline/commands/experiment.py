@@ -103,9 +103,11 @@ def status(
     if any(each["latest"] for each in found):
         typer.echo(SIGN)
     for each in found:
+        began, ended = each["started_at"], each["ended_at"]
+        was = f"{began:%Y-%m-%d %H:%M} to {ended:%Y-%m-%d %H:%M} UTC, at last " if ended else ""
         typer.echo(
             f"version {each['challenger']} beside {each['champion']}: {each['state']}, "
-            f"{percent(each['share'])} of the people, {each['looks']} looks kept"
+            f"{was}{percent(each['share'])} of the people, {each['looks']} looks kept"
             + (f"\n  {each['reason']}" if each["reason"] else "")
         )
         differences = (each["latest"] or {}).get("differences", {})

@@ -20,11 +20,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
-from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
-from rlhf_pipeline.serving.pages.experiment_page import draw_bounds, draw_ramp
+from rlhf_pipeline.serving.pages.experiment_page import draw_bounds, draw_ramp, who_meets
 from rlhf_pipeline.serving.pages.parts import (
     Html,
     answer,
@@ -357,8 +356,7 @@ def _experiment(o: Overview) -> str:
     if e is None:
         return "<p>None yet. <code>rlhf experiment start</code> begins one.</p>"
     told = (
-        f"Version {e.challenger} beside champion {e.champion}: {inert(e.state)}, "
-        f"{percent(e.share)} of the users meet it, since {when(e.started_at)} UTC. "
+        f"Version {e.challenger} beside champion {e.champion}: {inert(e.state)}. {who_meets(e)} "
         f"{inert(e.reason)}"
     )
     if not o.looks:

@@ -134,7 +134,7 @@ def told(experiment: Experiment, looks: Sequence[Look], metrics: Sequence[Metric
     """Return where the experiment stands, in plain sentences."""
     e = experiment
     state = f"It {WORDS[e.state]}" + (f": {e.reason}" if e.reason else "") + "."
-    lines = [f"Since {when(e.started_at)} UTC, {percent(e.share)} of the users meet it. {state}"]
+    lines = [f"{who_meets(e)} {state}"]
     if not looks:
         return [*lines, "Nobody has looked at it yet."]
     newest = looks[-1].verdict["differences"]
@@ -144,6 +144,14 @@ def told(experiment: Experiment, looks: Sequence[Look], metrics: Sequence[Metric
             by_verdict.setdefault(verdict_on(metric, newest[metric.name]), []).append(metric.name)
     lines += [f"{words.capitalize()}: {', '.join(names)}." for words, names in by_verdict.items()]
     return lines
+
+
+def who_meets(experiment: Experiment) -> str:
+    """Return when how many users meet the challenger, or met it, as a sentence."""
+    began, share = when(experiment.started_at), percent(experiment.share)
+    if experiment.ended_at is None:
+        return f"Since {began} UTC, {share} of the users meet it."
+    return f"From {began} to {when(experiment.ended_at)} UTC, at last {share} of the users met it."
 
 
 def verdict_on(metric: Metric, found: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.serving.pages.dashboard import (
     _drift,
+    _experiment,
     _facts,
     _raters,
     _run,
@@ -447,6 +448,12 @@ def test_what_people_wrote_is_shown_inert(store: FeedbackStore, ledger: Promotio
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'nonce-")
     assert f'<style nonce="{policy.split("nonce-")[1].split(chr(39))[0]}">' in page.text
+    since = f"{begun.started_at:%Y-%m-%d %H:%M}"
+    assert f": running. Since {since} UTC, 50% of the users meet it. " in page.text
+    book.end(begun, "stopped", "by hand")
+    ended = _experiment(overview(store, ledger, "tea"))
+    assert f": stopped. From {since} to " in ended
+    assert "at last 50% of the users met it. by hand<" in ended
     assert client.get("/dashboard/%3Cb%3E").status_code == 404
     assert '<a href="/dashboard">Agents</a>' in client.get("/dashboard/other").text
 

@@ -126,6 +126,8 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     assert page.status_code == 200
     assert "<script" not in page.text
     assert page.text.count("&lt;script&gt;") == 3
+    since = f"{begun.started_at:%Y-%m-%d %H:%M}"
+    assert f"<p>Since {since} UTC, 10% of the users meet it. It goes on.</p>" in page.text
     assert "Surely better: satisfaction, thumbs_down," in page.text
     assert "<td>7 and 9</td>" in page.text
     assert f"<h2>Now</h2><p>{SIGN}</p>" in page.text
@@ -133,7 +135,11 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
     book.end(begun, "rolled_back", HOSTILE)
     ended, looks = book.history("tea")[0], book.looks(begun.experiment_id)
-    assert told(ended, looks, METRICS)[0].endswith(f"the challenger was rolled back: {HOSTILE}.")
+    state = f"It ended: the challenger was rolled back: {HOSTILE}."
+    assert ended.ended_at is not None
+    times = f"{ended.started_at:%Y-%m-%d %H:%M} to {ended.ended_at:%Y-%m-%d %H:%M} UTC"
+    met = f"From {times}, at last 10% of the users met it."
+    assert told(ended, looks, METRICS)[0] == f"{met} {state}"
     other = client.get("/experiments/tea?experiment=other")
     assert other.status_code == 404
     assert f'"/experiments/tea?experiment={begun.experiment_id}"' in other.text
