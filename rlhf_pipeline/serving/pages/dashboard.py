@@ -256,7 +256,7 @@ def experiment_figure(o: Overview) -> Figure:
     draw_bounds(above, o.looks, PRIMARY)
     above.set(ylabel=f"{PRIMARY.name},\nchallenger − champion", ylim=(-1, 1))
     draw_ramp(below, o.looks)
-    below.set(ylabel="ramp, %", ylim=(0, 55))
+    below.set(ylabel="ramp, %", ylim=(0, 100))
     places = AutoDateLocator()
     below.xaxis.set_major_locator(places)
     below.xaxis.set_major_formatter(ConciseDateFormatter(places))

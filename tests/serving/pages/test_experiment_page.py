@@ -71,7 +71,7 @@ def test_every_way_to_end_has_its_words() -> None:
 def test_one_look_is_drawn_until_the_next_may_come(figure_of: Callable[[Look], Figure]) -> None:
     at = datetime(2026, 5, 1, tzinfo=UTC)
     found = {m.name: difference(-0.2, 0.3) for m in METRICS}
-    look = Look(1, 0.1, "continue", {"reasons": [], "differences": found}, at)
+    look = Look(1, 0.9, "continue", {"reasons": [], "differences": found}, at)
     figure = figure_of(look)
     figure.draw_without_rendering()  # and no locator warns of a span that it cannot cut
     line = figure.axes[0].lines[0]
@@ -79,6 +79,9 @@ def test_one_look_is_drawn_until_the_next_may_come(figure_of: Callable[[Look], F
     assert np.asarray(line.get_ydata()).tolist() == [0.01, 0.01]
     (band,) = figure.axes[0].collections
     assert band.get_datalim(figure.axes[0].transData).width > 0
+    ramp = figure.axes[1 if len(figure.axes) == 2 else len(METRICS)]
+    assert np.asarray(ramp.lines[0].get_ydata()).tolist() == [90, 90]
+    assert ramp.get_ylim() == (0, 100)  # none of it is out of sight
 
 
 @pytest.mark.parametrize("value", [None, -0.8], ids=["unknown", "of-an-older-release"])
