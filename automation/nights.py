@@ -40,6 +40,7 @@ from rlhf_pipeline.config import RECIPES, Settings, load_settings
 from rlhf_pipeline.continuous import Due, due
 from rlhf_pipeline.database import interactions
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback.claims import NO_TRAINING, Claim
@@ -297,7 +298,7 @@ class _Loop:
     def _experiments(self, morning: datetime, before: Experiment | None) -> str:
         """Return how each experiment that ran on the day stands at its end, oldest first."""
         return "; ".join(
-            f"version {one.challenger} at {one.share:.0%}, {one.state.replace('_', ' ')}"
+            f"version {one.challenger} at {percent(one.share)}, {one.state.replace('_', ' ')}"
             + (f": {one.reason}" if one.reason else "")
             for one in reversed(self.book.history(self.agent_id))
             if one.started_at >= morning

@@ -19,6 +19,7 @@ from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
@@ -431,7 +432,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
 
 
 def _meets(experiment: Experiment) -> str:
-    return f"version {experiment.challenger} passed and meets {experiment.share:.0%} of the people"
+    share = percent(experiment.share)
+    return f"version {experiment.challenger} passed and meets {share} of the people"
 
 
 def asked_for(settings: Settings, tags: Mapping[str, str]) -> Settings:

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from rlhf_pipeline.config import unlike_defaults
 from rlhf_pipeline.database import claims, snapshots
 from rlhf_pipeline.evaluation import PAGE
+from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback.raters import erased_rows
 from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of
@@ -71,8 +72,9 @@ def to_text(explanation: dict[str, Any]) -> str:
     if e["experiments"]:
         lines += ["", "Experiments"]
         lines += [
-            f"  {x['started_at'][:19]}  beside version {x['champion']}, {x['share']:.0%} of the "
-            f"people  {x['state'].replace('_', ' ')}{': ' if x['reason'] else ''}{x['reason']}"
+            f"  {x['started_at'][:19]}  beside version {x['champion']}, {percent(x['share'])} "
+            "of the people  "
+            f"{x['state'].replace('_', ' ')}{': ' if x['reason'] else ''}{x['reason']}"
             for x in e["experiments"]
         ]
     lines += ["", "Gate"]
