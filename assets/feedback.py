@@ -13,7 +13,7 @@ from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
 from rlhf_pipeline.files import new_file, write_json
 
-SNAPSHOT, VALIDATED = snapshot.FILE, "validated.parquet"
+SNAPSHOT, VALIDATED = snapshot.FILE, snapshot.VALIDATED
 
 
 class SnapshotConfig(dg.Config):

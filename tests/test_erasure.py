@@ -53,10 +53,11 @@ from rlhf_pipeline.feedback.raters import (
     unsigned_interactions,
 )
 from rlhf_pipeline.feedback.renaming import Renaming
+from rlhf_pipeline.feedback.snapshot import VALIDATED
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
 from rlhf_pipeline.feedback.support import support_of, support_to_json
-from rlhf_pipeline.feedback.withdrawn import VALIDATED, clean_inbox
+from rlhf_pipeline.feedback.withdrawn import clean_inbox
 from rlhf_pipeline.files import alone_in, file_sha256, locked, read_json, write_json
 from rlhf_pipeline.records import (
     Feedback,

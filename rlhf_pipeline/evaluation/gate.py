@@ -54,6 +54,11 @@ class RuleResult:
     verdict: Verdict
     words: str
 
+    @property
+    def bound(self) -> str:
+        """Return where its number must lie, as a table shows it."""
+        return "–" if self.limit is None else f"{SIGNS[self.comparison]} {self.limit:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
@@ -86,8 +91,7 @@ class GateDecision:
         rows = ["| rule | number | limit | verdict |", "|---|---|---|---|"]
         for r in self.results:
             number = "not measured" if r.number is None else f"{r.number:.4g}"
-            limit = "–" if r.limit is None else f"{SIGNS[r.comparison]} {r.limit:g}"
-            rows.append(f"| {r.rule} | {number} | {limit} | {r.verdict} |")
+            rows.append(f"| {r.rule} | {number} | {r.bound} | {r.verdict} |")
         head = "**The gate lets it through.**" if self.passed else "**The gate refuses it.**"
         said = [*self.reasons, *(f"{w}: a person decides" for w in self.pauses)]
         return "\n\n".join([head, "\n".join(rows), *(f"- {w}" for w in said)]) + "\n"

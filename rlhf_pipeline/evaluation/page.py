@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from rlhf_pipeline.evaluation.gate import SIGNS, GateDecision
+from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import (
     GROUP_HEAD,
     JUDGE_HEAD,
@@ -108,7 +108,7 @@ def _gate(decision: GateDecision) -> list[str]:
             _named(r.rule, r.words.partition(": needed")[0]),
             f'<span class="{escape(r.verdict)}">{escape(r.verdict)}</span>',
             "not measured" if r.number is None else f"{r.number:.4g}",
-            "–" if r.limit is None else f"{SIGNS[r.comparison]} {r.limit:g}",
+            r.bound,
         ]
         for r in decision.results
     ]

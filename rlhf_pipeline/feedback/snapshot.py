@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 50_000
 FILE = "feedback.parquet"  # in the turn's data folder
+VALIDATED = "validated.parquet"  # beside it: the rows of it that keep every rule
 PACKED: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 """How votes are written: parquet's own choice takes 1.7 times the room, and every version keeps its
 votes for ever. Readers find out by themselves what a file is packed with."""

@@ -41,7 +41,6 @@ from rlhf_pipeline.topics import ERASED, without_topics
 if TYPE_CHECKING:
     import pandas as pd
 
-VALIDATED = "validated.parquet"  # as the asset validated_feedback names it
 TEXTS = ("completion", "other_completion", "text")
 HALF_WRITTEN = re.compile(r"\..+\.new-[0-9a-f]{12}")  # as files.py names what it writes aside
 LONGEST_SIGNED = 8 << 10  # bytes: a field with the longest name of a rater, all of it escaped
@@ -132,7 +131,7 @@ def clean_folder(
     stays bounded: only the rows on prompts of the votes that go are held, and files are streamed.
     """
     changed = 0
-    validated = folder / VALIDATED
+    validated = folder / snapshot.VALIDATED
     if validated.exists():
         prompts, kept = _others_beside(validated, gone)
         built = datasets.build(kept, evaluation_share=evaluation_share, min_rating=min_rating)

@@ -13,7 +13,8 @@ import pytest
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.feedback import datasets, snapshot
-from rlhf_pipeline.feedback.withdrawn import VALIDATED, clean_folder, said_by
+from rlhf_pipeline.feedback.snapshot import VALIDATED
+from rlhf_pipeline.feedback.withdrawn import clean_folder, said_by
 from rlhf_pipeline.records import (
     EvaluationPrompt,
     PreferencePair,
