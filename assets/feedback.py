@@ -23,13 +23,33 @@ class SnapshotConfig(dg.Config):
     again: bool = False  # train once more from a fingerprint that was trained on
 
 
+def _last_vote(pipeline: Pipeline, agent_id: str, wanted: int | None) -> int:
+    """Return up to which vote a turn is to train: as wanted, else the agent's newest.
+
+    Raises dg.Failure (no retry) where that is none of the agent's votes: from a number above the
+    newest on, the votes yet to come would count as trained on.
+    """
+    newest = snapshot.newest_seq(pipeline.database, agent_id)
+    if wanted is None or newest == 0:  # without votes, taking the snapshot says so
+        return newest
+    oldest = snapshot.oldest_seq(pipeline.database, agent_id)
+    if not oldest <= wanted <= newest:
+        raise dg.Failure(
+            f"watermark needed a number from {oldest} to {newest}, the first and the newest vote "
+            f"of agent {agent_id!r}, found {wanted}; correct it, or leave it out to train from all "
+            "that are there",
+            allow_retries=False,
+        )
+    return wanted
+
+
 @dg.asset(partitions_def=agents, group_name="feedback", kinds={"parquet"})
 def feedback_snapshot(
     context: dg.AssetExecutionContext, config: SnapshotConfig, pipeline: Pipeline
 ) -> Materialized:
     """The effective votes up to a watermark, frozen; this run's claim on them begins here."""
     agent_id = context.partition_key
-    watermark = config.watermark or snapshot.newest_seq(pipeline.database, agent_id)
+    watermark = _last_vote(pipeline, agent_id, config.watermark)
     mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
     turn = pipeline.begin_turn(context, mark, watermark, again=config.again)
     with pipeline.turn(context):

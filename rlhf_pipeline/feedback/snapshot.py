@@ -59,6 +59,14 @@ def newest_seq(database: db.Database, agent_id: str, *, up_to: int | None = None
         return int(connection.execute(query).scalar() or 0)
 
 
+def oldest_seq(database: db.Database, agent_id: str) -> int:
+    """Return the agent's first feedback number that is there; 0 where there is none."""
+    f = db.feedback.c
+    query = sa.select(f.seq).where(f.agent_id == agent_id).order_by(f.seq).limit(1)
+    with database.read() as connection:
+        return int(connection.execute(query).scalar() or 0)
+
+
 def fingerprint(database: db.Database, agent_id: str, watermark: int) -> str:
     """Return the fingerprint of the effective votes up to the watermark."""
     digest = hashlib.sha256(agent_id.encode())

@@ -38,6 +38,7 @@ from tests.assets.world import (
     save_alternating,
 )
 
+SNAPSHOT = "feedback_snapshot"
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
 
 
@@ -294,6 +295,26 @@ def test_votes_that_come_in_after_the_watermark_wait_for_the_next_turn(loop: Loo
     [event] = result.asset_materializations_for_node("feedback_snapshot")
     assert event.metadata["dagster/row_count"].value == votes
     assert loop.pipeline.claims.history(agent)[0].watermark == watermark
+
+
+def test_a_watermark_that_is_none_of_the_agents_votes_is_refused(loop: Loop) -> None:
+    chat(loop.pipeline.store, loop.agent("first"), 10)
+    agent, database = loop.agent("mistyped"), loop.pipeline.database
+    chat(loop.pipeline.store, agent, 30)
+    first, newest = snapshot.oldest_seq(database, agent), snapshot.newest_seq(database, agent)
+    assert first > snapshot.oldest_seq(database, loop.agent("first"))
+    for wrong in (-1, 0, first - 1, newest + 1, 999_999_999):
+        result = loop.run("retrain", agent, snapshot={"watermark": wrong}, only=[SNAPSHOT])
+        needed = f"watermark needed a number from {first} to {newest}"
+        assert needed in failures(result)
+        assert f"found {wrong}; " in failures(result)
+    assert loop.pipeline.claims.history(agent) == []
+    for right in (first, newest):
+        result = loop.run("retrain", agent, snapshot={"watermark": right}, only=[SNAPSHOT])
+        assert result.success, failures(result)
+        claim = loop.pipeline.claims.history(agent)[-1]
+        loop.pipeline.claims.finish(claim.token, "failed")
+        assert claim.watermark == right
 
 
 def test_a_run_that_waited_takes_back_no_newer_votes_that_were_trained_on_meanwhile(
