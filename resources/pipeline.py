@@ -201,7 +201,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         if claim is None:
             raise dg.Failure(
                 "needed the turn that feedback_snapshot begins, found none in this run; run the "
-                "job `retrain`, or materialise feedback_snapshot together with this asset",
+                "job `retrain`, or materialise this asset together with everything upstream of it, "
+                "from feedback_snapshot on",
                 allow_retries=False,
             )
         try:

@@ -429,6 +429,7 @@ def test_training_alone_is_refused_without_a_turn(loop: Loop, first_turn: FirstT
     result = loop.run("retrain", agent, only=["ppo_policy"])
     assert not result.success
     assert "found none in this run; run the job `retrain`" in failures(result)
+    assert "everything upstream of it, from feedback_snapshot on" in failures(result)
 
 
 @pytest.mark.slow
