@@ -5,7 +5,7 @@ import dataclasses
 import dagster as dg
 
 from assets.common import Materialized, agents, table
-from resources.pipeline import Pipeline
+from resources.pipeline import Pipeline, agent_of
 from rlhf_pipeline import stages
 from rlhf_pipeline.evaluation.facts import DRIFT, DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.feedback import snapshot
@@ -48,7 +48,7 @@ def feedback_snapshot(
     context: dg.AssetExecutionContext, config: SnapshotConfig, pipeline: Pipeline
 ) -> Materialized:
     """The effective votes up to a watermark, frozen; this run's claim on them begins here."""
-    agent_id = context.partition_key
+    agent_id = agent_of(context)
     watermark = _last_vote(pipeline, agent_id, config.watermark)
     mark = snapshot.fingerprint(pipeline.database, agent_id, watermark)
     turn = pipeline.begin_turn(context, mark, watermark, again=config.again)

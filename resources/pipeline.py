@@ -109,7 +109,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         """
         run = context.run
         claim = self._claim(
-            context.partition_key,
+            agent_of(context),
             mark,
             watermark,
             holder=run.root_run_id or run.run_id,
@@ -232,7 +232,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def begin_bootstrap_if_alone(self, context: dg.AssetExecutionContext) -> None:
         """Begin the turn that only trains version 0 from seeds, where this run has no other."""
         if self._claim_of(context.run) is None:
-            self.begin_turn(context, bootstrap_mark(context.partition_key), 0)
+            self.begin_turn(context, bootstrap_mark(agent_of(context)), 0)
 
     def tracked(self, turn: Turn) -> AbstractContextManager[TrackedRun]:
         """Return the turn's one MLflow run; every asset of the turn adds to the same."""
@@ -430,6 +430,20 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             settings=settings,
             previous=self._folder_of(before, settings) if before else None,
         )
+
+
+def agent_of(context: dg.AssetExecutionContext) -> str:
+    """Return the agent that the run is about; raises dg.Failure (no retry) where none was chosen.
+
+    Dagster's Launchpad starts a job without asking for a partition.
+    """
+    if not context.has_partition_key:
+        raise dg.Failure(
+            f"needed an agent, found no partition in run {context.run.run_id[:8]}; choose the "
+            "agent as the partition where the job or the asset is materialised",
+            allow_retries=False,
+        )
+    return context.partition_key
 
 
 def _meets(experiment: Experiment) -> str:

@@ -432,6 +432,14 @@ def test_training_alone_is_refused_without_a_turn(loop: Loop, first_turn: FirstT
     assert "everything upstream of it, from feedback_snapshot on" in failures(result)
 
 
+@pytest.mark.parametrize(("job", "step"), [("retrain", SNAPSHOT), ("bootstrap", "sft_policy")])
+def test_a_run_for_no_agent_says_so(loop: Loop, job: str, step: str) -> None:
+    result = loop.run(job, None, only=[step])  # as the Launchpad starts it
+    assert failed_steps(result) == [step]
+    assert "needed an agent, found no partition" in failures(result)
+    assert not any(event.event_type_value == "STEP_UP_FOR_RETRY" for event in result.all_events)
+
+
 @pytest.mark.slow
 def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     loop: Loop, first_turn: FirstTurn, monkeypatch: pytest.MonkeyPatch

@@ -174,7 +174,7 @@ class Loop:
     def run(
         self,
         job: str,
-        agent_id: str,
+        agent_id: str | None,
         *,
         compute: Any = None,
         snapshot: Mapping[str, Any] | None = None,

@@ -367,7 +367,7 @@ def test_no_turn_begins_with_files_that_are_not_the_registered_ones(
         "a", label="v0", path=folder, files=folder_sha256(folder), lineage={}, actor="test"
     )
     run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
-    context: Any = SimpleNamespace(partition_key="a", run=run)
+    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
     weights.write_text("as they were not")
     with pytest.raises(dg.Failure, match="version 0") as failed:
         pipeline.begin_turn(context, "f" * 64, 1)
@@ -391,7 +391,7 @@ def test_a_turn_begins_where_only_mlflow_has_the_champions_files(
     version = pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
     shutil.rmtree(folder)
     run = SimpleNamespace(run_id="run", root_run_id=None, tags={})
-    context: Any = SimpleNamespace(partition_key="a", run=run)
+    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
     turn = pipeline.begin_turn(context, "f" * 64, 1)
     pipeline.teardown_after_execution(dg.build_init_resource_context())
     assert turn.champion == folder
