@@ -17,7 +17,7 @@ from pydantic import PrivateAttr
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
-from rlhf_pipeline.errors import ClaimRefused, PipelineError, RegistryError
+from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, RegistryError
 from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -46,6 +46,7 @@ ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "dagster/partition"  # run tag, whoever started the run: one at a time (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
+MOST_STEPS = 100_000  # as many as the API takes
 TRAINED_WITH = {  # which sections of a recipe say what a stage came to
     "reward": ("reward",),
     "ppo": ("policy", "ppo", "training"),
@@ -105,11 +106,16 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
         """Claim the fingerprint for this run and return the turn.
 
         Raises what `_claim` does, and dg.Failure (no retry) where the files of the champion or the
-        baseline are not the ones that were registered.
+        baseline are not the ones that were registered, or where the run's tags hold nonsense:
+        those are read before anything is claimed, so that it counts as no attempt.
         """
-        run = context.run
+        run, agent_id = context.run, agent_of(context)
+        try:
+            asked_for(self.settings(agent_id), run.tags)
+        except ConfigError as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
         claim = self._claim(
-            agent_of(context),
+            agent_id,
             mark,
             watermark,
             holder=run.root_run_id or run.run_id,
@@ -452,15 +458,36 @@ def _meets(experiment: Experiment) -> str:
 
 
 def asked_for(settings: Settings, tags: Mapping[str, str]) -> Settings:
-    """Return the settings with what whoever asked for this one run wants otherwise."""
+    """Return the settings with what whoever asked for this one run wants otherwise.
+
+    Raises ConfigError where a tag holds none of what the API takes: a person may write any there.
+    """
     wanted: dict[str, Any] = {}
     if MAX_STEPS in tags:
-        wanted["updates"] = int(tags[MAX_STEPS])
+        words = f"a whole number from 1 to {MOST_STEPS:,}"
+        wanted["updates"] = _wish(tags, MAX_STEPS, int, most=MOST_STEPS, needed=words)
     if LEARNING_RATE in tags:
-        wanted["learning_rate"] = float(tags[LEARNING_RATE])
+        words = "a number above 0 and at most 1"
+        wanted["learning_rate"] = _wish(tags, LEARNING_RATE, float, most=1, needed=words)
     if not wanted:
         return settings
     return settings.model_copy(update={"ppo": dataclasses.replace(settings.ppo, **wanted)})
+
+
+def _wish(
+    tags: Mapping[str, str], name: str, number: type[int | float], *, most: int, needed: str
+) -> int | float:
+    """Return the number above 0 that a run's tag holds; raises ConfigError for any other."""
+    try:
+        found = number(tags[name])
+    except ValueError:
+        found = 0
+    if not 0 < found <= most:
+        raise ConfigError(
+            f"the run's tag {name} needed {needed}, found {tags[name]!r}; correct it, or leave it "
+            "out to train as the recipe says"
+        )
+    return found
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

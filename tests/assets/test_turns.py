@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from resources.compute import Compute
-from resources.pipeline import Pipeline, bootstrap_mark
+from resources.pipeline import MAX_STEPS, Pipeline, bootstrap_mark
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.feedback import snapshot
@@ -315,6 +315,16 @@ def test_a_watermark_that_is_none_of_the_agents_votes_is_refused(loop: Loop) -> 
         claim = loop.pipeline.claims.history(agent)[-1]
         loop.pipeline.claims.finish(claim.token, "failed")
         assert claim.watermark == right
+
+
+def test_a_run_whose_tags_hold_nonsense_counts_as_no_attempt(loop: Loop) -> None:
+    agent = loop.agent("wishing")
+    chat(loop.pipeline.store, agent, 10)
+    result = loop.run("retrain", agent, only=[SNAPSHOT], tags={MAX_STEPS: "lots"})
+    assert f"tag {MAX_STEPS} needed a whole number from 1 to 100,000, found 'lots'" in failures(
+        result
+    )
+    assert loop.pipeline.claims.history(agent) == []
 
 
 def test_a_run_that_waited_takes_back_no_newer_votes_that_were_trained_on_meanwhile(

@@ -179,6 +179,7 @@ class Loop:
         compute: Any = None,
         snapshot: Mapping[str, Any] | None = None,
         only: Sequence[str] | None = None,
+        tags: Mapping[str, str] | None = None,
     ) -> dg.ExecuteInProcessResult:
         """Run a job for an agent in this process; a failed step does not raise."""
         import dagster as dg
@@ -198,6 +199,7 @@ class Loop:
                 .execute_in_process(
                     instance=self.instance,
                     partition_key=agent_id,
+                    tags=dict(tags or {}),
                     run_config=config,
                     resources=None if compute is None else {"compute": compute},
                     asset_selection=None if only is None else [dg.AssetKey(n) for n in only],

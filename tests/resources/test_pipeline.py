@@ -14,21 +14,25 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from resources.pipeline import (
     LEARNING_RATE,
     MAX_STEPS,
+    MOST_STEPS,
     Pipeline,
+    asked_for,
     bootstrap_mark,
     code_version,
     count_lines,
     flattened,
 )
 from resources.worker import same_work, specification, turn_from
-from rlhf_pipeline.errors import ClaimLost, RegistryError
+from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.serving.policies_api import TrainBody
 from rlhf_pipeline.stages import BEGAN, Turn
 from tests.assets.world import write_recipe
 
@@ -106,6 +110,28 @@ def test_a_run_may_be_asked_for_with_other_settings(pipeline: Pipeline) -> None:
     assert (plain.ppo.updates, plain.ppo.learning_rate) != (3, 0.0002)
     assert ppo.rollouts_per_update == plain.ppo.rollouts_per_update
     assert turn_from(specification(turn)).settings.ppo == ppo  # it reaches the stage's process
+
+
+@pytest.mark.parametrize(
+    ("tag", "found"),
+    [
+        *((MAX_STEPS, wrong) for wrong in ("lots", "", "-3", "0", "2.5", "100001")),
+        *((LEARNING_RATE, wrong) for wrong in ("fast", "0", "-1e-4", "1e9", "nan", "inf")),
+    ],
+)
+def test_a_run_that_asks_for_no_number_is_refused(pipeline: Pipeline, tag: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tag {tag} needed .*, found '{found}'; correct it"):
+        asked_for(pipeline.settings(), {tag: found})
+
+
+def test_what_the_api_takes_of_a_run_the_run_takes(pipeline: Pipeline) -> None:
+    most = TrainBody(maxSteps=MOST_STEPS, learningRate=1)
+    ppo = asked_for(
+        pipeline.settings(), {MAX_STEPS: str(most.maxSteps), LEARNING_RATE: str(most.learningRate)}
+    ).ppo
+    assert (ppo.updates, ppo.learning_rate) == (MOST_STEPS, 1)
+    with pytest.raises(ValidationError):
+        TrainBody(maxSteps=MOST_STEPS + 1)
 
 
 @pytest.mark.parametrize(
