@@ -25,6 +25,7 @@ UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
+ASSETS = "__ASSET_JOB"  # Dagster's name for what a person starts on an asset's page
 TERMINATED = (dg.DagsterRunStatus.CANCELING, dg.DagsterRunStatus.CANCELED)
 AT_WORK = [*UNFINISHED, dg.DagsterRunStatus.QUEUED]  # nobody can be dead in the queue
 
@@ -102,9 +103,9 @@ def _left_over(
     tags = {} if agent_id is None else {AGENT: agent_id}
     records = [
         record
-        for job in (retrain, bootstrap)
+        for job in (retrain.name, bootstrap.name, ASSETS)
         for record in instance.get_run_records(
-            dg.RunsFilter(job_name=job.name, statuses=UNFINISHED, tags=tags)
+            dg.RunsFilter(job_name=job, statuses=UNFINISHED, tags=tags)
         )
     ]
     found: list[tuple[dg.DagsterRun, str, Claim | None]] = []

@@ -36,18 +36,46 @@ SHORT = {MAX_RUNTIME: str(60 * 60)}  # of what keeps no heartbeat; what is done 
 @dg.failure_hook(required_resource_keys={"pipeline"})
 def free_the_claim(context: dg.HookContext) -> None:
     """Let the next attempt begin at once when a step has failed for good."""
+    logs = context.instance.all_logs(context.run_id)
+    why = why_failed([log.dagster_event for log in logs if log.dagster_event is not None])
+    why = why.removeprefix(f"{context.op.name}: ")  # which is said before it
+    _close(context, f"step {context.op.name} failed: {why}")
+
+
+@dg.success_hook(required_resource_keys={"pipeline"})
+def free_the_claim_of_a_part(context: dg.HookContext) -> None:
+    """Let the next attempt begin at once when all steps of a run for some assets are done.
+
+    A turn has its verdict from the last asset; to whoever wanted fewer nothing else says that it is
+    over, and their run would be taken for dead.
+    """
+    instance = context.instance
+    run = instance.get_run_by_id(context.run_id)
+    if run is None or run.execution_plan_snapshot_id is None:
+        return
+    plan = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id)
+    done = instance.get_records_for_run(
+        context.run_id, of_type=dg.DagsterEventType.STEP_SUCCESS
+    ).records
+    steps = set(plan.step_keys_to_execute)
+    if steps <= {record.event_log_entry.step_key for record in done}:
+        _close(context, f"no more was asked for than {', '.join(sorted(steps))}")
+
+
+def _close(context: dg.HookContext, why: str) -> None:
+    """Close the claim of the hook's run as one that came to no verdict, where it is held."""
     pipeline: Pipeline = context.resources.pipeline
     run = context.instance.get_run_by_id(context.run_id)
     claim = pipeline.claims.of_holder((run and run.root_run_id) or context.run_id)
     if claim is None or claim.state != "held":
         return
-    logs = context.instance.all_logs(context.run_id)
-    why = why_failed([log.dagster_event for log in logs if log.dagster_event is not None])
-    why = why.removeprefix(f"{context.op.name}: ")  # which is said before it
     try:
-        pipeline.claims.finish(claim.token, "failed", f"step {context.op.name} failed: {why}")
+        pipeline.claims.finish(claim.token, "failed", why)
     except ClaimLost:
         context.log.info("the claim had been taken over already")
+
+
+HOOKS = frozenset({free_the_claim, free_the_claim_of_a_part})
 
 
 def why_failed(events: Sequence[dg.DagsterEvent]) -> str:
@@ -88,7 +116,6 @@ retrain = dg.define_asset_job(
     "retrain",
     selection=dg.AssetSelection.all(),
     executor_def=LIGHT,
-    hooks={free_the_claim},
     description="One turn: from the feedback that is there to a gated, registered version.",
 )
 
@@ -96,7 +123,6 @@ bootstrap = dg.define_asset_job(
     "bootstrap",
     selection=dg.AssetSelection.assets("sft_policy"),
     executor_def=LIGHT,
-    hooks={free_the_claim},
     description="Version 0 from the seed conversations alone: something to chat with.",
 )
 

@@ -449,7 +449,8 @@ def agent_of(context: dg.AssetExecutionContext) -> str:
             "agent as the partition where the job or the asset is materialised",
             allow_retries=False,
         )
-    return context.partition_key
+    agent_id: str = context.partition_key
+    return agent_id
 
 
 def _meets(experiment: Experiment) -> str:

@@ -16,8 +16,10 @@ from rlhf_pipeline.logs import plain_lines
 def definitions() -> dg.Definitions:
     """Return everything Dagster runs. Loads no torch, transformers, mlflow or the like."""
     structlog.configure(processors=plain_lines())
+    assets = dg.load_assets_from_modules([feedback, training_data, policies, release])
     return dg.Definitions(
-        assets=dg.load_assets_from_modules([feedback, training_data, policies, release]),
+        # Of the assets, not of the jobs: what a person starts on an asset's page is no job of ours.
+        assets=[a.with_hooks(jobs.HOOKS) for a in assets if isinstance(a, dg.AssetsDefinition)],
         jobs=[jobs.retrain, jobs.bootstrap, jobs.ingest_file, jobs.prune_state],
         sensors=[
             sensors.enough_new_feedback,

@@ -31,6 +31,7 @@ from dagster._core.remote_origin import (
 
 from assets.common import Materialized
 from automation import due_turns, outbox, sensors
+from automation.dead import ASSETS
 from automation.jobs import DROPPED, WATERMARK
 from automation.sensors import SETTLED
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
@@ -911,7 +912,8 @@ def test_runs_that_died_before_their_claim_or_after_its_end_are_ended_too(
     ticks: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = ticks.pipeline.claims
-    unclaimed, done, alive = (ticks.start_run(name) for name in ("unclaimed", "done", "alive"))
+    done, alive = (ticks.start_run(name) for name in ("done", "alive"))
+    unclaimed = ticks.start_run("unclaimed", job=ASSETS)
     for run in (done, alive):
         claims.claim(run.tags[AGENT], "f" * 64, 1, holder=run.run_id, asked_by="sensor")
     closed = claims.of_holder(done.run_id)
