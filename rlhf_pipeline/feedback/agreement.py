@@ -25,8 +25,8 @@ class Agreement:
     """How far people agree."""
 
     answers: int  # units that two or more people judged
-    alike: float  # share of pairs of people who said the same, 0 to 1
-    alpha: float  # Krippendorff's, nominal: 1 is perfect, 0 is chance
+    alike: float | None  # share of pairs of people who said the same; None: no answer to look at
+    alpha: float | None  # Krippendorff's, nominal: 1 is perfect, 0 is chance; None as above
 
     def words(self) -> str:
         """Return it for a person."""
@@ -70,7 +70,7 @@ def agreement_of(judgements: Iterable[Sequence[Hashable]]) -> Agreement:
         differing += (n * (n - 1) - same) / (n - 1)
         said.update(counts)
     if not answers:
-        return Agreement(0, 0.0, 0.0)
+        return Agreement(0, None, None)
     total = said.total()
     expected = total**2 - sum(count**2 for count in said.values())
     alpha = 1.0 if expected == 0 else 1 - (total - 1) * differing / expected

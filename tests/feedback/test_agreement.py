@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
+from rlhf_pipeline.feedback.agreement import Agreement, agreement_of, by_rater, units_of
 
 
 def test_alpha_is_the_worked_example_of_two_observers() -> None:
@@ -24,7 +24,7 @@ def test_alpha_is_the_worked_example_of_two_observers() -> None:
     assert found.alpha == pytest.approx(0.095, abs=5e-4)
     assert found.alike == 0.6
     assert agreement_of([[True, True], [False, False]]).alpha == 1.0
-    assert agreement_of([[True]]).answers == 0
+    assert agreement_of([[True]]) == Agreement(0, None, None)  # not: nobody agrees
 
 
 def test_alpha_is_the_worked_example_of_four_observers_and_gaps() -> None:
@@ -55,13 +55,13 @@ def test_counting_gives_what_every_two_judgements_give(units: list[dict[str, Has
     twos = [same for one in each.values() for same in one]
     found = agreement_of([list(unit.values()) for unit in units])
     assert found.answers == sum(len(unit) > 1 for unit in units)
-    assert found.alike == (sum(twos) / len(twos) if twos else 0)
+    assert found.alike == (sum(twos) / len(twos) if twos else None)
     total = sum(matrix.values())
     differing = sum(weight for (a, b), weight in matrix.items() if a != b)
     rows = [sum(w for (a, _), w in matrix.items() if a == said) for said in (True, False, "x")]
     expected = total**2 - sum(row**2 for row in rows)
-    alpha = float(1 - (total - 1) * differing / expected) if expected else float(bool(twos))
-    assert found.alpha == pytest.approx(alpha)
+    alpha = float(1 - (total - 1) * differing / expected) if expected else 1.0
+    assert found.alpha == (pytest.approx(alpha) if twos else None)
     for rater in by_rater(units, dict.fromkeys("abcdefgh", 2)):
         same = each[rater.voter]
         assert rater.compared == len(same)

@@ -389,7 +389,7 @@ def test_raters_health_is_how_far_they_agree_and_who_does_not() -> None:
     ]
     agreement = {
         "pairs": {"answers": 12, "alike": 0.75, "alpha": 0.5},
-        "thumbs": {"answers": 0, "alike": 0.0, "alpha": 0.0},
+        "thumbs": {"answers": 0, "alike": None, "alpha": None},
     }
     told = _raters(
         {
