@@ -92,8 +92,10 @@ def registered_model(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
 def promotion(context: dg.AssetExecutionContext, pipeline: Pipeline) -> Materialized:
     """Who is champion now, and why: promoted, waiting for a person, or refused."""
     with pipeline.turn(context) as turn:
-        words = pipeline.promote_if_due(turn)
-        pipeline.registry.reconcile(turn.agent_id)
+        with pipeline.tracked(turn):  # what an attempt that failed here left as failed
+            words = pipeline.promote_if_due(turn)
+            pipeline.registry.reconcile(turn.agent_id)
+        pipeline.registry.end_runs(turn.agent_id, turn.fingerprint, "FINISHED")
         # Last: a run that dies before it is found by its claim, and asked for again.
         pipeline.claims.finish(turn.token, "done", words)
         champion = pipeline.ledger.champion(turn.agent_id)

@@ -20,6 +20,7 @@ from rlhf_pipeline.feedback.rules import AGENT_ID
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
+    from rlhf_pipeline.registry.models import Ended
     from rlhf_pipeline.retention import Item
 
 WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from
@@ -39,7 +40,7 @@ def free_the_claim(context: dg.HookContext) -> None:
     logs = context.instance.all_logs(context.run_id)
     why = why_failed([log.dagster_event for log in logs if log.dagster_event is not None])
     why = why.removeprefix(f"{context.op.name}: ")  # which is said before it
-    _close(context, f"step {context.op.name} failed: {why}")
+    _close(context, f"step {context.op.name} failed: {why}", "FAILED")
 
 
 @dg.success_hook(required_resource_keys={"pipeline"})
@@ -59,10 +60,10 @@ def free_the_claim_of_a_part(context: dg.HookContext) -> None:
     ).records
     steps = set(plan.step_keys_to_execute)
     if steps <= {record.event_log_entry.step_key for record in done}:
-        _close(context, f"no more was asked for than {', '.join(sorted(steps))}")
+        _close(context, f"no more was asked for than {', '.join(sorted(steps))}", "KILLED")
 
 
-def _close(context: dg.HookContext, why: str) -> None:
+def _close(context: dg.HookContext, why: str, status: "Ended") -> None:
     """Close the claim of the hook's run as one that came to no verdict, where it is held."""
     pipeline: Pipeline = context.resources.pipeline
     run = context.instance.get_run_by_id(context.run_id)
@@ -70,7 +71,7 @@ def _close(context: dg.HookContext, why: str) -> None:
     if claim is None or claim.state != "held":
         return
     try:
-        pipeline.claims.finish(claim.token, "failed", why)
+        pipeline.end_without_verdict(claim, why, status)
     except ClaimLost:
         context.log.info("the claim had been taken over already")
 

@@ -89,7 +89,7 @@ def _run(
         claim = pipeline.claims.of_holder(outcome.run_id)
         if claim is not None and claim.state == "held":
             # Ctrl-C: of that Dagster tells no hook, which would let the claim go.
-            pipeline.claims.finish(claim.token, "failed", "interrupted")
+            pipeline.end_without_verdict(claim, "interrupted", "KILLED")
             raise PipelineError(
                 f"{job} of {agent_id} was interrupted; the same command goes on from what had "
                 "finished"

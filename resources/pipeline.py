@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
+import structlog
 from pydantic import PrivateAttr
 
 from rlhf_pipeline import stages
@@ -39,9 +40,10 @@ from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedg
 from rlhf_pipeline.stages import BEGAN, Turn
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.registry.models import Ended, ModelRegistry
     from rlhf_pipeline.registry.tracking import TrackedRun
 
+log = structlog.get_logger()
 ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person
 AGENT = "dagster/partition"  # run tag, whoever started the run: one at a time (dagster.yaml)
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
@@ -241,7 +243,10 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             self.begin_turn(context, bootstrap_mark(agent_of(context)), 0)
 
     def tracked(self, turn: Turn) -> AbstractContextManager[TrackedRun]:
-        """Return the turn's one MLflow run; every asset of the turn adds to the same."""
+        """Return the turn's one MLflow run; every asset of the turn adds to the same.
+
+        It is RUNNING until the turn has come to its verdict, or to another end.
+        """
         return self.registry.run(
             turn.agent_id,
             fingerprint=turn.fingerprint,
@@ -251,7 +256,19 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 "watermark": turn.watermark,
                 **flattened(shown(turn.settings)),
             },
+            goes_on=True,
         )
+
+    def end_without_verdict(self, claim: Claim, why: str, status: Ended) -> None:
+        """Close the claim of a turn that ended before its verdict, and its run in MLflow.
+
+        Raises ClaimLost where the claim is another's by now, and the run with it.
+        """
+        self.claims.finish(claim.token, "failed", why)  # first: whom MLflow keeps waiting is free
+        try:
+            self.registry.end_runs(claim.agent_id, claim.fingerprint, status)
+        except RegistryError as error:
+            log.warning("a turn's run was not ended", agent=claim.agent_id, reason=str(error))
 
     def rows(self, turn: Turn) -> int:
         """Return how many votes the turn learns from; 0 for one that had only seeds."""
@@ -383,6 +400,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def finish_bootstrap(self, turn: Turn) -> None:
         """Close the claim of a turn that only had to train version 0."""
         if turn.fingerprint == bootstrap_mark(turn.agent_id):
+            self.registry.end_runs(turn.agent_id, turn.fingerprint, "FINISHED")
             self.claims.finish(turn.token, "done", "version 0 trained from seeds")
 
     def _began_with(

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
@@ -48,6 +48,7 @@ FILES_DIGEST = "rlhf.files_digest"
 RUN_NOTE = "mlflow.note.content"  # what MLflow shows as a run's description
 TELLING = ("fail", "pause", "warn")  # verdicts of rules that a person should read
 UI_ACTOR = "mlflow-ui"
+Ended = Literal["FINISHED", "FAILED", "KILLED"]  # of a run in MLflow: what it is marked as
 PROJECTION_SECONDS = 60.0  # for the aliases; uploads take what they take
 
 
@@ -91,8 +92,12 @@ class ModelRegistry:
         stage: str,
         parameters: Mapping[str, Any],
         tags: Mapping[str, Any] | None = None,
+        goes_on: bool = False,
     ) -> AbstractContextManager[TrackedRun]:
-        """Return the run of one stage's work on one snapshot; a retried step resumes its own."""
+        """Return the run of one stage's work on one snapshot; a retried step resumes its own.
+
+        Where the work `goes_on` after the block, the run is RUNNING until `end_runs`.
+        """
         return tracked_run(
             self.client,
             self.experiment(agent_id),
@@ -101,10 +106,13 @@ class ModelRegistry:
             stage=stage,
             parameters=parameters,
             tags=tags or {},
+            goes_on=goes_on,
         )
 
-    def end_runs(self, agent_id: str, fingerprint: str) -> int:
-        """Mark what a turn that died left RUNNING as KILLED, and return how many runs that were.
+    def end_runs(self, agent_id: str, fingerprint: str, status: Ended = "KILLED") -> int:
+        """Mark what a turn that is over left RUNNING, and return how many runs that were.
+
+        FINISHED where it came to its verdict, FAILED where a step failed, else KILLED.
 
         A later attempt at the same work takes its run up again.
         """
@@ -118,7 +126,7 @@ class ModelRegistry:
             wanted = f"status = 'RUNNING' and tags.`rlhf.fingerprint` = '{fingerprint}'"
             found = self.client.search_runs([experiment.experiment_id], wanted)
             for run in found:
-                self.client.set_terminated(run.info.run_id, "KILLED")
+                self.client.set_terminated(run.info.run_id, status)
         return len(found)
 
     # ---- registering

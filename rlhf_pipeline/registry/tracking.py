@@ -272,11 +272,13 @@ def tracked_run(
     stage: str,
     parameters: Mapping[str, Any],
     tags: Mapping[str, Any],
+    goes_on: bool,
 ) -> Iterator[TrackedRun]:
     """Yield the one run of this work: the earlier one where a step is retried, else a new one.
 
-    The block's end marks it FINISHED, an exception FAILED (and it may be resumed later). A block
-    that lost its claim leaves it alone: by now it is the newer holder's.
+    The block's end marks it FINISHED, unless its work `goes_on` in later blocks; an exception marks
+    it FAILED (and it may be resumed later). A block that lost its claim leaves it alone: by now it
+    is the newer holder's.
     """
     run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
     if tags:
@@ -289,6 +291,8 @@ def tracked_run(
     except BaseException:
         _mark_failed(run)
         raise
+    if goes_on:
+        return
     with mlflow_refusals(f"finishing run {run.run_id}"):
         client.set_terminated(run.run_id, "FINISHED")
 

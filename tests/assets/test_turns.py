@@ -14,6 +14,7 @@ from resources.compute import Compute
 from resources.pipeline import MAX_STEPS, Pipeline, bootstrap_mark
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.erasure import erase
+from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.evaluation.facts import DRIFT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import Claim
@@ -41,6 +42,7 @@ from tests.assets.world import (
 )
 
 SNAPSHOT = "feedback_snapshot"
+DATA = ("preference_pairs", "reward_examples", "sft_examples", "evaluation_prompts")
 STRICT = {"gate": {"score_vs_baseline": 1000.0}}
 
 
@@ -290,6 +292,37 @@ def test_a_run_from_an_assets_page_that_failed_says_why(loop: Loop) -> None:
     assert (claim.reason or "").startswith(begins)
 
 
+def statuses(loop: Loop, agent: str) -> list[str]:
+    """Return how MLflow has each of the agent's runs."""
+    experiment = loop.pipeline.registry.experiment(agent)
+    found = loop.pipeline.registry.client.search_runs([experiment])
+    return [run.info.status for run in found]
+
+
+def test_a_turns_run_in_mlflow_is_at_work_until_the_turn_has_ended(loop: Loop) -> None:
+    agent = loop.agent("halted")
+    chat(loop.pipeline.store, agent, 60)
+    seen: list[list[str]] = []
+
+    class Refusing(Compute):
+        """Trains nothing."""
+
+        def run_stage(self, context: Any, stage: str, turn: Any) -> dict[str, Any]:
+            """Look at MLflow while training would be at work, and fail."""
+            seen.append(statuses(loop, agent))
+            raise TrainingError("needed a device, found none")
+
+    result = loop.run("retrain", agent, compute=Refusing())
+    assert failed_steps(result) == ["sft_policy"]
+    assert seen == [["RUNNING"]]
+    assert statuses(loop, agent) == ["FAILED"]
+
+    names = [SNAPSHOT, "validated_feedback", "feedback_profile", *DATA]
+    result = loop.run("retrain", agent, only=names)
+    assert result.success, failures(result)
+    assert statuses(loop, agent) == ["KILLED"]  # no verdict
+
+
 @pytest.mark.slow
 def test_a_person_may_ask_for_the_same_fingerprint_again(
     loop: Loop, first_turn: FirstTurn, settled: str
@@ -419,6 +452,7 @@ def test_bootstrap_of_an_agent_that_has_a_version_leaves_no_claim_behind(
     assert result.success, failures(result)
     assert loop.pipeline.claims.held(agent) is None
     assert len(loop.pipeline.ledger.versions(agent)) == 1
+    assert statuses(loop, agent) == ["FINISHED"]
 
 
 def test_a_step_whose_claim_was_taken_over_writes_nothing(
@@ -478,6 +512,7 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     chat(loop.pipeline.store, agent, 80)
 
     def full(*_: object, **__: object) -> str:
+        assert statuses(loop, agent) == ["RUNNING"]
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
@@ -487,6 +522,7 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     claim = loop.pipeline.claims.history(agent)[-1]
     assert claim.state == "failed"
     assert "OSError: disk full" in (claim.reason or "")
+    assert statuses(loop, agent) == ["FAILED"]
 
     monkeypatch.setenv("RLHF_RECIPE", str(loop.pipeline.recipe))
     monkeypatch.setattr(Compute, "start_ahead", lambda _: None)
@@ -496,3 +532,4 @@ def test_a_person_can_set_a_failed_run_going_again_from_where_it_failed(
     claims = loop.pipeline.claims.history(agent)
     assert [(c.attempt, c.state) for c in claims] == [(1, "failed"), (2, "done")]
     assert loop.aliases(agent) == {"champion": 1, "previous": 0}
+    assert statuses(loop, agent) == ["FINISHED"]

@@ -19,7 +19,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
-from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
+from rlhf_pipeline.registry.models import PROJECTED, Ended, ModelRegistry, model_name
 from rlhf_pipeline.registry.tracking import open_client
 
 PASSED = {"passed": True, "results": []}
@@ -539,6 +539,20 @@ def test_a_run_that_a_kill_left_open_is_ended_and_taken_up_again_whole(
     entity = registry.client.get_run(run.run_id)
     assert (entity.info.status, entity.data.params) == ("FINISHED", {"a": "1", "b": "2"})
     assert registry.end_runs(agent, "f5") == registry.end_runs("nobody", "f5") == 0
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_work_that_goes_on_after_a_block_runs_until_it_is_ended(
+    registry: ModelRegistry, agent: str, status: Ended
+) -> None:
+    work: dict[str, Any] = {"fingerprint": "f7", "stage": "turn", "parameters": {}}
+    for _ in range(2):
+        with registry.run(agent, **work, goes_on=True) as run:
+            run.log_metrics({"loss": 1.0})
+        entity = registry.client.get_run(run.run_id)
+        assert (entity.info.status, entity.data.metrics) == ("RUNNING", {"loss": 1.0})
+    assert registry.end_runs(agent, "f7", status) == 1
+    assert registry.client.get_run(run.run_id).info.status == status
 
 
 def test_who_lost_the_claim_leaves_the_newer_holders_run_alone(

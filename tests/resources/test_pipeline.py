@@ -32,6 +32,7 @@ from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.policies_api import TrainBody
 from rlhf_pipeline.stages import BEGAN, Turn
 from tests.assets.world import write_recipe
@@ -422,6 +423,21 @@ def test_a_turn_begins_where_only_mlflow_has_the_champions_files(
     pipeline.teardown_after_execution(dg.build_init_resource_context())
     assert turn.champion == folder
     assert folder_sha256(folder) == dict(version.files)
+
+
+def test_a_turn_that_failed_lets_its_claim_go_though_mlflow_is_away(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> int:
+        raise RegistryError("MLflow is away")
+
+    monkeypatch.setattr(ModelRegistry, "end_runs", away)
+    claim = pipeline.claims.claim("a", "f" * 64, 1, holder="run", asked_by="person")
+    pipeline.end_without_verdict(claim, "the disk is full", "FAILED")
+    [closed] = pipeline.claims.history("a")
+    assert (closed.state, closed.reason) == ("failed", "the disk is full")
+    with pytest.raises(ClaimLost):
+        pipeline.end_without_verdict(claim, "again", "FAILED")
 
 
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
