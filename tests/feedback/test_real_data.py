@@ -122,6 +122,7 @@ def test_signed_judgements_say_how_far_their_raters_agree(
     units = units_of(report.clean)
     found = agreement_of([list(unit.values()) for unit in units["pairs"]])
     assert found.answers > 80
+    assert found.alpha is not None
     assert 0 < found.alpha < 1
     table = by_rater(units["pairs"], Counter(report.clean["voter"]))
     assert sum(one.alike is not None for one in table) >= 10
