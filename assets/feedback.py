@@ -24,23 +24,24 @@ class SnapshotConfig(dg.Config):
 
 
 def _last_vote(pipeline: Pipeline, agent_id: str, wanted: int | None) -> int:
-    """Return up to which vote a turn is to train: as wanted, else the agent's newest.
+    """Return up to which vote a turn is to train: as wanted, and the agent's newest at most.
 
-    Raises dg.Failure (no retry) where that is none of the agent's votes: from a number above the
-    newest on, the votes yet to come would count as trained on.
+    From a number above it on, the votes yet to come would count as trained on; so would an erasure
+    have it that took the newest while the run waited. 0 was wanted when there were none. Raises
+    dg.Failure (no retry) where none of the agent's votes is so old.
     """
     newest = snapshot.newest_seq(pipeline.database, agent_id)
-    if wanted is None or newest == 0:  # without votes, taking the snapshot says so
+    if not wanted or newest == 0:  # without votes, taking the snapshot says so
         return newest
     oldest = snapshot.oldest_seq(pipeline.database, agent_id)
-    if not oldest <= wanted <= newest:
+    if wanted < oldest:
         raise dg.Failure(
             f"watermark needed a number from {oldest} to {newest}, the first and the newest vote "
             f"of agent {agent_id!r}, found {wanted}; correct it, or leave it out to train from all "
             "that are there",
             allow_retries=False,
         )
-    return wanted
+    return min(wanted, newest)
 
 
 @dg.asset(partitions_def=agents, group_name="feedback", kinds={"parquet"})

@@ -31,6 +31,7 @@ MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run 
 TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")
 # What Dagster says of a run that something else than the run itself marked as failed.
 FROM_OUTSIDE = "This run has been marked as failed from outside the execution context."
+TRAINING = {"sft_policy", "reward_model", "ppo_policy"}  # steps that make an attempt of a run
 SHORT = {MAX_RUNTIME: str(60 * 60)}  # of what keeps no heartbeat; what is done by then stays done
 
 
@@ -48,7 +49,7 @@ def free_the_claim_of_a_part(context: dg.HookContext) -> None:
     """Let the next attempt begin at once when all steps of a run for some assets are done.
 
     A turn has its verdict from the last asset; to whoever wanted fewer nothing else says that it is
-    over, and their run would be taken for dead.
+    over, and their run would be taken for dead. Who only looked at the data has tried nothing.
     """
     instance = context.instance
     run = instance.get_run_by_id(context.run_id)
@@ -60,11 +61,15 @@ def free_the_claim_of_a_part(context: dg.HookContext) -> None:
     ).records
     steps = set(plan.step_keys_to_execute)
     if steps <= {record.event_log_entry.step_key for record in done}:
-        _close(context, f"no more was asked for than {', '.join(sorted(steps))}", "KILLED")
+        why = f"no more was asked for than {', '.join(sorted(steps))}"
+        _close(context, why if steps & TRAINING else None, "KILLED")
 
 
-def _close(context: dg.HookContext, why: str, status: "Ended") -> None:
-    """Close the claim of the hook's run as one that came to no verdict, where it is held."""
+def _close(context: dg.HookContext, why: str | None, status: "Ended") -> None:
+    """Close the claim of the hook's run as one that came to no verdict, where it is held.
+
+    Without a `why` there is nothing to tell: it counts as no attempt.
+    """
     pipeline: Pipeline = context.resources.pipeline
     run = context.instance.get_run_by_id(context.run_id)
     claim = pipeline.claims.of_holder((run and run.root_run_id) or context.run_id)

@@ -259,12 +259,17 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             goes_on=True,
         )
 
-    def end_without_verdict(self, claim: Claim, why: str, status: Ended) -> None:
+    def end_without_verdict(self, claim: Claim, why: str | None, status: Ended) -> None:
         """Close the claim of a turn that ended before its verdict, and its run in MLflow.
 
-        Raises ClaimLost where the claim is another's by now, and the run with it.
+        Without a `why` it trained nothing and counts as no attempt. Raises ClaimLost where the
+        claim is another's by now, and the run with it.
         """
-        self.claims.finish(claim.token, "failed", why)  # first: whom MLflow keeps waiting is free
+        # First: whom MLflow keeps waiting is free.
+        if why is None:
+            self.claims.let_go(claim.token)
+        else:
+            self.claims.finish(claim.token, "failed", why)
         try:
             self.registry.end_runs(claim.agent_id, claim.fingerprint, status)
         except RegistryError as error:

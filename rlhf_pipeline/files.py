@@ -50,17 +50,18 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_file(path: str | Path) -> Iterator[Path]:
+def new_file(path: str | Path, *, may_stay: bool = False) -> Iterator[Path]:
     """Yield where to write a file that takes the place of `path` when the block ends well.
 
-    If the block raises, or leaves no file there, `path` is as it was.
+    If the block raises, `path` is as it was; so it is where it `may_stay` and the block leaves no
+    file there. Raises FileNotFoundError for one that is gone otherwise: it would be lost unseen.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
     try:
         yield aside
-        if aside.exists():
+        if not may_stay or aside.exists():
             _sync_file(aside)
             aside.replace(target)
             _sync_directory(target.parent)

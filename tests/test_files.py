@@ -48,8 +48,10 @@ def test_a_file_takes_its_place_only_when_the_block_ends_well_and_left_one(tmp_p
         assert not target.exists()
     with pytest.raises(OSError, match="nowhere"), new_file(target) as aside:
         (aside / "nowhere").write_text("second")
-    with new_file(target):
+    with new_file(target, may_stay=True):
         pass
+    with pytest.raises(FileNotFoundError), new_file(target):
+        pass  # as where somebody tidied up what was written
     assert target.read_text() == "first"
     with new_file(target) as aside:
         aside.write_text("third")

@@ -271,7 +271,7 @@ def _rewritten(path: Path, left: Callable[[str], str]) -> int:
 
 def _rewritten_file(path: Path, left: Callable[[str], str]) -> bool:
     changed = False
-    with new_file(path) as aside:
+    with new_file(path, may_stay=True) as aside:
         with datasets.reading(path) as before, datasets.writing(aside, path) as after:
             for line in before:
                 kept = left(line)
@@ -289,7 +289,7 @@ def _without_rows(path: Path, gone: Collection[str]) -> bool:
     import pyarrow.parquet as pq
 
     found = 0
-    with pq.ParquetFile(path) as source, new_file(path) as aside:
+    with pq.ParquetFile(path) as source, new_file(path, may_stay=True) as aside:
         schema = source.schema_arrow.remove_metadata()  # pandas' counts the rows that were there
         noted = {
             name: value

@@ -278,9 +278,12 @@ def tracked_run(
 
     The block's end marks it FINISHED, unless its work `goes_on` in later blocks; an exception marks
     it FAILED (and it may be resumed later). A block that lost its claim leaves it alone: by now it
-    is the newer holder's.
+    is the newer holder's. Work that goes on is one at a time: earlier work's run that is RUNNING
+    yet, as MLflow was away when it ended, is KILLED.
     """
     run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
+    if goes_on and not run.resumed:
+        _end_others(run, experiment_id, stage)
     if tags:
         run.set_tags(tags)
     try:
@@ -295,6 +298,14 @@ def tracked_run(
         return
     with mlflow_refusals(f"finishing run {run.run_id}"):
         client.set_terminated(run.run_id, "FINISHED")
+
+
+def _end_others(run: TrackedRun, experiment_id: str, stage: str) -> None:
+    wanted = f"status = 'RUNNING' and tags.`rlhf.stage` = '{stage}'"
+    with mlflow_refusals(f"ending earlier runs for {stage}"):
+        for other in run.client.search_runs([experiment_id], wanted):
+            if other.info.run_id != run.run_id:
+                run.client.set_terminated(other.info.run_id, "KILLED")
 
 
 def _mark_failed(run: TrackedRun) -> None:
