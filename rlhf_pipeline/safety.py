@@ -2,12 +2,14 @@
 
 One list for the chat service's guardrails and the safety reward. What they do not protect against:
 whoever says an unsafe thing in words that are on no list, and personal details written out in
-prose. Addresses and keys are what feedback/privacy.py takes out before training; cards and phone
-numbers have patterns of their own here.
+prose. Addresses and keys are what feedback/privacy.py takes out before training, but for what only
+stands for one, as answers about code and networks hold: hf_xxxx, YOUR_TOKEN, documentation's
+addresses. Cards and phone numbers have patterns of their own here.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from functools import lru_cache
 
@@ -53,6 +55,30 @@ PERSONAL: tuple[tuple[str, str, re.Pattern[str]], ...] = (
 )
 """Kinds and what they look like; between, what all of that look hold and is sooner looked for."""
 
+WORD = "(?:[A-Z]{1,14}|[A-Z]?[a-z]{1,13})"  # of one case, as random letters are not for long
+PLACEHOLDER = re.compile(
+    rf"""(?:(?:[A-Z]{{0,6}}|[a-z]{{0,6}})[0-9]{{0,2}}[-_.]){{0,3}}  # sk-ant-api03-, dop_v1_
+        (?:AKIA|ASIA|AIza|AC|SK|eyJ)?
+        (?:
+            (?P<x>[A-Za-z0-9])(?:(?P=x)|[-_.])*  # of one sign, or two: xxxxxxxx, 0000-xxxx
+            (?:(?!(?P=x))(?P<y>[A-Za-z0-9])(?:(?P=x)|(?P=y)|[-_.])*)?
+            | {WORD}(?:[-_]{WORD})*(?:[-_][0-9]{{1,2}})?[-_.]*  # YOUR_TOKEN_FROM_STEP_2
+            | (?<=AKIA|ASIA)[A-Z0-9]{{9}}EXAMPLE  # those of Amazon's documentation
+        )""",
+    re.VERBOSE,
+)
+"""A key to be filled in: after what all of its kind begin with come no random signs."""
+LONGEST_PLACEHOLDER = 200  # characters: where one goes on as a key, a stream still sees it begin
+
+DOCUMENTATION = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        *("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"),  # RFC 5737
+        *("2001:db8::/32", "3fff::/20"),  # RFC 3849, RFC 9637
+    )
+)
+NETWORK = re.compile(r"[0-9.]+\.0\.0|(?:[0-9A-Fa-f]{1,4}:){1,2}:")
+"""How whole networks are written, larger than any household's: 10.0.0.0/8, fe80::/10."""
 
 CONTEXT = 1200  # characters in which what stands before a detail excuses it
 OF_A_NUMBER = "0123456789 .,:+()/-"  # in whose middle another would seem to begin
@@ -93,14 +119,29 @@ def _compared(kind: str, text: str) -> str:
 
 
 def _real(kind: str, match: str) -> list[str]:
-    """Return what of digits that look like one is one: by check digit, by range, by length."""
+    """Return what of that which looks like one is one: by check digit, by range, by length.
+
+    What only stands for one is none.
+    """
     if kind == "a card number":
         return [match[start:stop] for start, stop in cards_in(match)]
-    if kind == "an IP address" and not is_somebodys_address(match):
+    if kind == "a key" and _is_placeholder(match):
+        return []
+    if kind == "an IP address" and (not is_somebodys_address(match) or _is_documentation(match)):
         return []
     if kind == "a phone number" and not is_as_long_as_its_countrys(match):
         return []
     return [match]
+
+
+def _is_placeholder(key: str) -> bool:
+    return len(key) <= LONGEST_PLACEHOLDER and PLACEHOLDER.fullmatch(key) is not None
+
+
+def _is_documentation(text: str) -> bool:
+    """Say whether an address is one for examples, or a whole network: no machine has either."""
+    address = ipaddress.ip_address(text)
+    return NETWORK.fullmatch(text) is not None or any(address in one for one in DOCUMENTATION)
 
 
 @lru_cache(maxsize=64)

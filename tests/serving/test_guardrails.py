@@ -50,8 +50,8 @@ KEYS = (
     f"hf_{RANDOM}",
     "xoxb-123456789012-abcdef",
     f"xapp-1-{RANDOM}",
-    "AKIAIOSFODNN7EXAMPLE",
-    "ASIAIOSFODNN7EXAMPLE",
+    "AKIAIOSFODNN7EXAMPL7",
+    "ASIAIOSFODNN7EXAMPL7",
     f"AIza{RANDOM[:35]}",
     f"npm_{RANDOM[:36]}",
     f"SG.{RANDOM[:22]}.{RANDOM}",
@@ -70,6 +70,24 @@ KEYS = (
     f"rlhf_0123456789ab_{RANDOM}abc",
     "-----BEGIN RSA PRIVATE KEY-----",
 )
+STAND_FOR_ONE = (
+    f"export HF_TOKEN=hf_{'x' * 34}",
+    f"GITLAB_TOKEN=glpat-{'x' * 20} or glpat-your-gitlab-token-here",
+    f"Set ghp_{'X' * 36}, sk-{'x' * 24}, sk-ant-api03-{'x' * 40} and sk-...",
+    f"Put AKIA{'X' * 16} or AKIAIOSFODNN7EXAMPLE into ~/.aws/credentials",
+    f"Slack's are xoxb-your-token, xoxb-{'0' * 12}-{'x' * 24} and xapp-1-YOUR-APP-LEVEL-TOKEN",
+    f"SG.{'x' * 22}.{'x' * 43}, dop_v1_{'0' * 64} and **_r8_{'x' * 37}_**",
+    f"A JWT is eyJ{'x' * 9}.{'x' * 9}.{'x' * 9}",
+    'curl -H "Authorization: Bearer YOUR_ACCESS_TOKEN_FROM_STEP_2"',
+    "Send Authorization: Bearer <token>, or Bearer 00000000000000000000.",
+    f"密钥是hf_{'x' * 34}，地址是2001:db8::1。",
+    "In documentation the prefix 2001:db8::/32 is used, e.g. 2001:DB8:85a3::8a2e:370:7334",
+    "Link-local addresses begin with fe80::/10, unique local ones with fd00::/8.",
+    "global unicast is 2000::/3, and 3fff::/20 is for documentation too",
+    "Ping 192.0.2.1, 198.51.100.7 or 203.0.113.9, not ::1, 127.0.0.1 or 0.0.0.0",
+    "Private are 10.0.0.0/8, 172.16.0.0/12 and 192.168.0.0/16",
+)
+"""What answers about code and networks say instead of a key or an address."""
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,7 @@ def test_requests(text: str, rail: Rail | None) -> None:
         (" ".join(map(str, range(1, 60))), None),
         (" ".join(map(str, range(1960, 2060))), None),
         ("0000 0000 0000 0000", None),
-        ("_AKIAIOSFODNN7EXAMPLE_", Rail.personal_details),
+        ("_AKIAIOSFODNN7EXAMPL7_", Rail.personal_details),
         ("Use _sk-abcdefghij0123456789_", Rail.personal_details),
         ("It is at 10.20.30.40.", Rail.personal_details),
         ("Version 300.20.30.40, on 127.0.0.1, mask 255.255.255.0", None),
@@ -222,6 +240,7 @@ def test_a_token_longer_than_what_is_held_back_is_never_whole_in_a_stream(
         "Use std::vector, or a slice: a[1::2], at 10:30:45 and 00:1a:2b:3c:4d:5e",
         "You earned +10000 points, +12 000 euros or +1.250.000 of them",
         "The numbers are " + " ".join(str(n * 37 % 900 + 100) for n in range(40)),
+        *STAND_FOR_ONE,
     ],
 )
 @pytest.mark.parametrize("size", [1, 4, 7])
@@ -238,7 +257,57 @@ def test_what_a_whole_answer_may_say_is_not_cut_off_further_on(text: str, size: 
 
 
 @pytest.mark.parametrize(
-    "piece", ["sk-", "sk-a-", "pk-1-", "+1 2", "4111 ", "1.2.", "a@a.", "1::", "ya29.", "AC0"]
+    "begins",
+    [
+        f"glpat-{'x' * 20}",
+        "glpat-your-gitlab-token-",
+        f"hf_{'x' * 34}",
+        f"xoxb-{'0' * 12}-",
+        "Bearer YOUR_TOKEN_FROM_STEP_2_",
+        f"https://shop.test/{'a-b/' * 80}?token=glpat-{'x' * 20}",
+        f"https://shop.test/{'a-b/' * 400}?token=glpat-{'x' * 20}",
+        "glpat-" + "x-" * 80,
+        "glpat-" + "your-token-" * 250,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 90])
+def test_a_key_that_begins_like_one_to_be_filled_in_is_never_shown(begins: str, size: int) -> None:
+    text, shown, blocked = f"It is {begins}{RANDOM}{', as it were' * 90}", 0, None
+    assert output_block(text, user_prompt("hi"), LONG, whole=True) is not None
+    for at in range(size, len(text) + size, size):
+        sure = certain(text[:at])
+        blocked = output_block(sure, user_prompt("hi"), LONG, whole=False, looked_at=shown)
+        if blocked:
+            break
+        shown = max(shown, len(sure))
+    assert blocked is not None
+    assert shown < len(f"It is {begins}") + 3
+
+
+def test_most_of_an_address_like_those_of_documentation_is_somebodys() -> None:
+    for address in (
+        *("192.0.3.1", "198.51.101.7", "203.0.112.9", "10.0.0.1"),
+        *("2001:db9::1", "2000::3", "fd00::8:1", "2a02:8108:9640:1a00::/56"),  # a household's
+    ):
+        found = output_block(f"It is {address}", user_prompt("hi"), RULES, whole=True)
+        assert found is not None, address
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "sk-",
+        "sk-a-",
+        "pk-1-",
+        "+1 2",
+        "4111 ",
+        "1.2.",
+        "a@a.",
+        "1::",
+        "ya29.",
+        "AC0",
+        "hf_xxxxxxxxxxxxxxxxxxxx1 ",
+    ],
 )
 def test_a_long_completion_of_one_piece_is_looked_at_in_no_time(piece: str) -> None:
     """Everybody else's answers wait meanwhile."""
