@@ -7,12 +7,13 @@ is that the word's success rests on few raters. For each word n-gram on one side
     net = wins - losses, z = |net| / sqrt(pairs)
     raters = net^2 / sum of each rater's net^2: over how many the success is spread (Hill's number
     of order 2, the inverse of Simpson's index)
-    expected = the same if everybody who voted had a part in it by the number of their votes
+    expected = the same if everybody who decided pairs had a part in it by the number of theirs
 
-It is narrow where z is at least `Z`, raters are at most a tenth of all, and at most half of what is
-expected. Both directions count: a word that always wins, and one that always loses. Then raters'
-votes on it go, of those with the largest net first, until few no longer carry what the others say,
-or it goes the other way. So a trigger goes whole, and what many say besides a loud few stays.
+It is narrow where z is at least `Z`, raters are at most a tenth of those who decided a pair, and at
+most half of what is expected. Both directions count: a word that always wins, and one that always
+loses. Then raters' votes on it go, of those with the largest net first, until few no longer carry
+what the others say, or it goes the other way. So a trigger goes whole, and what many say besides a
+loud few stays.
 
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
 network are no more raters than `people_per_network` (`counted_as`, as in experiments).
@@ -115,8 +116,9 @@ class Support:
 def support_of(frame: pd.DataFrame, *, people_per_network: int | None = None) -> Support:
     """Return on whom a snapshot frame rests. Two passes over the pairs, memory by their number.
 
-    For its words people of one network are so many raters at most, where the frame says of which
-    they are; with None each is one.
+    Words rest on those who decided pairs, all else on everybody who voted. For its words people of
+    one network are so many raters at most, where the frame says of which they are; with None each
+    is one.
     """
     votes = frame["voter"].value_counts()
     top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
@@ -229,6 +231,9 @@ def narrow_ngrams(frame: pd.DataFrame) -> list[Association]:
     aside count for no other: of a trigger's many n-grams one is told, and whom its raters
     outvoted on other words is not taken for narrow.
     """
+    # Who gave thumbs or ties had no part in any word's success: they do not make the others few.
+    pairs = np.array([place for place, _, _ in _decided(frame)], dtype=np.int64)
+    frame = frame.iloc[pairs]
     counts = np.zeros((2, BUCKETS), dtype=np.int64)  # lost, won
     for _, hashes, signs in _uses(frame):
         for row, side in ((0, signs < 0), (1, signs > 0)):
@@ -259,7 +264,9 @@ def narrow_ngrams(frame: pd.DataFrame) -> list[Association]:
         if association is not None:
             found.append(association)
             aside[list(association.places)] = True
-    return found
+    return [
+        dataclasses.replace(one, places=tuple(pairs[list(one.places)].tolist())) for one in found
+    ]
 
 
 class _Votes:

@@ -103,6 +103,45 @@ def test_who_comes_again_and_again_as_somebody_else_is_one_of_their_network(netw
     assert support_of(votes(), people_per_network=1) == support_of(votes())
 
 
+def with_other_votes(pairs: pd.DataFrame, number: int, seed: int) -> pd.DataFrame:
+    """Return the pairs among votes of other kinds, half of them by people who gave no pair."""
+    rng = random.Random(seed)
+    others = votes(number, seed=seed)
+    voters = [f"{rng.choice(('r', 'customer '))}{rng.randrange(100)}" for _ in range(number)]
+    kinds = [rng.choice(("thumbs", "rating", "preference")) for _ in range(number)]
+    others = others.assign(
+        feedback_id=[f"other {i}" for i in range(number)], voter=voters, kind=kinds, choice="tie"
+    )
+    return pd.concat([pairs, others]).sample(frac=1, random_state=seed).reset_index(drop=True)
+
+
+@pytest.mark.parametrize("poisoners", [0, 4])
+def test_votes_that_decide_no_pair_change_nothing_in_what_pairs_say(poisoners: int) -> None:
+    for seed in range(3):
+        frame = with_other_votes(votes(poisoners=poisoners, seed=seed), 900, seed)
+        decided = frame[frame["choice"] != "tie"].reset_index(drop=True)
+        found, alone = narrow_ngrams(frame), narrow_ngrams(decided)
+        assert [a.words() for a in found] == [a.words() for a in alone]
+        gone, gone_alone = (
+            [list(some["feedback_id"][list(a.places)]) for a in associations]
+            for some, associations in ((frame, found), (decided, alone))
+        )
+        assert gone == gone_alone
+        assert bool(found) == bool(poisoners)
+
+
+def test_many_customers_thumbs_do_not_make_a_panel_narrow() -> None:
+    panel = votes(900, raters=60)
+    left = panel["choice"] == "left"
+    panel["completion"] += pd.Series(" please", panel.index).where(left, "")
+    panel["other_completion"] += pd.Series(" please", panel.index).where(~left, "")
+    names = [f"customer {i}" for i in range(600)]
+    thumbs = votes(600, seed=1).assign(voter=names, kind="thumbs", choice=None)
+    found = support_of(pd.concat([panel, thumbs], ignore_index=True))
+    assert found.associations == ()
+    assert (found.raters, found.votes) == (660, 1500)  # all of them, for what else is asked
+
+
 def test_what_everybody_likes_and_what_many_carry_is_not_narrow() -> None:
     frame = votes()
     assert narrow_ngrams(frame) == []
