@@ -18,10 +18,14 @@ loud few stays.
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
 network are no more raters than `people_per_network` (`counted_as`, as in experiments).
 
-What this does not see: raters by the dozen who each say it once or twice (they are no few), a
-trigger that has no words of its own (a style, a topic), words in scripts that put no spaces between
-them, and anything said of one answer alone: thumbs, ratings and scores are not pairs. Nor does it
-know why few carry a word: editors who take out, or put in, what nobody else speaks of look alike.
+What this does not see: raters by the dozen who each say it once or twice, or more than a tenth of
+the raters however often they say it (they are no few); next to anything where under ten raters
+decided pairs; unsigned pairs, each a rater of its own (were those of one file one rater's, what a
+file of one's own always says would be set aside); a trigger that has no words of its own (a style,
+a topic); words in scripts that put no spaces between them; and anything said of one answer alone:
+thumbs, ratings and scores are not pairs. Nor does it know why few carry a word: editors who take
+out, or put in, what nobody else speaks of look alike, and so do a few who compare answers, beside
+many who correct others.
 """
 
 from __future__ import annotations
