@@ -48,6 +48,9 @@ Source = Literal["human", "model", "code"]
 Split = Literal["train", "evaluation"]
 
 
+# Origins of which every row is one request, click or assessment: what unsigned people say there may
+# be the same, or the opposite. In a file the same again is a repeat.
+LIVE = ("api", "chat", "mlflow", "policies", "review", "terminal")
 ELSEWHERE = -1  # the version of an answer by a model that the ledger does not know
 
 

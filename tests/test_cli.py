@@ -1489,13 +1489,36 @@ def test_a_file_that_was_read_by_wrong_names_is_taken_back(rlhf: Run, tmp_path: 
     assert rlhf(*back, "pairs.jsonl", "--yes").stdout == "votes of agent tea taken back: 3\n"
     assert cells(rlhf("status").stdout)["votes"].startswith("1")
     rlhf("ingest", pairs, "--agent", "tea")  # as it was read before
-    assert cells(rlhf("status").stdout)["votes"].startswith("1")
+    assert cells(rlhf("status").stdout)["votes"].startswith("4")
+    rlhf(*back, "pairs.jsonl", "--yes")
     rlhf("ingest", pairs, "--agent", "tea", "--map", "rater=who")
     assert cells(rlhf("status").stdout)["votes"].startswith("4")
     out = tmp_path / "out.jsonl"
     rlhf("feedback", "export", str(out), "--agent", "tea")
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(row["kind"] for row in found) == ["preference"] * 3 + ["thumbs"]
+
+
+def test_each_row_of_a_file_that_was_taken_back_counts_as_it_is_read_then(
+    rlhf: Run, tmp_path: Path
+) -> None:
+    cells_of = [("Why?", "up", "ann"), ("How?", "like", ""), ("When?", "like", "bob")]
+    lines = [f"{prompt},So.,{said},{who},2026-05-01 12:00:00" for prompt, said, who in cells_of]
+    votes = write(
+        tmp_path / "votes.csv", "\n".join(["prompt,completion,value,who,occurred_at", *lines])
+    )
+    take_in = ("ingest", str(votes), "--agent", "tea", "--set", "kind=thumbs")
+    wrongly = ("--zone", "Asia/Tokyo", "--means", "like=down", "--source", "model")
+    rightly = ("--zone", "Europe/Berlin", "--means", "like=up", "--map", "rater=who")
+    rlhf(*take_in, *wrongly)
+    rlhf("feedback", "withdraw", "--agent", "tea", "--file", "votes.csv", "--yes")
+    assert "stored │ 3" in " ".join(rlhf(*take_in, *rightly).stdout.split())
+    assert "already known │ 3" in " ".join(rlhf(*take_in, *rightly).stdout.split())
+    out = rlhf("feedback", "export", "-", "--agent", "tea").stdout
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["value"] for row in found] == [1, 1, 1]
+    assert {row["occurred_at"][11:16] for row in found} == {"10:00"}
+    assert sum("rater_id" in row for row in found) == 2
 
 
 # -- a person's data ----------------------------------------------------------------------------

@@ -292,8 +292,8 @@ def withdraw(
     """Take back the votes that came with a file, as where its columns were read by wrong names.
 
     They count for nothing from now on; models that learnt from them stay as they are, and an export
-    with --history still has them. Ingest the file again as it should have been read: rows that are
-    read as they were stay taken back.
+    with --history still has them. Ingest the file again as it should have been read: its rows count
+    anew, those that are read as they were too.
     """
     here = workspace()
     here.need_agent(agent)
@@ -306,7 +306,7 @@ def withdraw(
         )
     if not yes:
         typer.echo(f"agent {agent}: {counts[file]:,} votes that count came with {inert(file)}")
-        typer.confirm("Take them back? It cannot be undone", abort=True)
+        typer.confirm("Take them back? What undoes it is to ingest the file again", abort=True)
     gone = here.store.withdraw(agent, here.store.keys_from(agent, file))
     typer.echo(f"votes of agent {agent} taken back: {gone:,}")
 

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_pipeline.records import FeedbackKind
+from rlhf_pipeline.records import LIVE, FeedbackKind
 
 if TYPE_CHECKING:
     import pandas as pd
 
 LONG = 64  # characters from which a text's share of letters says something
-# Origins of which every row is one request, click or assessment: what unsigned people say there may
-# be the same, or the opposite. In a file the same again is a repeat.
-LIVE = ("api", "chat", "mlflow", "policies", "review", "terminal")
 REPEATED = 16  # from this length on, one character over and over is no text
 
 _STRING = r'"(?:[^"\\]|\\.)*"'

@@ -1,8 +1,9 @@
 """The feedback store: append-only events, each stored once, acknowledged only when synced.
 
 Protects against: a crash after the acknowledgement (the commit is synced before `append` returns),
-a sender's retry (idempotency key), a sender who reuses a key for something else (refused). Does not
-protect against a lost disk: that is what backups are for.
+a sender's retry (idempotency key), a sender who reuses a key for something else (refused). A file's
+row whose vote was taken back is no retry: it is stored anew. Does not protect against a lost disk:
+that is what backups are for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rlhf_pipeline.feedback.raters import marks_of
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.together import GroupCommit, Ticket
 from rlhf_pipeline.records import (
+    LIVE,
     Feedback,
     FeedbackKind,
     Interaction,
@@ -174,7 +176,8 @@ class FeedbackStore:
         """Take back the votes under these keys that count; return how many those were.
 
         A blank row after each replaces it and counts for nothing, so what was made of the votes up
-        to a number stays what it was. What its voter had said of the same before stays replaced.
+        to a number stays what it was. What its voter had said of the same before stays replaced,
+        until the file that it came with is taken in again.
         """
         e = db.effective_feedback.c
         replaced = (e.agent_id, e.kind, e.target, e.voter, e.rater_id, e.source, e.origin)
@@ -546,10 +549,14 @@ def _insert_events(
     stored = _with_texts(connection, events, known)
     received = now()
     rows: list[dict[str, Any]] = []
+    retired: list[str] = []  # the ids of votes taken back whose keys these rows take over
     outcomes: list[Stored | FeedbackError] = []
     for event in events:
         body = body_sha256(event)
         before = known.get((event.agent_id, event.idempotency_key))
+        # A person takes a file in again; a request is sent again, and MLflow read, by itself.
+        if before is not None and before.is_withdrawn and event.origin not in LIVE:
+            before = None
         if before is not None and not (
             _repeats(event, body, before)
             or _is_exported(event, body, before, stored)
@@ -576,6 +583,8 @@ def _insert_events(
             )
             continue
         row = _feedback_row(event, uuid7(), body, received)
+        if (old := known.get((event.agent_id, event.idempotency_key))) is not None:
+            retired.append(old.feedback_id)
         known[event.agent_id, event.idempotency_key] = _Known(
             row["feedback_id"], body, row["topic"], row["occurred_at"], received
         )
@@ -583,6 +592,13 @@ def _insert_events(
         outcomes.append(Stored(row["feedback_id"], known=False))
     for agent_id in {row["agent_id"] for row in rows}:
         _make_known(connection, agent_id, received)
+    f = db.feedback.c
+    for some in db.chunks(retired):
+        connection.execute(
+            db.feedback.update()
+            .where(f.feedback_id.in_(some))
+            .values(idempotency_key=db.RETIRED + f.feedback_id)
+        )
     if rows:
         connection.execute(db.feedback.insert(), rows)
     return outcomes
@@ -596,6 +612,7 @@ class _Known(NamedTuple):
     topic: str | None
     occurred_at: datetime
     received_at: datetime
+    is_withdrawn: bool = False
 
 
 def _repeats(event: Feedback, body: str, known: _Known) -> bool:
@@ -698,7 +715,7 @@ def _known_keys(
     connection: sa.Connection, events: Sequence[Feedback]
 ) -> dict[tuple[str, str], _Known]:
     f = db.feedback.c
-    told = (f.feedback_id, f.body_sha256, f.topic, f.occurred_at, f.received_at)
+    told = (f.feedback_id, f.body_sha256, f.topic, f.occurred_at, f.received_at, _is_withdrawn())
     known: dict[tuple[str, str], _Known] = {}
     for agent_id in {event.agent_id for event in events}:
         keys = [e.idempotency_key for e in events if e.agent_id == agent_id]
@@ -709,6 +726,25 @@ def _known_keys(
             for key, *row in connection.execute(query):
                 known[agent_id, key] = _Known(*row)
     return known
+
+
+def _is_withdrawn() -> sa.ColumnElement[bool]:
+    """Return what says of a vote that it was taken back, or what replaced it was and nothing since.
+
+    Not of one whose row came in again, nor of one that was erased.
+    """
+    f, newer = db.feedback.c, db.feedback.alias("newer").c
+    keys = sa.select(newer.idempotency_key).where(
+        newer.agent_id == f.agent_id,
+        newer.voter == f.voter,
+        newer.target == f.target,
+        newer.kind == f.kind,
+        newer.seq > f.seq,
+    )
+    following = keys.order_by(newer.seq).limit(1).scalar_subquery()
+    newest = keys.order_by(newer.seq.desc()).limit(1).scalar_subquery()
+    taken_back = sa.or_(following.startswith(db.WITHDRAWN), newest.startswith(db.WITHDRAWN))
+    return sa.and_(f.erased_at.is_(None), ~f.idempotency_key.startswith(db.RETIRED), taken_back)
 
 
 def _missing_interactions(

@@ -28,6 +28,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.export import events as events_of
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
 from rlhf_pipeline.overview import overview
@@ -432,6 +433,55 @@ def test_a_vote_that_is_withdrawn_counts_until_then(store: FeedbackStore, tmp_pa
     assert snapshot.fingerprint(store.database, "tea", then) == before
     store.append([vote("four")])  # they may say something else
     assert store.counts("tea") == {"thumbs": 2}
+
+
+def test_rows_of_a_vote_taken_back_count_when_they_come_in_again(store: FeedbackStore) -> None:
+    raters = {"one": "a" * 32, "two": None, "three": "b" * 32}
+    rows = [vote(key, rater_id=who, origin="votes.csv") for key, who in raters.items()]
+    first = store.append(rows)
+    then = snapshot.newest_seq(store.database, "tea")
+    before = snapshot.fingerprint(store.database, "tea", then)
+    for number in (0.0, 1.0):  # read otherwise, then as it was; a second time as well
+        store.withdraw("tea", ["one", "two"])
+        again = store.append([replace(row, number=number) for row in rows[:2]] + rows[2:])
+        assert [one.known for one in again] == [False, False, True]
+        assert again[2] == Stored(first[2].feedback_id, known=True)  # nobody took it back
+        assert effective(store) == [("three", 1.0), ("one", number), ("two", number)]
+    assert store.append(rows) == [Stored(one.feedback_id, known=True) for one in again]
+    assert snapshot.fingerprint(store.database, "tea", then) == before
+    history = list(events_of(store.database, "tea", history=True))
+    assert sum(row["idempotency_key"].startswith(db.RETIRED) for row in history) == 4
+    read = [event for row in history for event in events(Row(row, "tea", "out.jsonl", "human"))]
+    assert all(one.known for one in store.append(read))  # what is history stays it
+
+
+def test_a_request_sent_again_after_its_vote_was_taken_back_stays_known(
+    store: FeedbackStore,
+) -> None:
+    first = store.append([vote("one"), vote("two", origin="mlflow", rater_id="bob")])
+    store.withdraw("tea", ["one", "two"])
+    again = store.append([vote("one"), vote("two", origin="mlflow", rater_id="bob")])
+    assert again == [Stored(one.feedback_id, known=True) for one in first]
+    assert effective(store) == []
+
+
+def test_a_vote_counts_again_whose_file_comes_after_what_replaced_it_was_taken_back(
+    store: FeedbackStore,
+) -> None:
+    early = vote("early", origin="early.csv")
+    store.append([early])
+    store.append([vote("late", number=0.0, origin="late.csv")])
+    assert [one.known for one in store.append([early])] == [True]
+    store.withdraw("tea", ["late"])
+    assert effective(store) == []
+    assert [one.known for one in store.append([early])] == [False]
+    assert effective(store) == [("early", 1.0)]
+    store.withdraw("tea", ["early"])
+    store.append([vote("last", number=0.0)])
+    assert effective(store) == [("last", 0.0)]
+    store.append([vote("late", number=0.0, origin="late.csv")])
+    store.append([early, early])
+    assert effective(store) == [("early", 1.0)]  # of votes on one thing that which came in last
 
 
 def test_an_interaction_comes_back_as_it_was_said(store: FeedbackStore) -> None:
