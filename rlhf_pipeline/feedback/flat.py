@@ -68,11 +68,14 @@ def cell_of(value: Any) -> str:
 def value_of(name: str, cell: str, kind: str | None) -> Any:
     """Return what a cell says; a number, true or JSON only where the column may hold it.
 
-    Who is 17.0 in one table, as its column has a gap, is 17 in another.
+    Who is 17.0 in one table, as its column has a gap, is 17 in another; and nobody sees the blanks
+    around a name.
     """
     text = _without_marks(cell)
-    if name in (*SIGNED, *LABELLED) and FLOAT_NAME.fullmatch(text):
-        return text.removesuffix(".0")
+    if name in (*SIGNED, *LABELLED):
+        text = text.strip() or text
+        if FLOAT_NAME.fullmatch(text):
+            return text.removesuffix(".0")
     structured = name in STRUCTURED or (name == "value" and kind == "criteria")
     if text[:1] == '"' or (structured and text[:1] in ("[", "{")):
         try:

@@ -875,7 +875,7 @@ def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> No
     assert [event.rater_id for event in events] == [hash_rater("tea", "bob")]
     assert rules_of(aside) == [(2, "unknown_field"), (5, "unknown_field")]
     assert "found 1 beyond the 5 columns" in aside[0].detail
-    assert '"rater": " dear", "": "bob"' in str(aside[0].raw)
+    assert '"rater": "dear", "": "bob"' in str(aside[0].raw)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "xlsx"])
@@ -948,6 +948,23 @@ def test_a_rater_who_became_a_float_in_a_table_is_who_they_are(tmp_path: Path, s
     frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
     found = [is_signed_by(str(row.raw), Person("tea", whose[0])) for row in read_all(path)[1]]
     assert found == [True, True, False, False]  # what an erasure takes
+
+
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+def test_blanks_around_a_raters_cell_make_nobody_else(tmp_path: Path, suffix: str) -> None:
+    path, raters = tmp_path / f"f.{suffix}", ["ann", "ann ", "  ann", "ann\u00a0", "17.0 ", " "]
+    frame = pd.DataFrame([THUMBS] * 6).assign(rater=raters, topic=" tea ")
+    for kind in ("thumbs", "thumb"):  # of what is set aside an erasure finds the same
+        frame["kind"] = kind
+        frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+        events, aside = read_all(path)
+        ann = Person("tea", hash_rater("tea", "ann"))
+        found = [is_signed_by(str(row.raw), ann) for row in aside]
+        if kind == "thumbs":
+            whose = [ann.rater_id] * 4 + [hash_rater("tea", "17"), None]
+            assert [event.rater_id for event in events] == whose
+            assert {event.topic for event in events} == {" tea "}
+    assert found == [True] * 4 + [False] * 2
 
 
 def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
