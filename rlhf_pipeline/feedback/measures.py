@@ -28,6 +28,15 @@ _ALTERNATING = (
 # What Python calls a blank, as JSON writes it; \s is ASCII's alone here.
 _BLANK = r"[\s\pZ\x{85}]|\\[nrtf]|\\u000b|\\u001[c-f]"
 _BLANK_PROMPT = rf'\["user", "(?:{_BLANK})*"\]\]$'
+# What nobody sees: marks of width 0, of direction, tags. Joiners are seen, but for those at an end:
+# they make one sign of two emoji, or part letters.
+_UNSEEN = (
+    r"[\x{AD}\x{61C}\x{180E}\x{200B}\x{200E}\x{200F}\x{202A}-\x{202E}\x{2060}-\x{206F}\x{FEFF}"
+    r"\x{E0001}\x{E0020}-\x{E007F}]"
+)
+_ENDS = r"^[\s\pZ\x{200C}\x{200D}]+|[\s\pZ\x{200C}\x{200D}]+$"
+_GAP = r"(\S)[\t\p{Zs}]+"  # within a line: blanks at its begin may be what a program means
+_MAY_LOOK_ALIKE = rf"{_UNSEEN}|[\x{{200C}}\x{{200D}}\t]|[^\P{{Zs}} ]| [\p{{Zs}}]"
 _UNIT_NUMBER = r"(?:-?0(?:\.0+)?|0(?:\.\d+)?|1(?:\.0+)?|\d(?:\.\d+)?e-\d+)"
 _CRITERION = rf"{_STRING}: {_UNIT_NUMBER}"
 _CRITERIA = rf"^\{{{_CRITERION}(?:, {_CRITERION})*\}}$"
@@ -47,6 +56,8 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     )
     all_criteria, (criteria,) = _encoded(frame, ["criteria"], trim=False)
     in_prompts, in_texts = _text_measures(prompts), _text_measures(texts)
+    looks, is_blank = _looks(texts)
+    in_texts["characters"][is_blank] = 0
     kind = frame["kind"].astype("object").to_numpy()
     is_kind = {each: kind == each.value for each in FeedbackKind}
     preference, correction = is_kind[FeedbackKind.preference], is_kind[FeedbackKind.correction]
@@ -64,6 +75,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     )
     counterpart = np.where(preference, other, np.where(correction, text, -1))
     paired = (counterpart >= 0) & (completion >= 0)
+    differ = _taken(looks, counterpart) != _taken(looks, completion)
     contexts_agree = (other_prompt < 0) | (other_prompt == prompt)
     columns: dict[str, Any] = {
         "kind": pd.Categorical(kind),  # words as categories: quick to look up and to hash
@@ -84,7 +96,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
             is_kind[FeedbackKind.criteria], _taken(_matches(pc, all_criteria, _CRITERIA), criteria)
         ),
         "contexts_agree": _where(preference, contexts_agree.astype(float)),
-        "completions_differ": _where(paired, (counterpart != completion).astype(float)),
+        "completions_differ": _where(paired, differ.astype(float)),
         "prompt_damaged": _taken(in_prompts["damaged"], prompt),
         "completion_damaged": _taken(in_texts["damaged"], completion),
         "counterpart_damaged": _taken(in_texts["damaged"], counterpart),
@@ -135,6 +147,20 @@ def _encoded(
         return pa.array([], pa.large_string()), [np.empty(0, dtype=np.int64) for _ in names]
     codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in encoded.chunks]
     return encoded.chunk(0).dictionary, codes
+
+
+def _looks(texts: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return per distinct text a number that texts which look the same share, and who is blank."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    odd = pc.match_substring_regex(texts, _MAY_LOOK_ALIKE)  # few: the others need no second look
+    seen = texts.filter(odd)
+    for pattern, instead in ((_UNSEEN, ""), (_ENDS, ""), (_GAP, r"\1 ")):
+        seen = pc.replace_substring_regex(seen, pattern, instead)
+    seen = pc.replace_with_mask(texts, odd, seen)
+    numbers = seen.dictionary_encode().indices.to_numpy()
+    return numbers, pc.equal(seen, pa.scalar("", pa.large_string())).to_numpy(zero_copy_only=False)
 
 
 def _text_measures(texts: Any) -> dict[str, np.ndarray[Any, Any]]:

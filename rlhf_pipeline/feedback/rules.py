@@ -125,7 +125,7 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.completion_too_long: "a completion longer than the settings allow for training",
     Rule.garbled_text: "text that is damaged, all one character, or hardly a letter or digit",
     Rule.contexts_differ: "the two completions of a pair answer different prompts",
-    Rule.identical_pair: "both completions of a pair are the same",
+    Rule.identical_pair: "both completions of a pair are the same, or look the same",
     Rule.duplicate: "the same row again from one origin, signed or of a file; the first one counts",
     Rule.contradiction: "the same voter prefers both completions of one pair over the other",
     Rule.narrow_support: "words whose success few raters carry decide the pair",
