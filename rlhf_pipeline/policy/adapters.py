@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import folder_sha256, read_json, write_json
-from rlhf_pipeline.policy.loading import Policy, base_of_adapter, load_policy
+from rlhf_pipeline.policy.loading import ADAPTER, Policy, base_of_adapter, load_policy
 from rlhf_pipeline.policy.low_rank import take_few_passes
 from rlhf_pipeline.policy.sampling import trunk_of
 from rlhf_pipeline.records import hashed
@@ -65,7 +65,7 @@ def load_base(
 
     if _goes_on(policy_dir, reference_dir, rank):
         kept = Path(policy_dir) / KEPT
-        its = read_json(kept / "adapter_config.json")
+        its = read_json(kept / ADAPTER)
         if its["lora_alpha"] != alpha:  # another would make another policy of them
             warnings.warn(
                 f"adapters of alpha {its['lora_alpha']:g} go on with that, found lora_alpha "
@@ -110,6 +110,7 @@ def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32
 def keep_adapters(wrapper: Any, digest: str, folder: Path) -> None:
     """Write the policy's own set beside its merged weights, with the digest of its base."""
     wrapper.save_pretrained(folder / KEPT, save_embedding_layers=False, selected_adapters=[POLICY])
+    write_json(folder / KEPT / ADAPTER, described(folder / KEPT))
     (folder / KEPT / "README.md").unlink(missing_ok=True)  # PEFT's card of placeholders
     write_json(folder / KEPT / BASE, {"digest": digest})
 
@@ -211,7 +212,7 @@ def load_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
 
 
 def save_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
-    """Write the set as PEFT does: adapter_config.json and adapter_model.safetensors."""
+    """Write the set in PEFT's format: adapter_config.json and adapter_model.safetensors."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -220,6 +221,16 @@ def save_adapters(trunk: nn.Module, name: str, folder: Path) -> None:
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     save_file({key: t.detach().cpu().contiguous() for key, t in state.items()}, folder / WEIGHTS)
     model.peft_config[name].save_pretrained(folder)
+    write_json(folder / ADAPTER, described(folder))
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """Return a saved set's description, the layers it sits in by name.
+
+    PEFT keeps their names as a set and writes them as they come, in another order in each process.
+    """
+    found: dict[str, Any] = read_json(folder / ADAPTER)
+    return {**found, "target_modules": sorted(found["target_modules"])}
 
 
 def adapter_weights(trunk: nn.Module, name: str) -> dict[str, nn.Parameter]:
@@ -293,7 +304,7 @@ def _stacks_experts(trunk: nn.Module) -> bool:
 def _goes_on(policy_dir: str | Path, reference_dir: str | Path, rank: int) -> bool:
     """Return whether policy_dir keeps adapters of this rank that were trained on the reference."""
     kept = Path(policy_dir) / KEPT
-    if not (kept / BASE).is_file() or read_json(kept / "adapter_config.json")["r"] != rank:
+    if not (kept / BASE).is_file() or read_json(kept / ADAPTER)["r"] != rank:
         return False
     return bool(read_json(kept / BASE)["digest"] == base_digest(reference_dir))
 

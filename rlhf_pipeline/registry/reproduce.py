@@ -22,6 +22,8 @@ from rlhf_pipeline.registry.judges import reward_folder
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 WEIGHTS = ".safetensors"
+BASE = "base_model_name_or_path"
+ADAPTERS = "adapter/adapter_config.json"  # of a version that kept its adapters
 
 log = structlog.get_logger(__name__)
 
@@ -62,10 +64,27 @@ def reproduce(
         stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
     folder = work / "ppo" / "policy" if turn.champion else work / "sft"
     found = folder_sha256(folder)
+    if ADAPTERS in found and _has_the_same_adapters(version, folder):
+        found[ADAPTERS] = version.files[ADAPTERS]
     same = tuple(name for name, sha256 in version.files.items() if found.get(name) == sha256)
     different = tuple(name for name in version.files if name not in same)
     erased = erased_rows(ledger.database, version.agent_id, version.fingerprint)
     return Reproduction(version.version, folder, same, different, erased)
+
+
+def _has_the_same_adapters(version: ModelVersion, folder: Path) -> bool:
+    """Return whether the adapters in folder are described as the registered ones are.
+
+    Earlier releases wrote the names of their layers in an order of each process's own; and where
+    the base lies, which base.json tells by its digest, is another place in a restored state.
+    """
+    from rlhf_pipeline.policy.adapters import described
+
+    registered = version.path / ADAPTERS
+    if not registered.is_file() or file_sha256(registered) != version.files.get(ADAPTERS):
+        return False
+    then, now = (described(path.parent) for path in (registered, folder / ADAPTERS))
+    return then == {**now, BASE: then.get(BASE)}
 
 
 def recorded_turn(

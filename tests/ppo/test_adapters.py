@@ -17,9 +17,13 @@ from torch import nn
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.policy.adapters import (
+    add_adapters,
+    keep_adapters,
+    linear_names,
     load_adapters,
     load_base,
     only,
+    save_adapters,
     shares_base,
     unique_bytes,
 )
@@ -223,6 +227,21 @@ def test_trained_adapters_are_saved_merged_and_trained_on_by_the_next_turn(
     other = load_base(champion, base, rank=4, alpha=16, seed=0)
     assert other.digest != again.base_digest
     assert [shares_base(champion, base, rank) for rank in (2, 4)] == [True, False]
+
+
+def test_what_is_saved_of_adapters_is_in_no_order_of_this_process_alone(
+    base: Path, tmp_path: Path
+) -> None:
+    """Each process hashes names otherwise, and a set of them comes in the order of their hashes."""
+    whole = load_base(base, base, rank=2, alpha=4, seed=0, device="cpu")
+    trunk = trunk_of(whole.policy.model)
+    add_adapters(trunk, "reward", rank=2, alpha=4, seed=0)
+    keep_adapters(whole.wrapper, whole.digest, tmp_path)
+    save_adapters(trunk, "reward", tmp_path / "reward")
+    for name in ("adapter", "reward"):
+        found = read_json(tmp_path / name / "adapter_config.json")["target_modules"]
+        assert found == linear_names(trunk)
+        assert found == sorted(found)
 
 
 def test_a_frozen_base_may_be_bfloat16_while_adapters_are_float32(wide: Path) -> None:

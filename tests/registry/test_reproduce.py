@@ -6,6 +6,7 @@ import gzip
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -14,11 +15,11 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.feedback.datasets import JOBS, opening_of
-from rlhf_pipeline.files import file_sha256
+from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
 from rlhf_pipeline.policy.adapters import base_digest
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.reasons import turn_of
-from rlhf_pipeline.registry.reproduce import recorded_turn, reproduce
+from rlhf_pipeline.registry.reproduce import Reproduction, recorded_turn, reproduce
 from tests.assets.world import FirstTurn, Loop
 
 
@@ -83,6 +84,35 @@ def test_a_base_with_other_weights_is_said_before_anything_is_trained(
     (adapter / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(HashMismatch, match="needs the base it was trained from"):
         turn(adapter, of_adapter)
+
+
+def test_adapters_of_an_earlier_release_are_the_same_in_another_order(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wrote the names of their layers as each process hashed them; the base has moved since."""
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    then: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    then["base_model_name_or_path"] = "/before/sft"
+    now = {**then, "target_modules": ["k_proj", "q_proj", "v_proj"]}
+    now["base_model_name_or_path"] = "/today/sft"
+    registered = tmp_path / "registered"
+    write_json(registered / "adapter" / "adapter_config.json", then)
+    old = replace(version, path=registered, files=folder_sha256(registered))
+
+    def outcome(name: str, written: dict[str, Any]) -> Reproduction:
+        policy = tmp_path / name / "ppo" / "policy"
+        for stage in stages.STAGES:
+            monkeypatch.setitem(stages.STAGES, stage, lambda *_: {})
+        write_json(policy / "adapter" / "adapter_config.json", written)
+        return reproduce(ledger, settings, old, tmp_path / name)
+
+    assert outcome("again", now).is_exact
+    different = ("adapter/adapter_config.json",)
+    assert outcome("others", {**now, "target_modules": ["k_proj"]}).different == different
+    assert outcome("rank", {**now, "r": 4}).different == different
+    write_json(registered / "adapter" / "adapter_config.json", {**then, "r": 4})
+    assert outcome("written to", {**now, "r": 4}).different == different
 
 
 @pytest.mark.slow
