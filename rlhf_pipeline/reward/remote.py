@@ -169,7 +169,7 @@ class Service:
         """
         request = urllib.request.Request(self._url, body, self._headers, method="POST")
         for attempt in range(1, self._attempts + 1):
-            wait = 2.0 ** (attempt - 1)
+            wait = 2.0 ** min(attempt - 1, 6)  # the longest and more
             try:
                 with self._opener.open(request, timeout=self._timeout_seconds) as answer:
                     found: bytes = answer.read(longest + 1)

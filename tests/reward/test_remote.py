@@ -15,7 +15,7 @@ from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.records import Message, RewardInput, user_prompt
 from rlhf_pipeline.reward.functions import as_reward
 from rlhf_pipeline.reward.named import check_function, check_keys, named_reward
-from rlhf_pipeline.reward.remote import RemoteReward
+from rlhf_pipeline.reward.remote import LONGEST_WAIT_SECONDS, RemoteReward
 from rlhf_pipeline.reward.settings import FunctionSettings
 from tests.loopback import answering
 
@@ -146,6 +146,10 @@ def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> Non
     gone.server_close()
     with pytest.raises(ModelError, match=r"refused.* at the last of 2 attempts"):
         RemoteReward(gone.url, attempts=2, sleep=lambda seconds: None)(ITEMS)
+    waits: list[float] = []
+    with pytest.raises(ModelError, match=r"refused.* at the last of 1030 attempts"):
+        RemoteReward(gone.url, attempts=1030, sleep=waits.append)(ITEMS)
+    assert waits == [1, 2, 4, 8, 16, 32] + [LONGEST_WAIT_SECONDS] * 1023
 
 
 @pytest.mark.parametrize(
