@@ -18,6 +18,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -191,8 +193,7 @@ class Service:
                     raise ModelError(
                         f"the reward at {self.shown_url} must answer 200, found {reason}; {advice}"
                     ) from error
-                said = error.headers.get("Retry-After") or ""
-                wait = float(said) if said.isascii() and said.isdigit() else wait
+                wait = _seconds_of(error.headers.get("Retry-After") or "", wait)
             except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, resets
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             if attempt < self._attempts:
@@ -201,6 +202,22 @@ class Service:
             f"the reward at {self.shown_url} must answer, found {reason} at the last of "
             f"{self._attempts} attempts; look at the service, or raise timeout_seconds"
         )
+
+
+def _seconds_of(said: str, otherwise: float) -> float:
+    """Return the seconds that Retry-After asks to wait, a number or a date; `otherwise` if neither.
+
+    Source: RFC 9110, section 10.2.3.
+    """
+    if said.isascii() and said.isdigit():
+        return float(said)
+    try:
+        date = parsedate_to_datetime(said)
+    except (ValueError, OverflowError):  # no date; numbers no calendar has
+        return otherwise
+    if date.tzinfo is None:  # of "-0000" and of asctime's form; all such dates are UTC
+        date = date.replace(tzinfo=UTC)
+    return max((date - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -136,6 +138,21 @@ def test_what_may_pass_is_asked_again_with_growing_waits(service: Service) -> No
     service.answers = [(503, {}, b"")] * 2
     with pytest.raises(ModelError, match=r"found status 503 at the last of 2 attempts"):
         RemoteReward(service.url, attempts=2, sleep=waits.append)(ITEMS)
+
+
+def test_a_date_to_come_again_at_is_waited_for(service: Service) -> None:
+    waits: list[float] = []
+    now = datetime.now(UTC)
+    dates = [format_datetime(now + timedelta(seconds=s), usegmt=True) for s in (30, -30)]
+    dates.append("Fri, 31 Dec 9999 23:59:59 -0000")
+    service.answers = [(503, {"Retry-After": date}, b"") for date in dates]
+    assert RemoteReward(service.url, sleep=waits.append)(ITEMS) == [3.0, 1.0, 2.0]
+    assert 20 < waits[0] <= 30
+    assert waits[1:] == [0.0, LONGEST_WAIT_SECONDS]
+    # What cannot be a date is none.
+    service.answers = [(503, {"Retry-After": f"Wed, 21 Oct 2015 07:28:00 +{'9' * 20}"}, b"")]
+    assert RemoteReward(service.url, sleep=waits.append)(ITEMS) == [3.0, 1.0, 2.0]
+    assert waits[3:] == [1.0]
 
 
 def test_a_service_that_hangs_or_is_gone_is_given_up_on(service: Service) -> None:
