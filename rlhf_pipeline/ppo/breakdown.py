@@ -93,8 +93,9 @@ class TrainedCritic:
 def load_critic(run: str | Path) -> TrainedCritic:
     """Return the critic of the PPO run in this folder, as it was at the update that was kept.
 
-    Raises ModelError where the run has none that can be read: without a critic, with its
-    checkpoints gone, or with a critic that is adapters on a base the folder does not hold.
+    Raises ModelError where the run has none that can be read: without a critic, with one that had
+    learned nothing when the policy was kept, with its checkpoints gone, or with a critic that is
+    adapters on a base the folder does not hold.
     """
     root = Path(run)
     if not (root / "result.json").is_file():
@@ -112,6 +113,12 @@ def load_critic(run: str | Path) -> TrainedCritic:
         raise ModelError(
             f"a critic that can be read from its run is needed, found adapters at {root}, on a "
             "base that is not there; take ppo.critic shared beside LoRA"
+        )
+    if result.chosen_update == 0:
+        raise ModelError(
+            f"a critic that was trained is needed at {root}, found update 0 kept, at which the "
+            "policy was as it began and its critic had learned nothing; take a run that kept a "
+            "later update"
         )
     policy = load_policy(root / "policy")
     try:

@@ -163,6 +163,11 @@ def test_a_run_without_a_critic_to_read_is_refused(runs: Path, tmp_path: Path) -
         replace(result, settings=settings).save(tmp_path / "result.json")
         with pytest.raises(ModelError, match=message):
             load_critic(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(runs / "pieces", run)
+    replace(result, chosen_update=0).save(run / "result.json")
+    with pytest.raises(ModelError, match=r"found update 0 kept, .* had learned nothing"):
+        load_critic(run)
 
 
 def test_a_run_whose_checkpoints_retention_let_go_is_refused(runs: Path, tmp_path: Path) -> None:
