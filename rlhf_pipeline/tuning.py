@@ -143,12 +143,13 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
     from rlhf_pipeline.reward.model import reward_version
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # Another snapshot, champion, reward or length is another search: scores would not compare. With
-    # other settings of the machine, for which memory may be the reason, it goes on.
+    # Another snapshot, champion, baseline, reward or length is another search: scores would not
+    # compare. With other settings of the machine, for which memory may be the reason, it goes on.
     reward, training = turn.settings.reward, turn.settings.training
     name = hashed(
         turn.fingerprint,
         str(turn.champion),
+        str(turn.baseline),
         str(decisive(settings)),
         *(reward_version(turn.work / "reward" / job) for job in ("proxy", "stopping")),
         str((reward.functions, reward.wish_bound)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from optuna.storages.journal import JournalFileBackend
 
 from rlhf_pipeline import tuning
 from rlhf_pipeline.commands import training
+from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import RegistryError, TrainingError
-from rlhf_pipeline.files import read_json, write_json
+from rlhf_pipeline.files import read_json, sqlite_path, write_json
 from rlhf_pipeline.ppo.settings import PpoSettings
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.reproduce import newest_turn
 from rlhf_pipeline.reward.settings import FunctionSettings
 from rlhf_pipeline.stages import Turn
@@ -149,6 +152,27 @@ def test_searches_that_do_not_compare_share_no_folder(
         search(replace(retrained, fingerprint="0" * 64), tmp_path, trials=2)
     assert len(folders) == 8
     assert len(set(folders)) == 4
+
+
+def test_a_baseline_that_was_reset_is_searched_against_anew(
+    loop: Loop, turn: Turn, tmp_path: Path, trained: list[Mapping[str, Any]]
+) -> None:
+    """As the next turn will be trained: the reference stays near it, not near that of the day."""
+    settings, copy = loop.pipeline.settings(turn.agent_id), tmp_path / "copy.db"
+    original = sqlite_path(settings.resolved_database_url)
+    assert original is not None
+    with closing(sqlite3.connect(original)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    database = Database(f"sqlite:///{copy}")
+    ledger = PromotionLedger(database, settings.state_dir)
+    ledger.reset_baseline(turn.agent_id, actor="ann", reason="where we want to be")
+    now = newest_turn(ledger, settings, turn.agent_id)
+    database.close()
+    assert now == replace(turn, baseline=turn.champion)
+    assert turn.baseline not in (None, turn.champion)
+    search(turn, tmp_path / "search", trials=1)
+    search(now, tmp_path / "search", trials=1)
+    assert len(trained) == 2
 
 
 def test_a_recipe_at_the_edge_is_searched_around(

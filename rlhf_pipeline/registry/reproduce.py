@@ -231,20 +231,20 @@ def _check_previous(
 
 
 def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> stages.Turn:
-    """Return the newest turn that came to a version, under today's settings and champion.
+    """Return the newest turn that came to a version, under today's settings, champion and baseline.
 
     Raises RegistryError where no turn has.
     """
     versions = [v for v in ledger.versions(agent_id) if v.lineage.get("reward_models")]
-    champion = ledger.champion(agent_id)
-    if not versions or champion is None:
+    champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
+    if not versions or champion is None or baseline is None:
         raise RegistryError(
             f"needed a turn of agent {agent_id} with reward models, found none; its first turn "
             f"trains them: `make train AGENT={agent_id}`"
         )
     work = versions[-1].path.parents[1]  # its ppo/policy
     turn = recorded_turn(ledger, settings, versions[-1], work, exact=False)
-    return replace(turn, settings=settings, champion=champion.path)
+    return replace(turn, settings=settings, champion=champion.path, baseline=baseline.path)
 
 
 def _recorded_settings(version: ModelVersion, today: Settings, *, exact: bool) -> Settings:
