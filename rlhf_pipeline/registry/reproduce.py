@@ -58,7 +58,7 @@ def reproduce(
     another day. Raises RegistryError where the lineage does not say enough or a file it names is
     gone, HashMismatch where one is not the one it names.
     """
-    turn = recorded_turn(ledger, settings, version, work)
+    turn = _without_what_is_never_asked(recorded_turn(ledger, settings, version, work))
     names = ("reward", "ppo") if turn.champion else ("baseline",)
     for name in names:
         stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
@@ -70,6 +70,20 @@ def reproduce(
     different = tuple(name for name in version.files if name not in same)
     erased = erased_rows(ledger.database, version.agent_id, version.fingerprint)
     return Reproduction(version.version, folder, same, different, erased)
+
+
+def _without_what_is_never_asked(turn: stages.Turn) -> stages.Turn:
+    """Return the turn without the services that a reproduction never asks, so without their keys.
+
+    A stage looks for what later ones need: here none gives a verdict, and none follows version 0.
+    """
+    settings = turn.settings
+    evaluation = settings.evaluation.model_copy(update={"judge": None})
+    reward = settings.reward
+    if turn.champion is None:
+        reward = reward.model_copy(update={"functions": {}})
+    changes = {"evaluation": evaluation, "reward": reward}
+    return replace(turn, settings=settings.model_copy(update=changes))
 
 
 def _has_the_same_adapters(version: ModelVersion, folder: Path) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rlhf_pipeline import stages
-from rlhf_pipeline.errors import HashMismatch, RegistryError
+from rlhf_pipeline.errors import HashMismatch, ModelError, RegistryError
 from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.feedback.datasets import JOBS, opening_of
 from rlhf_pipeline.files import file_sha256, folder_sha256, write_json
@@ -52,6 +52,44 @@ def test_version_0_from_a_base_model_is_trained_as_it_was(
     assert (ran, outcome.folder) == (["baseline"], tmp_path / "work" / "sft")
     with pytest.raises(RegistryError, match="trained by no reward"):
         turn_of(loop.pipeline.registry, settings, base)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_reproduction_needs_no_key_of_what_it_never_asks(
+    number: int,
+    loop: Loop,
+    first_turn: FirstTurn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody gives a verdict again, and version 0 was trained by no reward."""
+    version, ledger = loop.version(first_turn.agent_id, number), loop.pipeline.ledger
+    judge = {"url": "https://judge.example/v1", "model": "m", "key_variable": "NO_SUCH_KEY"}
+    mine = {"function": "https://mine.example/", "options": {"key_variable": "NO_OTHER_KEY"}}
+    recipe = dict(version.lineage["recipe"])
+    recipe["evaluation"] = {**recipe["evaluation"], "judge": judge}
+    recipe["reward"] = {**recipe["reward"], "functions": {"mine": mine}}
+    keyed = replace(version, lineage={**version.lineage, "recipe": recipe})
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    ran: list[str] = []
+
+    def run(turn: stages.Turn, *_: object) -> None:
+        stages.check_before_training(turn)
+        ran.append("checked")
+
+    for name in stages.STAGES:
+        monkeypatch.setitem(stages.STAGES, name, run)
+    for folder in (tmp_path / "work" / "sft", tmp_path / "work" / "ppo" / "policy"):
+        folder.mkdir(parents=True)
+    if number == 0:
+        reproduce(ledger, settings, keyed, tmp_path / "work")
+        assert ran == ["checked"]
+        return
+    with pytest.raises(ModelError, match="the reward mine needs its key in NO_OTHER_KEY"):
+        reproduce(ledger, settings, keyed, tmp_path / "work")
+    monkeypatch.setenv("NO_OTHER_KEY", "some")
+    reproduce(ledger, settings, keyed, tmp_path / "work")
+    assert ran == ["checked"] * 2
 
 
 def test_a_base_with_other_weights_is_said_before_anything_is_trained(
