@@ -532,10 +532,11 @@ def improve(
     keep_going: KeepGoing = lambda: None,
 ) -> TrainingResult:
     """Train the turn's champion under `ppo` into output_dir: what train_policy and tuning share."""
+    from rlhf_pipeline.policy.loading import ADAPTER
     from rlhf_pipeline.ppo.dpo import train_dpo
     from rlhf_pipeline.ppo.learner import shared_base
     from rlhf_pipeline.ppo.trainer import train_ppo
-    from rlhf_pipeline.reward.model import load_reward_model
+    from rlhf_pipeline.reward.model import TRUNK, load_reward_model
     from rlhf_pipeline.simulation.people import customers
 
     baseline = _need(turn.baseline, "a baseline")
@@ -557,6 +558,11 @@ def improve(
     )
     votes = turn.data / snapshot.FILE
     feedback_count = snapshot.count(votes) if votes.exists() else None
+    # A critic that shares the policy's trunk begins with that; one of its own, as the proxy, where
+    # that is of the policy's kind: of adapters where the policy is.
+    begins_as_proxy = ppo.critic == "separate" and settings.reward.base is None
+    if adapts and not (reward_folder / "proxy" / TRUNK / ADAPTER).is_file():
+        begins_as_proxy = False
     if ppo.estimator == "dpo":
         return train_dpo(
             policy_dir=champion,
@@ -580,11 +586,7 @@ def improve(
         watch_prompts=watch_prompts,
         output_dir=output_dir,
         settings=ppo,
-        # A critic that shares the policy's trunk begins with that; one of its own, as the proxy,
-        # where that is of the policy's kind.
-        value_init=reward_folder / "proxy"
-        if ppo.critic == "separate" and settings.reward.base is None
-        else None,
+        value_init=reward_folder / "proxy" if begins_as_proxy else None,
         base=base,
         user=None if settings.training.simulated_user is None else customers,
         feedback_count=feedback_count,

@@ -63,6 +63,21 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
 
 
+def test_a_critic_of_adapters_beside_a_whole_reward_model_begins_without_a_warning(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    """As both defaults, ppo.critic separate and reward.lora_rank 0, have it: with fresh ones."""
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    turn = newest_turn(loop.pipeline.ledger, settings, first_turn.agent_id)
+    ppo = replace(
+        turn.settings.ppo, critic="separate", lora_rank=2, updates=1, rollouts_per_update=8
+    )
+    assert turn.settings.reward.lora_rank == 0
+    result = stages.improve(turn, tmp_path / "ppo", ppo, ignore_progress)
+    assert result.updates == 1
+    assert result.reward_model_path is None
+
+
 def test_a_judge_is_held_against_the_one_that_let_the_champion_in(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
