@@ -570,6 +570,21 @@ def test_a_reward_function_nobody_knows_is_refused_at_load(
         load_settings(recipe(f"reward: {{{text}}}"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward: {functions: {'https://reward.example/s?token=hidden': 1}}",
+        "reward: {preset: empathy, functions: {'http://reward.example/s?token=hidden': {}}}",
+        "specialists: {kind: {functions: {'https://reward.example/s?token=hidden': null}}}",
+    ],
+)
+def test_an_address_is_no_name_of_a_function_and_is_not_shown(recipe: Any, text: str) -> None:
+    """It would be in every metric's name; and its query may hold a secret."""
+    with pytest.raises(ConfigError, match=r"found an address; name it yourself") as refused:
+        load_settings(recipe(text))
+    assert "hidden" not in str(refused.value)
+
+
 def test_a_preset_that_is_no_text_is_refused_like_one_that_is_not_there(
     recipe: Any, tmp_path: Path
 ) -> None:

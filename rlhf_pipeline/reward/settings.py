@@ -172,12 +172,18 @@ worth a fraction of one deviation of the learned reward; nobody has tuned them o
 def spelt_out(functions: Any) -> Any:
     """Return `reward.functions` as people write it with every number as {weight: number}.
 
-    A function that is null, as whoever wants a preset without it writes, is left out.
+    A function that is null, as whoever wants a preset without it writes, is left out. Raises
+    ConfigError, without the address, which may hold a secret, where one is a function's name.
     """
     if not isinstance(functions, Mapping):
         return functions  # for pydantic to say what it should be
     found: dict[Any, Any] = {}
     for name, one in functions.items():
+        if "://" in str(name):
+            raise ConfigError(
+                "a reward function needs a name for metrics and tables, of letters, digits, _ . : "
+                "and -, found an address; name it yourself: `mine: {function: 'https://…'}`"
+            )
         if isinstance(one, int | float) and not isinstance(one, bool):
             found[name] = {"weight": one}
         elif one is not None:
