@@ -30,6 +30,7 @@ Row = dict[str, Any]
 AT_ONCE = 16  # conversations under way
 ROWS_PER_BODY = 50
 TRIES = 20  # of a request the service was too busy for
+PATIENCE = 300.0  # seconds; a vote on no answer waits 120, as one may be under way
 PAIR_SHARE = 0.5
 QUIET_SHARE = 0.3  # of the people who come on an ordinary day
 QUIET_VOTES = 20  # fewer than any turn asks for
@@ -124,7 +125,7 @@ class Service:
             )
 
         try:
-            async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
+            async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as client:
                 return list(await asyncio.gather(*(one(client, body) for body in contents)))
         except httpx.HTTPError as error:
             raise PipelineError(
