@@ -87,7 +87,7 @@ def status(
     JSON has all there were.
     """
     from rlhf_pipeline.experiment.assignment import percent
-    from rlhf_pipeline.experiment.decision import SIGN
+    from rlhf_pipeline.experiment.decision import SIGN, as_read
 
     here = workspace()
     here.need_agent(agent)
@@ -112,10 +112,9 @@ def status(
         )
         differences = (each["latest"] or {}).get("differences", {})
         for name, difference in differences.items():
-            numbers = [difference[key] for key in ("value", "low", "high")]
-            value, *sides = ["?" if number is None else f"{number:+.3f}" for number in numbers]
+            value, low, high = as_read(difference)
             typer.echo(
-                f"  {name}: {value} ({' to '.join(sides)}), "
+                f"  {name}: {value} ({low} to {high}), "
                 f"{difference['challenger_users']} and {difference['champion_users']} users"
             )
     if len(history) > len(found):

@@ -108,6 +108,14 @@ class Verdict:
         }
 
 
+def as_read(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return a verdict's difference and its bounds as people read them, ? where not known yet."""
+    value, low, high = (
+        "?" if found[key] is None else f"{found[key]:+.3f}" for key in ("value", "low", "high")
+    )
+    return value, low, high
+
+
 def decide(
     arms: Mapping[str, Arms],
     steps: Sequence[RampStep],

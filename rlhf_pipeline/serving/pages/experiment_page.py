@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import LOOK_APART, Experiment, ExperimentBook, Look
-from rlhf_pipeline.experiment.decision import PRIMARY, SIGN, Metric
+from rlhf_pipeline.experiment.decision import PRIMARY, SIGN, Metric, as_read
 from rlhf_pipeline.experiment.live import guardrails_under
 from rlhf_pipeline.serving.pages.parts import (
     Html,
@@ -225,8 +225,7 @@ def _until(looks: Sequence[Look]) -> list[datetime]:
 
 
 def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
-    numbers = [found[key] for key in ("value", "low", "high")]
-    value, *sides = ["?" if number is None else f"{number:+.3f}" for number in numbers]
+    value, low, high = as_read(found)
     words = verdict_on(metric, found)
     colour = {"surely worse": "bad", "surely better": "good"}.get(words, "")
     allowed = f", may be {metric.margin:g} worse" if metric.margin else ""
@@ -234,7 +233,7 @@ def _row(metric: Metric, found: Mapping[str, Any]) -> tuple[object, ...]:
         metric.name,
         metric.meaning + allowed,
         value,
-        " to ".join(sides),
+        f"{low} to {high}",
         f"{found['challenger_users']} and {found['champion_users']}",
         Html(f'<span class="{colour}">{words}</span>'),
     )
