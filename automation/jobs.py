@@ -20,7 +20,7 @@ from rlhf_pipeline.feedback.rules import AGENT_ID
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
-    from rlhf_pipeline.registry.models import Ended
+    from rlhf_pipeline.registry.tracking import Ended
     from rlhf_pipeline.retention import Item
 
 WATERMARK = "rlhf/watermark"  # run tag: up to which vote a run was asked to train from

@@ -40,8 +40,8 @@ from rlhf_pipeline.registry.ledger import ModelVersion, Promotion, PromotionLedg
 from rlhf_pipeline.stages import BEGAN, Turn
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.registry.models import Ended, ModelRegistry
-    from rlhf_pipeline.registry.tracking import TrackedRun
+    from rlhf_pipeline.registry.models import ModelRegistry
+    from rlhf_pipeline.registry.tracking import Ended, TrackedRun
 
 log = structlog.get_logger()
 ASKED_BY = "rlhf/asked_by"  # run tag: sensor, schedule, api or person

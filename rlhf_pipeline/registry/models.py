@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
@@ -33,8 +33,10 @@ from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
 from rlhf_pipeline.registry.tracking import (
+    Ended,
     TrackedRun,
     as_tag,
+    end_running,
     is_missing,
     mlflow_refusals,
     open_client,
@@ -48,7 +50,6 @@ FILES_DIGEST = "rlhf.files_digest"
 RUN_NOTE = "mlflow.note.content"  # what MLflow shows as a run's description
 TELLING = ("fail", "pause", "warn")  # verdicts of rules that a person should read
 UI_ACTOR = "mlflow-ui"
-Ended = Literal["FINISHED", "FAILED", "KILLED"]  # of a run in MLflow: what it is marked as
 PROJECTION_SECONDS = 60.0  # for the aliases; uploads take what they take
 
 
@@ -123,11 +124,9 @@ class ModelRegistry:
             experiment = self.client.get_experiment_by_name(model_name(agent_id))
             if experiment is None:
                 return 0
-            wanted = f"status = 'RUNNING' and tags.`rlhf.fingerprint` = '{fingerprint}'"
-            found = self.client.search_runs([experiment.experiment_id], wanted)
-            for run in found:
-                self.client.set_terminated(run.info.run_id, status)
-        return len(found)
+            return end_running(
+                self.client, experiment.experiment_id, "rlhf.fingerprint", fingerprint, status
+            )
 
     # ---- registering
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 import structlog
@@ -46,6 +46,8 @@ QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
 }
 
+
+Ended = Literal["FINISHED", "FAILED", "KILLED"]  # of a run in MLflow: what it is marked as
 
 # The client of each URI, and the file that stood there once it was open.
 _opened: dict[str, tuple[Any, tuple[int, int] | None]] = {}
@@ -283,7 +285,8 @@ def tracked_run(
     """
     run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
     if goes_on and not run.resumed:
-        _end_others(run, experiment_id, stage)
+        with mlflow_refusals(f"ending earlier runs for {stage}"):
+            end_running(client, experiment_id, "rlhf.stage", stage, "KILLED", but=run.run_id)
     if tags:
         run.set_tags(tags)
     try:
@@ -300,12 +303,19 @@ def tracked_run(
         client.set_terminated(run.run_id, "FINISHED")
 
 
-def _end_others(run: TrackedRun, experiment_id: str, stage: str) -> None:
-    wanted = f"status = 'RUNNING' and tags.`rlhf.stage` = '{stage}'"
-    with mlflow_refusals(f"ending earlier runs for {stage}"):
-        for other in run.client.search_runs([experiment_id], wanted):
-            if other.info.run_id != run.run_id:
-                run.client.set_terminated(other.info.run_id, "KILLED")
+def end_running(
+    client: Any, experiment_id: str, tag: str, value: str, status: Ended, *, but: str | None = None
+) -> int:
+    """Mark the experiment's runs that are RUNNING and hold this tag; return how many those were.
+
+    `but` is the id of one that is left alone.
+    """
+    wanted = f"status = 'RUNNING' and tags.`{tag}` = '{value}'"
+    found = [r.info.run_id for r in client.search_runs([experiment_id], wanted)]
+    ended = [run_id for run_id in found if run_id != but]
+    for run_id in ended:
+        client.set_terminated(run_id, status)
+    return len(ended)
 
 
 def _mark_failed(run: TrackedRun) -> None:

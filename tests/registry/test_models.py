@@ -19,8 +19,8 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
-from rlhf_pipeline.registry.models import PROJECTED, Ended, ModelRegistry, model_name
-from rlhf_pipeline.registry.tracking import open_client
+from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
+from rlhf_pipeline.registry.tracking import Ended, open_client
 
 PASSED = {"passed": True, "results": []}
 REFUSED = {
