@@ -15,9 +15,7 @@ from rlhf_pipeline.evaluation import PAGE as COMPARISON
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE
 from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.feedback.datasets import JOBS
-from rlhf_pipeline.files import sqlite_path
 from rlhf_pipeline.records import hash_rater, prompt_from_json
-from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files
 from rlhf_pipeline.registry.tracking import mlflow_refusals
 from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
@@ -145,15 +143,17 @@ def _delete_files(registry: ModelRegistry, kept: Any) -> None:
 
 def runs_of(registry: ModelRegistry, agent_id: str, mark: str) -> list[str]:
     """Return the ids of the runs of the turns whose fingerprint begins with `mark`."""
-    if not _is_there(registry):
-        return []
     with mlflow_refusals(f"finding the runs of {mark}"):
-        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
-        if experiment is None:
-            return []
-        wanted = f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
-        found = registry.client.search_runs([experiment.experiment_id], wanted)
-    return [str(run.info.run_id) for run in found]
+        return [str(run.info.run_id) for run in _runs(registry, agent_id, mark)]
+
+
+def _runs(registry: ModelRegistry, agent_id: str, mark: str) -> Sequence[Any]:
+    experiment = registry.known_experiment(agent_id)
+    if experiment is None:
+        return ()
+    wanted = f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
+    found: Sequence[Any] = registry.client.search_runs([experiment], wanted)
+    return found
 
 
 def forget_runs(registry: ModelRegistry, run_ids: Sequence[str]) -> None:
@@ -179,17 +179,9 @@ def forget_samples(
     nobody knows: then its examples go if one is theirs. Returns how many files were logged anew.
     Raises RegistryError where they are another state folder's.
     """
-    if not _is_there(registry):
-        return 0
     changed = 0
     with mlflow_refusals(f"cleaning the runs of {mark}"):
-        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
-        if experiment is None:
-            return 0
-        runs = registry.client.search_runs(
-            [experiment.experiment_id], f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
-        )
-        for run in runs:
+        for run in _runs(registry, agent_id, mark):
             run_id = run.info.run_id
             registry.need_ours(str(run.info.artifact_uri))
             changed += _clean_run(registry.client, run_id, asked(prompts), topics, report)
@@ -266,15 +258,13 @@ def _text(client: Any, run_id: str, name: str) -> str:
 
 def _infos(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
     """Yield what MLflow knows of every trace of the agent, however old."""
-    if not _is_there(registry):
-        return
-    experiment = registry.client.get_experiment_by_name(model_name(agent_id))
+    experiment = registry.known_experiment(agent_id)
     if experiment is None:
         return
     token: str | None = None
     while True:
         page = registry.client.search_traces(
-            locations=[experiment.experiment_id],
+            locations=[experiment],
             include_spans=False,
             max_results=PAGE,
             page_token=token,
@@ -284,9 +274,3 @@ def _infos(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
         token = page.token
         if not token:
             return
-
-
-def _is_there(registry: ModelRegistry) -> bool:
-    """Say whether there is anything to look through: an embedded MLflow begins with its file."""
-    file = sqlite_path(registry.tracking_uri)
-    return file is None or file.exists()

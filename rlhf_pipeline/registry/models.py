@@ -117,16 +117,11 @@ class ModelRegistry:
 
         A later attempt at the same work takes its run up again.
         """
-        file = sqlite_path(self.tracking_uri)
-        if file is not None and not file.exists():
-            return 0
         with mlflow_refusals(f"ending the runs of agent {agent_id}"):
-            experiment = self.client.get_experiment_by_name(model_name(agent_id))
+            experiment = self.known_experiment(agent_id)
             if experiment is None:
                 return 0
-            return end_running(
-                self.client, experiment.experiment_id, "rlhf.fingerprint", fingerprint, status
-            )
+            return end_running(self.client, experiment, "rlhf.fingerprint", fingerprint, status)
 
     # ---- registering
 
@@ -543,6 +538,14 @@ class ModelRegistry:
             if experiment.lifecycle_stage != "active":
                 self.client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
+
+    def known_experiment(self, agent_id: str) -> str | None:
+        """Return the agent's experiment id; None where there is none, or no database yet."""
+        file = sqlite_path(self.tracking_uri)
+        if file is not None and not file.exists():
+            return None
+        found = self.client.get_experiment_by_name(model_name(agent_id))
+        return None if found is None else str(found.experiment_id)
 
     def need_ours(self, uri: str) -> None:
         """Raise RegistryError for a place of files that is another state folder's.

@@ -289,13 +289,10 @@ def _assessments(traces: Iterable[Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _looked_at(registry: ModelRegistry, agent_id: str, turn_ms: int) -> tuple[Collection[Any], int]:
     """Return the newest traces and those whose turn it is, each once, and where the next begins."""
-    from rlhf_pipeline.registry.models import model_name
-
     with mlflow_refusals("reading assessments"):
-        experiment = registry.client.get_experiment_by_name(model_name(agent_id))
-        if experiment is None:
+        place = registry.known_experiment(agent_id)
+        if place is None:
             return (), 0
-        place = experiment.experiment_id
         newest = list(islice(_traces(registry, place, "timestamp_ms DESC"), NEWEST))
         found = {trace.info.trace_id: trace for trace in newest}
         if len(newest) < NEWEST:
