@@ -36,6 +36,7 @@ from rlhf_pipeline.records import (
     ignore_progress,
     prompt_from_json,
 )
+from rlhf_pipeline.registry.comparison import baseline_of, by_place, compared_with
 from rlhf_pipeline.registry.judges import reward_folder
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) 
 
     Raises RegistryError where the data sets of one are gone: then nobody can say.
     """
-    by_path = {known.path: known for known in ledger.versions(version.agent_id)}
+    known = by_place(ledger.versions(version.agent_id))
     found: set[Prompt] = set()
     queue: list[ModelVersion] = [version]
     done: set[int] = set()
@@ -212,13 +213,8 @@ def seen_by(ledger: PromotionLedger, settings: Settings, version: ModelVersion) 
             continue
         done.add(here.version)
         found |= _trained_on(settings, here)
-        for key in ("started_from", "baseline"):
-            place = here.lineage.get(key)
-            # The end of the path, as the state folder may have been elsewhere on that day.
-            ends = [
-                v for p, v in by_path.items() if place and place.endswith("/".join(p.parts[-3:]))
-            ]
-            queue += ends
+        earlier = compared_with(here, known), baseline_of(here, known)
+        queue += [one for one in earlier if one is not None]
     return found
 
 
