@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf_pipeline.experiment.assignment import percent
@@ -206,9 +206,8 @@ def _open_questions(guardrails: Sequence[Metric], found: Mapping[str, Difference
 
 def _chance(metric: Metric, arms: Arms, bounds: Bounds, growth: float) -> float:
     """Return how likely the metric is no obstacle to a promotion before time is up, at most."""
-    pair = (arms.challenger, arms.champion)
     return chance_to_pass(
-        *(pair if metric.better == "higher" else pair[::-1]),
+        *_turned(metric, arms),
         -metric.margin,
         growth=growth,
         alpha=bounds.promote,
@@ -235,21 +234,17 @@ def _signed(
     metric: Metric, arms: Arms, *, alpha_better: float, alpha_worse: float, tuned_for: int
 ) -> Difference:
     """Return the difference, above 0 where the challenger is better."""
-    if metric.better == "higher":
-        return difference(
-            arms.challenger,
-            arms.champion,
-            alpha_low=alpha_better,
-            alpha_high=alpha_worse,
-            tuned_for=tuned_for,
-        )
-    turned = difference(
-        arms.champion,
-        arms.challenger,
+    read = difference(
+        *_turned(metric, arms),
         alpha_low=alpha_better,
         alpha_high=alpha_worse,
         tuned_for=tuned_for,
     )
-    return Difference(
-        turned.value, turned.low, turned.high, arms.challenger.users, arms.champion.users
-    )
+    challenger, champion = arms.challenger.users, arms.champion.users
+    return replace(read, challenger_users=challenger, champion_users=champion)
+
+
+def _turned(metric: Metric, arms: Arms) -> tuple[Sample, Sample]:
+    """Return the arms, turned round where less is better: SIGN holds for first less second."""
+    pair = (arms.challenger, arms.champion)
+    return pair if metric.better == "higher" else pair[::-1]
