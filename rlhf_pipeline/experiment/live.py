@@ -100,14 +100,7 @@ class _Answered(NamedTuple):
 
     def and_(self, other: _Answered) -> _Answered:
         """Return the sums over both."""
-        return _Answered(
-            self.answers + other.answers,
-            self.fallbacks + other.fallbacks,
-            self.truncated + other.truncated,
-            self.refusals + other.refusals,
-            self.slow + other.slow,
-            self.words + other.words,
-        )
+        return _Answered(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(slots=True)
