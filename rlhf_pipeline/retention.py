@@ -316,12 +316,13 @@ def _unregistered(
 
     folder = settings.agent_folder(agent_id)
     taken = {path.name: path for path in sorted((folder / "snapshots").glob("[!.]*/"))}
-    registered = _registered(standing)
+    registered = {v.fingerprint[:MARK] for v in standing.versions if v.fingerprint}
+    homes = {parent for v in standing.versions for parent in v.path.resolve().parents}
     known = {v.mlflow_run_id for v in standing.versions}
     found = []
     for mark in sorted({*taken, *(turn.mark for turn in turns)}):
         folders = [turn.folder for turn in turns if turn.mark == mark]
-        if mark in registered or any(path.resolve() in _homes(standing) for path in folders):
+        if mark in registered or any(path.resolve() in homes for path in folders):
             continue
         # The snapshot last: it alone tells what to look for in what quotes it.
         places = [*folders, *([taken[mark]] if mark in taken else [])]
@@ -330,16 +331,6 @@ def _unregistered(
         runs = [run for run in runs_of(registry, agent_id, mark) if run not in known]
         found.append(replace(_item("turns", agent_id, turn, places, last), runs=tuple(runs)))
     return found
-
-
-def _registered(standing: AgentStanding) -> set[str]:
-    """Return the marks of snapshots that a version was trained from."""
-    return {v.fingerprint[:MARK] for v in standing.versions if v.fingerprint}
-
-
-def _homes(standing: AgentStanding) -> set[Path]:
-    """Return the folders that hold a registered version's files, at any depth."""
-    return {parent for v in standing.versions for parent in v.path.resolve().parents}
 
 
 def _item(
