@@ -122,19 +122,17 @@ def decide(
     *,
     bounds: Bounds = Bounds(),
     guardrails: Sequence[Metric] = GUARDRAILS,
-    triggers: Sequence[str] = (),
     timed_out: bool = False,
     growth: float | None = None,
 ) -> Verdict:
     """Return what to do at this look; `arms` holds the primary metric and every guardrail's users.
 
-    1. A hard trigger rolls back at once. 2. An arm that gets more or fewer users than planned makes
-    the numbers meaningless: invalid, the champion stays. 3. Surely worse on any metric, and by more
-    than its margin: roll back. What a promotion would forgive is no reason for one.
-    4. Surely better on the primary and surely not worse than its margin on every guardrail:
-    promote. 5. Out of time: the champion stays. 6. So it does where the users still to come will
-    hardly make 4 true: when time is up there are `growth` times as many as now; None where nobody
-    can say. Differences are signed as SIGN says.
+    1. An arm that gets more or fewer users than planned makes the numbers meaningless: invalid, the
+    champion stays. 2. Surely worse on any metric, and by more than its margin: roll back. What a
+    promotion would forgive is no reason for one. 3. Surely better on the primary and surely not
+    worse than its margin on every guardrail: promote. 4. Out of time: the champion stays. 5. So it
+    does where the users still to come will hardly make 3 true: when time is up there are `growth`
+    times as many as now; None where nobody can say. Differences are signed as SIGN says.
     """
     metrics = (PRIMARY, *guardrails)
     found = {
@@ -152,8 +150,6 @@ def decide(
     def verdict(action: Action, reasons: Sequence[str]) -> Verdict:
         return Verdict(action, tuple(reasons), found, evidence)
 
-    if triggers:
-        return verdict("roll_back", triggers)
     if evidence >= 1 / bounds.imbalance:
         counted = ", ".join(f"{s.challenger} of {s.challenger + s.champion}" for s in steps)
         planned = ", ".join(percent(s.share) for s in steps)

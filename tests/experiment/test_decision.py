@@ -75,12 +75,6 @@ def test_all_metrics_together_roll_back_as_seldom_as_asked_and_a_promotion_is_no
     assert decide(arms((0.72, 0.70)), EVEN, bounds=sure).differences[PRIMARY.name] == each
 
 
-def test_a_hard_trigger_needs_no_statistics() -> None:
-    verdict = decide(arms((0.99, 0.10)), EVEN, triggers=["5 of the last 5 answers failed"])
-    assert verdict.action == "roll_back"
-    assert verdict.reasons == ("5 of the last 5 answers failed",)
-
-
 def test_numbers_of_a_broken_assignment_are_not_believed() -> None:
     verdict = decide(arms((0.85, 0.70)), [RampStep(0.5, 1300, 1000)])
     assert verdict.action == "invalid"
