@@ -14,7 +14,7 @@ OUTCOME = "evaluation.json"  # in the turn's work folder: what its evaluation st
 
 def comparison_of(version: ModelVersion) -> EvaluationReport | None:
     """Return the version's comparison; None where it had none, or its turn's folder is gone."""
-    return None if version.gate is None else report_in(_work(version))
+    return None if version.gate is None else report_in(version.work)
 
 
 def report_in(work: Path) -> EvaluationReport | None:
@@ -27,9 +27,8 @@ def report_in(work: Path) -> EvaluationReport | None:
 
 def pictures_of(version: ModelVersion) -> list[Path]:
     """Return the pictures of its comparison, and over-optimisation in its training."""
-    work = _work(version)
-    drawn = sorted((work / "evaluation").glob("*.png"))
-    return [*drawn, *sorted((work / "ppo").rglob("over_optimisation.png"))]
+    drawn = sorted((version.work / "evaluation").glob("*.png"))
+    return [*drawn, *sorted((version.work / "ppo").rglob("over_optimisation.png"))]
 
 
 def by_place(versions: Sequence[ModelVersion]) -> dict[str, ModelVersion]:
@@ -74,7 +73,3 @@ def learned_per_thousand(version: ModelVersion, known: Mapping[str, ModelVersion
     had = int(before.lineage.get("votes", 0)) if before.lineage.get("reward_models") else 0
     more = int(version.lineage.get("votes", 0)) - had
     return 1000 * float(gained) / more if more > 0 else None
-
-
-def _work(version: ModelVersion) -> Path:
-    return version.path.parent.parent  # of ppo/policy

@@ -118,7 +118,7 @@ def _standing(version: ModelVersion, standing: Standing) -> list[str]:
 
 def _report(version: ModelVersion) -> str | None:
     """Return the page of its comparison: beside the model, in the folder of the turn it is from."""
-    page = version.path.parent.parent / PAGE
+    page = version.work / PAGE
     return str(page) if page.exists() else None
 
 

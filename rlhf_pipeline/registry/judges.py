@@ -23,7 +23,7 @@ def reward_folder(version: ModelVersion, job: Job) -> Path:
         raise RegistryError(
             f"{name} was trained by no {job} reward model; name a later version, such as champion"
         )
-    folder = version.path.parents[1] / "reward" / job  # beside its ppo/policy
+    folder = version.work / "reward" / job
     if not (folder / TRUNK).is_dir():
         raise RegistryError(
             f"{name} learned from the {job} reward model at {folder}, found none there: it was "

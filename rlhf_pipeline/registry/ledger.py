@@ -55,6 +55,11 @@ class ModelVersion:
         """Say whether the gate judged this version and let it through."""
         return self.gate is not None and self.gate.get("passed") is True
 
+    @property
+    def work(self) -> Path:
+        """Return the work folder of the turn whose ppo/policy it is; of a baseline no such."""
+        return self.path.parent.parent
+
 
 @dataclass(frozen=True, slots=True)
 class Promotion:

@@ -192,8 +192,7 @@ def turn_of(
             f"{name} was trained by no reward, so it prefers nothing to itself; "
             + (f"name one that was: --version {others[-1]}" if others else "no version was yet")
         )
-    work = version.path.parents[1]  # its ppo/policy
-    turn = recorded_turn(ledger, settings, version, work, exact=False)
+    turn = recorded_turn(ledger, settings, version, version.work, exact=False)
     versions = ledger.versions(version.agent_id)
     recorded = [v for v in versions if v.path == turn.baseline]
     baseline = recorded[0] if recorded else ledger.baseline(version.agent_id)

@@ -256,8 +256,8 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
             f"needed a turn of agent {agent_id} with reward models, found none; its first turn "
             f"trains them: `make train AGENT={agent_id}`"
         )
-    work = versions[-1].path.parents[1]  # its ppo/policy
-    turn = recorded_turn(ledger, settings, versions[-1], work, exact=False)
+    newest = versions[-1]
+    turn = recorded_turn(ledger, settings, newest, newest.work, exact=False)
     return replace(turn, settings=settings, champion=champion.path, baseline=baseline.path)
 
 

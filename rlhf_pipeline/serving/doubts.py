@@ -67,7 +67,7 @@ class HeadDoubts:
     def _load(self, version: ModelVersion) -> LearnedReward | None:
         try:
             known = version.lineage.get("reward_models", {}).get("proxy")
-            folder = version.path.parents[1] / "reward" / "proxy"  # beside its ppo/policy
+            folder = version.work / "reward" / "proxy"
             if known is None or not read_json(folder / "reward_model.json").get("heads"):
                 return None
             from rlhf_pipeline.registry.judges import reward_folder
