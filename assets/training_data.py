@@ -60,11 +60,9 @@ def training_data(
         )
         with pipeline.tracked(turn) as run:
             run.log_input(
-                "feedback",
-                fingerprint=turn.fingerprint,
-                source=turn.data / VALIDATED,
-                context="training",
-                counts={
+                turn.fingerprint,
+                turn.data / VALIDATED,
+                {
                     "older": len(every) - len(votes),
                     "over_caps": len(votes) - len(capped),
                     "preference_pairs": len(built.preference_pairs),

@@ -56,14 +56,13 @@ def prune_runs(
     agents: Sequence[str] | None = None,
     without: Collection[str] = (),
     dry_run: bool = False,
-    at: datetime | None = None,
 ) -> list[Item]:
     """Remove the finished runs that may go; return those and the old ones that stay, with why.
 
     `agents` (None: every one but those in `without`) may name NO_AGENT. With `dry_run` nothing is
     removed.
     """
-    at = at or now()
+    at = now()
     by_agent: dict[str, list[dg.RunRecord]] = defaultdict(list)
     for record in _records(instance, ENDED):
         by_agent[record.dagster_run.tags.get(AGENT, NO_AGENT)].append(record)

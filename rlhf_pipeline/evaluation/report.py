@@ -13,7 +13,6 @@ from rlhf_pipeline.evaluation.phrases import Phrase
 from rlhf_pipeline.evaluation.pieces import RewardPieces
 from rlhf_pipeline.records import Prompt
 
-System = Literal["candidate", "baseline", "champion"]
 Against = Literal["baseline", "champion"]
 
 GATE_SCORE = "gate_score"

@@ -246,20 +246,18 @@ class TrackedRun:
         with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
             self.client.log_text(self.run_id, text, name)
 
-    def log_input(
-        self, name: str, *, fingerprint: str, source: Path, context: str, counts: Mapping[str, int]
-    ) -> None:
+    def log_input(self, fingerprint: str, source: Path, counts: Mapping[str, int]) -> None:
         """Say which data the run read: a name, a digest and counts, none of the rows."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
-            name=name,
+            name="feedback",
             digest=fingerprint[:36],  # as many as MLflow keeps
             source_type="local",
             source=json.dumps({"uri": source.as_posix()}),
             profile=json.dumps(dict(counts)),
         )
-        tags = [InputTag("mlflow.data.context", context)]
+        tags = [InputTag("mlflow.data.context", "training")]
         with mlflow_refusals(f"noting the data of run {self.run_id}"):
             self.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
 

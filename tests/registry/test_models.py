@@ -580,13 +580,7 @@ def test_a_run_keeps_files_texts_and_what_it_read(
         run.log_json("gate.json", {"passed": True})
         run.log_file(folder(tmp_path / "d", "d") / "config.json", "configs")
         for _ in range(2):  # a retry notes it once
-            run.log_input(
-                "feedback",
-                fingerprint="f" * 64,
-                source=tmp_path,
-                context="training",
-                counts={"n": 3},
-            )
+            run.log_input("f" * 64, tmp_path, {"n": 3})
     names = {f.path for f in registry.client.list_artifacts(run.run_id)}
     assert names == {"report.md", "gate.json", "configs"}
     inputs = registry.client.get_run(run.run_id).inputs.dataset_inputs
