@@ -48,7 +48,7 @@ from rlhf_pipeline.experiment.decision import (
     decide,
 )
 from rlhf_pipeline.experiment.sequences import RampStep, Sample
-from rlhf_pipeline.experiment.watch import REQUESTS_FAULT
+from rlhf_pipeline.experiment.watch import NOT_ITS_FAULT
 from rlhf_pipeline.records import now
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ class _Tally:
         if share != experiment.share:
             return
         place = counted_as(user, row.sampling.get("network"), rules.people_per_network), arm
-        # Nobody was asked, of either arm: the request itself broke a rule.
-        asked = not any(e["rule"] in REQUESTS_FAULT for e in row.sampling.get("events", ()))
+        # The arm was not asked: the request itself broke a rule, or it was still loading.
+        events = row.sampling.get("events", ())
+        asked = not any(e["arm"] == arm and e["rule"] in NOT_ITS_FAULT for e in events)
         served = experiment.challenger if arm == "challenger" else experiment.champion
         answered = _Answered(
             answers=1,

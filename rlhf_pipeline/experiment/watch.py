@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 WATCH = "watch"  # who rolls back, in the ledger
 USUAL = 10  # times the answers looked at tell how often another version fails
 READ_AT_MOST = 10  # times the answers looked at: others were asked of the baseline
-REQUESTS_FAULT = frozenset({"unsafe_request"})
-"""Rules that the request broke, so that the champion was not asked."""
+STILL_LOADING = "still_loading"  # the rule where an answer's time passed while its model loaded
+NOT_ITS_FAULT = frozenset({"unsafe_request", STILL_LOADING})
+"""Rules that say nothing of the champion: it was not asked, or could not be in time."""
 _FOUND: dict[tuple[str, str, int], datetime] = {}
 """By database, agent and entry: when a promotion was found first that is dated later than that."""
 
@@ -120,7 +121,7 @@ def failures(
             broken = [
                 event["rule"]
                 for event in row.sampling.get("events", ())
-                if event["arm"] == "champion" and event["rule"] not in REQUESTS_FAULT
+                if event["arm"] == "champion" and event["rule"] not in NOT_ITS_FAULT
             ]
             if not broken and row.arm != "champion":
                 continue

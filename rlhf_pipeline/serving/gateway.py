@@ -29,6 +29,7 @@ from rlhf_pipeline.errors import (
     PipelineError,
     PromptRefused,
 )
+from rlhf_pipeline.experiment.watch import STILL_LOADING
 from rlhf_pipeline.records import ELSEWHERE, Interaction, Prompt, hashed, now, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.champions import Arm, Champions, Seat
@@ -86,6 +87,7 @@ class _Draft:
 
     arm: Arm
     again: bool = False  # the first arm was blocked or failed
+    loading: bool = False  # when it was asked: what it has no time for then is not its fault
     version: int = ELSEWHERE
     text: str = ""
     sound: int = 0  # characters at its beginning that break no rule
@@ -280,7 +282,10 @@ class Gateway:
                     raise ChatRefused(Rail.prompt_unreadable, str(error)) from error
                 late = isinstance(error, TimeoutError)
                 detail = f"nothing within {self.settings.serving.timeout_seconds} s"
-                meet(whose, "time_out" if late else type(error).__name__, str(error) or detail)
+                rule = type(error).__name__
+                if late:
+                    rule = STILL_LOADING if draft.loading else "time_out"
+                meet(whose, rule, str(error) or detail)
                 failed = ChatAway(detail) if late else error
                 first = first or failed
                 if shown:  # what was seen is kept, and counts: a vote may be about it
@@ -419,7 +424,7 @@ class Gateway:
         deadline: float,
         others: int,
     ) -> AsyncGenerator[str, None]:
-        seat = await self._seat(agent_id, draft.arm, deadline)
+        seat = await self._seat(agent_id, draft, deadline)
         from rlhf_pipeline.serving.batching import Sampling
 
         limits = seat.limits
@@ -474,12 +479,13 @@ class Gateway:
                     draft.ending = "stop" if piece.finished else "length"
                     draft.stopped = piece.stopped
 
-    async def _seat(self, agent_id: str, arm: Arm, deadline: float) -> Seat:
+    async def _seat(self, agent_id: str, draft: _Draft, deadline: float) -> Seat:
         """Return the loaded model of the arm; the first request for it waits while it loads."""
-        seat = self.champions.ready(agent_id, arm)
+        seat = self.champions.ready(agent_id, draft.arm)
         if seat is None or seat.decoder.retired:
+            draft.loading = True
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                seat = await self.champions.seat(agent_id, arm)
+                seat = await self.champions.seat(agent_id, draft.arm)
         return seat
 
     async def _from_upstream(

@@ -20,6 +20,7 @@ from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, look, measured
+from rlhf_pipeline.experiment.watch import STILL_LOADING
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.explain import explain, to_text
@@ -479,6 +480,17 @@ def test_requests_that_the_baseline_answers_for_both_speak_against_neither(
     assert arms["fallbacks"].champion.mean == arms["fallbacks"].challenger.mean == 0
     verdict, _ = look(book, ledger, experiment, SETTINGS)
     assert verdict.action == "promote", verdict.reasons
+
+
+def test_only_an_arm_that_was_still_loading_itself_was_not_asked(store: FeedbackStore) -> None:
+    _, experiment = begin(store, 0.5)
+    met = {"challenger_share": experiment.share, "fell_back": True}
+    loading = {"arm": "challenger", "rule": STILL_LOADING}
+    its_own = [{"arm": "challenger", "rule": "repetition"}, {**loading, "arm": "baseline"}]
+    for user, events in {"ann": [loading], "bob": its_own}.items():
+        store.add_interactions([answered(experiment, user, sampling={**met, "events": events})])
+    arms, _ = measured(store.database, experiment, SETTINGS)
+    assert arms["fallbacks"].challenger.mean == 0.5
 
 
 def test_an_experiment_that_is_stopped_during_a_look_promotes_nobody(

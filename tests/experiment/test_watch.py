@@ -16,7 +16,8 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
 from rlhf_pipeline.experiment.watch import (
-    REQUESTS_FAULT,
+    NOT_ITS_FAULT,
+    STILL_LOADING,
     USUAL,
     Failures,
     failures,
@@ -119,6 +120,7 @@ def test_a_champion_that_fails_after_its_promotion_is_gone_back_from(
         {"count": 60},
         {"count": 60, "failed": 9},
         {"count": 60, "failed": 60, "rule": "unsafe_request"},
+        {"count": 60, "failed": 60, "rule": STILL_LOADING},
         {"count": 60, "failed": 60, "arm": "challenger"},
         {"count": 60, "failed": 60, "arm": "baseline"},
         {"count": 60, "failed": 60, "before": True},
@@ -238,5 +240,5 @@ def test_version_0_has_nothing_to_go_back_to(store: FeedbackStore, tmp_path: Pat
     assert looked(ledger) is None
 
 
-def test_the_rule_that_says_nothing_of_a_champion_is_one_of_the_services() -> None:
-    assert {Rail.unsafe_request} == REQUESTS_FAULT
+def test_the_rules_that_say_nothing_of_a_champion_are_those_of_the_service() -> None:
+    assert {Rail.unsafe_request, STILL_LOADING} == NOT_ITS_FAULT

@@ -30,15 +30,15 @@ from rlhf_pipeline.config import Settings, UpstreamSettings
 from rlhf_pipeline.errors import ChatAway, ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.watch import failures
+from rlhf_pipeline.experiment.watch import STILL_LOADING, failures
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.cache import merge
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
-from rlhf_pipeline.records import Prompt, hash_rater, user_prompt, uuid7
+from rlhf_pipeline.records import Prompt, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion
-from rlhf_pipeline.serving import access, batching, feedback_api
+from rlhf_pipeline.serving import access, batching, chat_events, feedback_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
@@ -1152,6 +1152,30 @@ def test_who_waits_too_long_for_a_model_is_told_so_while_it_loads(
 
         asyncio.run(play())
         assert slow.begun == ["tea"]
+
+
+def test_that_a_champion_was_still_loading_is_on_record_and_no_failure_of_its(
+    world: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    with slow_to_load(world, state, monkeypatch, timeout_seconds=2.0) as slow:
+        here, champions, began = Workspace(None, str(state)), slow.gateway.champions, now()
+        promoted(here, 1)
+
+        async def play() -> None:
+            slow.may.set()
+            await champions.seat("shop", "baseline")
+            slow.may.clear()
+            two = [slow.ask("shop", session_id=one) for one in ("one", "two")]
+            assert await asyncio.gather(*two) == ["baseline"] * 2
+            slow.may.set()
+            await champions.seat("shop", "champion")
+            assert await slow.ask("shop", session_id="one") == "champion"
+
+        asyncio.run(play())
+        assert chat_events.counts(here.database, "shop")[STILL_LOADING] == 2
+        found = failures(here.database, "shop", most=3, since=began)
+        assert (found.answers, found.failed) == (1, 0)
 
 
 def test_a_service_that_ends_waits_for_no_load_and_begins_none(
