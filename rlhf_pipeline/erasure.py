@@ -103,9 +103,10 @@ def erase(
     say while it is at work stays, but for what is about what goes: asked again it takes out what
     has come in since. It returns every erasure of theirs, and under "tables" the dropped files that
     are for a person to look through. Raises UnknownRater where there never was anything,
-    ClaimRefused while one of their agents is being trained or tuned or takes a dropped file in,
-    ConfigError where files wait in an agent's inbox and its own recipe does not load, RegistryError
-    or OrchestratorAway while MLflow or Dagster's database is away; then ask again.
+    ClaimRefused while one of their agents is being trained or tuned, takes a dropped file in or has
+    somebody erased, ConfigError where files wait in an agent's inbox and its own recipe does not
+    load, RegistryError or OrchestratorAway while MLflow or Dagster's database is away; then ask
+    again.
     """
     database = registry.ledger.database
     claims = ClaimBook(database)
@@ -116,6 +117,11 @@ def erase(
     # Before anything goes: of an agent's recipe it may not be able to say what files are read by.
     names = {person: _own_names(settings, database, person.agent_id) for person in people}
     with ExitStack() as held:
+        agents = sorted({person.agent_id for person in people})
+        # Before the claims: who asks for an erasure that is under way would get, and let go, the
+        # claim of that one, as whoever goes on with one that was killed has to get it.
+        for agent in agents:
+            _keep_ingestion_out(held, settings.inbox_lock(agent), agent)
         tokens = {}
         for person in people:
             mark = hashed("erasure", person.mark)
@@ -125,8 +131,7 @@ def erase(
             held.callback(claims.let_go, claim.token)
             held.enter_context(claims.kept_alive(claim.token))
             tokens[person] = claim.token
-        for agent in sorted({person.agent_id for person in people}):
-            _keep_ingestion_out(held, settings.inbox_lock(agent), agent)
+        for agent in agents:
             _keep_searches_out(held, settings.agent_folder(agent) / "tuning")
         for person, token in tokens.items():
             _take_out(settings, registry, person, token, names[person])
@@ -184,12 +189,15 @@ def _keep_searches_out(held: ExitStack, folder: Path) -> None:
 
 
 def _keep_ingestion_out(held: ExitStack, lock: Path, agent_id: str) -> None:
-    """Keep dropped files from being taken in: one that is being read goes on as it was."""
+    """Keep dropped files from being taken in, and other erasures out.
+
+    A file that is being read goes on as it was.
+    """
     lock.parent.mkdir(parents=True, exist_ok=True)
     if not locked(held.enter_context(lock.open("w"))):
         raise ClaimRefused(
-            f"needed an inbox of agent {agent_id!r} that nothing is read from, found a file being "
-            "taken in; ask again once it is"
+            f"needed the inbox of agent {agent_id!r} to itself, found a file being taken in, or an "
+            "erasure under way; ask again once that has ended"
         )
 
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from structlog.testing import capture_logs
 
 from rlhf_pipeline import database as db
-from rlhf_pipeline import stages
+from rlhf_pipeline import erasure, stages
 from rlhf_pipeline.backup import back_up, restore
 from rlhf_pipeline.config import Settings, load_settings
 from rlhf_pipeline.database import Database
@@ -744,6 +744,24 @@ def test_nobody_is_erased_while_a_dropped_file_is_taken_in(copied: World) -> Non
     copied.erase()
     with lock.open("w") as handle:
         assert locked(handle)
+
+
+def test_who_asks_for_an_erasure_that_is_under_way_takes_nothing_from_it(
+    copied: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims, clean = ClaimBook(copied.database), erasure._clean_files
+
+    def asked_again(*given: Any) -> int:
+        before = claims.history("tea")
+        assert before[-1].state == "held"
+        with pytest.raises(ClaimRefused, match="or an erasure under way"):
+            copied.erase()
+        assert claims.history("tea") == before
+        return clean(*given)
+
+    monkeypatch.setattr(erasure, "_clean_files", asked_again)
+    [first] = copied.erase()["erasures"]
+    assert first["counts"]["feedback"] > 0
 
 
 # -- shown --------------------------------------------------------------------------------------
