@@ -13,7 +13,6 @@ import logging
 import re
 import socket
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
@@ -105,7 +104,8 @@ def create_app(
     ledger = PromotionLedger(database, settings.state_dir)
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
-    add_health_routes(app, database, settings, gateway.champions.is_unfit)
+    champions = gateway.champions
+    add_health_routes(app, database, settings, champions.is_unfit, lambda: champions.is_preloading)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)
@@ -177,7 +177,7 @@ def run(
     app = create_app(settings, pages=pages, open_without_keys=loopback, names=[host, *names])
     settle()
     gateway: Gateway = app.state.gateway
-    threading.Thread(target=gateway.champions.preload, name="preload", daemon=True).start()
+    gateway.champions.preload_beside()
     about_to()
     logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     # No access log: a line a request would bury what matters.

@@ -71,6 +71,7 @@ class Champions:
         self._asked: dict[tuple[str, Arm], Future[Seat | _Unfit]] = {}  # what requests wait for
         self._asking = threading.Lock()
         self._beside: set[str] = set()  # whose challengers are being loaded for who comes next
+        self.is_preloading = False  # from the service's start until each champion was tried
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -150,16 +151,24 @@ class Champions:
         self._look_if_possible(agent_id, "challenger")
         self._beside.discard(agent_id)
 
+    def preload_beside(self) -> None:
+        """Begin to preload; the service is not ready until the champions are loaded, or failed."""
+        self.is_preloading = True
+        threading.Thread(target=self.preload, name="preload", daemon=True).start()
+
     def preload(self) -> None:
         """Load every champion that answers here, and every challenger that people meet, so that no
         first question waits for it.
         """
-        here = set(self.agents()) - set(self.settings.serving.upstreams)
-        running = ExperimentBook(self.store.database).all_running()
-        arms: list[tuple[str, Arm]] = [(agent_id, "champion") for agent_id in sorted(here)]
-        arms += [(e.agent_id, "challenger") for e in running if e.agent_id in here]
-        for agent_id, arm in arms:
-            self._look_if_possible(agent_id, arm)
+        try:
+            here = set(self.agents()) - set(self.settings.serving.upstreams)
+            for agent_id in sorted(here):
+                self._look_if_possible(agent_id, "champion")
+        finally:
+            self.is_preloading = False
+        for experiment in ExperimentBook(self.store.database).all_running():
+            if experiment.agent_id in here:
+                self._look_if_possible(experiment.agent_id, "challenger")
 
     def decoders(self) -> list[Decoder]:
         """Return every decoder in service."""

@@ -1,9 +1,10 @@
 """Is the service alive, and can it do its work? `/healthz` and `/readyz`, for whoever restarts it.
 
 Alive: the process answers. Ready: the store takes a write, its disk has room, the ledger can be
-read, and every agent that has models has one whose files are the registered ones and which, where
-it was asked for, could be loaded. An agent whose champion is not sound is still answered by its
-baseline, which the answer then says; names and paths go to the log, not to whoever asks.
+read, the champions were loaded, where the service began with that, and every agent that has models
+has one whose files are the registered ones and which, where it was asked for, could be loaded. An
+agent whose champion is not sound is still answered by its baseline, which the answer then says;
+names and paths go to the log, not to whoever asks.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ def add_health_routes(
     database: db.Database,
     settings: Settings,
     is_unfit: Callable[[ModelVersion], bool] = lambda version: False,
+    is_preloading: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Add `/healthz` and `/readyz`; `is_unfit` says what could not be loaded here."""
+    """Add `/healthz` and `/readyz`.
+
+    `is_unfit` says what could not be loaded here, `is_preloading` whether the first are loading.
+    """
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
     one_at_a_time = threading.Lock()  # hashing a large model outlasts several questions
@@ -68,7 +73,7 @@ def add_health_routes(
     async def readyz() -> JSONResponse:
         """Say whether requests may come: 200, or 503 with what is wrong."""
         ready, checks = await run_in_threadpool(
-            look, database, ledger, is_sound, settings.state_dir
+            look, database, ledger, is_sound, is_preloading, settings.state_dir
         )
         headers = None if ready else {"retry-after": "5"}
         return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
@@ -91,12 +96,15 @@ def look(
     database: db.Database,
     ledger: PromotionLedger,
     is_sound: Callable[[ModelVersion], bool],
+    is_preloading: Callable[[], bool],
     state_dir: Path,
 ) -> tuple[bool, dict[str, str]]:
     """Return whether everything works, and a word about each part."""
     checks = {
         "store": _told(lambda: _write(database, state_dir)),
-        "models": _told(lambda: _models(ledger, is_sound)),
+        "models": _told(
+            lambda: "they are being loaded" if is_preloading() else _models(ledger, is_sound)
+        ),
     }
     return all(word.startswith("ok") for word in checks.values()), checks
 

@@ -950,6 +950,36 @@ def test_a_service_that_could_load_no_model_is_not_ready(world: Workspace) -> No
     assert found.json()["checks"]["models"].startswith("1 of 1 agents have neither a sound")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_service_is_ready_once_each_champion_is_loaded_or_has_failed_to(
+    world: Workspace, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    may, loaded = threading.Event(), Champions._loaded
+
+    def slowly(*given: Any) -> Any:
+        assert may.wait(PATIENCE)
+        if fails:
+            raise OSError("the disk")
+        return loaded(*given)
+
+    monkeypatch.setattr(Champions, "_loaded", slowly)
+    with serving(world.settings, world) as running:
+
+        def models() -> tuple[int, str]:
+            found = httpx.get(f"{running.address}/readyz")
+            return found.status_code, found.json()["checks"]["models"]
+
+        champions = running.app.state.gateway.champions
+        champions.preload_beside()
+        assert models() == (503, "they are being loaded")
+        may.set()
+        until = time.monotonic() + PATIENCE
+        while models() != (200, "ok"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert (champions.ready("shop", "champion") is None) is fails
+
+
 def test_an_upstream_answers_as_a_champion_and_its_loss_is_the_baselines_turn(
     service: Service, world: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1212,8 +1242,9 @@ def test_a_process_ends_while_a_model_loads(world: Workspace, tmp_path: Path) ->
     shutil.copytree(world.settings.state_dir, state)
     large = state / "agents" / "shop" / "v0" / "model.safetensors"
     os.truncate(large, 1 << 38)  # of which the disk keeps nothing, and whose hash takes minutes
-    process = start(state, free_port())
+    process = start(state, port := free_port())
     try:
+        assert "being loaded" in httpx.get(f"http://127.0.0.1:{port}/readyz").text
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == -signal.SIGTERM
     finally:
