@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.config import own_settings
@@ -72,6 +73,7 @@ class Champions:
         self._asking = threading.Lock()
         self._beside: set[str] = set()  # whose challengers are being loaded for who comes next
         self.is_preloading = False  # from the service's start until each champion was tried
+        self._is_blind = False  # the database was away at the latest look
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -197,12 +199,22 @@ class Champions:
             return
         try:
             self._look(agent_id, arm)
+        except sa.exc.DBAPIError as error:  # what is loaded goes on
+            if not self._is_blind:  # once: it is looked again and again
+                why = " ".join(str(error.orig).split())
+                log.warning("the ledger cannot be read: no new champion is seen now", why=why)
+            self._is_blind = True
+            return
         except RegistryError as error:  # an experiment is over
             log.info("an arm is empty", agent=agent_id, arm=arm, why=str(error))
         except ModelError as error:  # the service ends
             log.info("an arm is not loaded", agent=agent_id, arm=arm, why=str(error))
-        except Exception:  # a ledger that cannot be read now; what is loaded goes on
+        except Exception:  # what is loaded goes on
             log.exception("an arm could not be looked at", agent=agent_id, arm=arm)
+            return
+        if self._is_blind:
+            log.info("the ledger can be read again")
+        self._is_blind = False
 
     def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
         """Bring one arm up to what the ledger says and return it."""

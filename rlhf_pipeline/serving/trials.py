@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
@@ -71,6 +72,7 @@ class Trials:
         self._heard: dict[tuple[str, Arm], _Heard] = {}  # by experiment and arm
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
+        self._is_blind = False  # the database was away at the latest look
         self._lock = threading.Lock()
 
     def meeting(self, agent_id: str, user_id: str | None) -> Experiment | None:
@@ -144,10 +146,19 @@ class Trials:
                 self._running = {
                     e.agent_id: e for e in running if e.experiment_id not in self._ended
                 }
-            except Exception:  # a store that cannot be read now
+            except sa.exc.DBAPIError as error:
+                if not self._is_blind:  # once: it is looked again and again
+                    why = " ".join(str(error.orig).split())
+                    log.warning("experiments cannot be read: all meet the champion now", why=why)
+                self._is_blind, self._running = True, {}
+                return
+            except Exception:
                 log.exception("experiments could not be read; everybody meets the champion")
                 self._running = {}
                 return
+            if self._is_blind:
+                log.info("experiments can be read again")
+            self._is_blind = False
             for experiment in running:
                 if experiment.experiment_id in self._ended:
                     self._write_down(experiment)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import sqlalchemy as sa
+from structlog.testing import capture_logs
 
 from rlhf_pipeline.config import ExperimentSettings, load_settings
 from rlhf_pipeline.database import Database, interactions
@@ -703,6 +704,26 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
         "the challenger failed at 2 of its latest 10 answers, and 2 of the latest 10 people; the "
         "champion at 0 of 0"
     )
+
+
+def test_that_experiments_cannot_be_read_is_logged_as_it_begins_and_as_it_ends(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
+    _, experiment = begin(store, 0.5)
+    trials = Trials(store.database, lambda agent_id: SETTINGS)
+    file = Path(str(store.database.url.database))
+    aside = file.with_suffix(".aside")
+    assert trials.meeting(AGENT, "ann") == experiment
+    with capture_logs() as logs:
+        file.rename(aside)
+        assert [trials.meeting(AGENT, "ann") for _ in range(3)] == [None] * 3
+        aside.rename(file)
+        assert [trials.meeting(AGENT, "ann") for _ in range(3)] == [experiment] * 3
+    assert [log["event"] for log in logs if log["event"].startswith("experiments")] == [
+        "experiments cannot be read: all meet the champion now",
+        "experiments can be read again",
+    ]
 
 
 def test_trouble_that_one_person_has_among_many_ends_nothing(

@@ -23,6 +23,7 @@ import httpx
 import openai
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.overrides import TorchFunctionMode
 
 from rlhf_pipeline.commands.common import Workspace
@@ -1265,6 +1266,35 @@ def test_champions_are_loaded_ahead_but_for_those_that_answer_elsewhere(world: W
         champions.preload()
         assert (champions.ready("shop", "champion") is not None) is loaded
         champions.close()
+
+
+def test_that_the_ledger_cannot_be_read_is_logged_as_it_begins_and_as_it_ends(
+    world: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.serving.champions.LOOK_EVERY_SECONDS", 0.01)
+    state, aside = tmp_path / "state", tmp_path / "aside"
+    shutil.copytree(world.settings.state_dir, state)
+    here = Workspace(None, str(state))
+    champions = Champions(here.settings, here.store, here.registry)
+    champions.preload()
+    told = ["the ledger cannot be read: no new champion is seen now"]
+    with capture_logs() as logs:
+
+        def until_told() -> None:
+            until = time.monotonic() + PATIENCE
+            while told != [log["event"] for log in logs if "ledger" in log["event"]]:
+                assert time.monotonic() < until, logs
+                time.sleep(0.01)
+
+        state.rename(aside)
+        until_told()
+        time.sleep(0.2)  # in which it is looked again and again
+        aside.rename(state)
+        told.append("the ledger can be read again")
+        until_told()
+    assert not [log for log in logs if "exc_info" in log]
+    assert champions.ready("shop", "champion") is not None
+    champions.close()
 
 
 def test_people_of_an_experiment_meet_their_arm_and_its_trouble_ends_it(world: Workspace) -> None:
