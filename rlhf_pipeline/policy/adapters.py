@@ -109,7 +109,12 @@ def bare_base(folder: str | Path, *, device: str = "auto", dtype: str = "float32
 
 def keep_adapters(wrapper: Any, digest: str, folder: Path) -> None:
     """Write the policy's own set beside its merged weights, with the digest of its base."""
-    wrapper.save_pretrained(folder / KEPT, save_embedding_layers=False, selected_adapters=[POLICY])
+    wrapper.save_pretrained(
+        folder / KEPT,
+        state_dict=adapter_weights(wrapper, POLICY),  # PEFT leaves out the sets it put in, no more
+        save_embedding_layers=False,
+        selected_adapters=[POLICY],
+    )
     write_json(folder / KEPT / ADAPTER, described(folder / KEPT))
     (folder / KEPT / "README.md").unlink(missing_ok=True)  # PEFT's card of placeholders
     write_json(folder / KEPT / BASE, {"digest": digest})

@@ -24,6 +24,7 @@ from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 WEIGHTS = ".safetensors"
 BASE = "base_model_name_or_path"
 ADAPTERS = "adapter/adapter_config.json"  # of a version that kept its adapters
+SETS = "adapter/adapter_model.safetensors"  # their weights
 
 log = structlog.get_logger(__name__)
 
@@ -64,8 +65,12 @@ def reproduce(
         stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
     folder = work / "ppo" / "policy" if turn.champion else work / "sft"
     found = folder_sha256(folder)
-    if ADAPTERS in found and _has_the_same_adapters(version, folder):
-        found[ADAPTERS] = version.files[ADAPTERS]
+    for name, says_the_same in ((ADAPTERS, _describes_the_same), (SETS, _holds_the_same)):
+        sha256, registered = version.files.get(name), version.path / name
+        if sha256 is None or found.get(name) in (None, sha256) or not registered.is_file():
+            continue
+        if file_sha256(registered) == sha256 and says_the_same(registered, folder / name):
+            found[name] = sha256
     same = tuple(name for name, sha256 in version.files.items() if found.get(name) == sha256)
     different = tuple(name for name in version.files if name not in same)
     erased = erased_rows(ledger.database, version.agent_id, version.fingerprint)
@@ -86,19 +91,29 @@ def _without_what_is_never_asked(turn: stages.Turn) -> stages.Turn:
     return replace(turn, settings=settings.model_copy(update=changes))
 
 
-def _has_the_same_adapters(version: ModelVersion, folder: Path) -> bool:
-    """Return whether the adapters in folder are described as the registered ones are.
+def _describes_the_same(registered: Path, written: Path) -> bool:
+    """Return whether the adapters that were written are described as the registered ones are.
 
     Earlier releases wrote the names of their layers in an order of each process's own; and where
     the base lies, which base.json tells by its digest, is another place in a restored state.
     """
     from rlhf_pipeline.policy.adapters import described
 
-    registered = version.path / ADAPTERS
-    if not registered.is_file() or file_sha256(registered) != version.files.get(ADAPTERS):
-        return False
-    then, now = (described(path.parent) for path in (registered, folder / ADAPTERS))
+    then, now = (described(path.parent) for path in (registered, written))
     return then == {**now, BASE: then.get(BASE)}
+
+
+def _holds_the_same(registered: Path, written: Path) -> bool:
+    """Return whether the policy's set that was written is the registered one, byte for byte.
+
+    Earlier releases kept beside it the sets of a critic and of reward models on the same base,
+    these under names of each run's own, which stand before `weight`.
+    """
+    from safetensors.numpy import load_file
+
+    then, now = load_file(registered), load_file(written)
+    own = {n: w for n, w in then.items() if n.endswith((".lora_A.weight", ".lora_B.weight"))}
+    return own.keys() == now.keys() and all(own[n].tobytes() == now[n].tobytes() for n in own)
 
 
 def recorded_turn(

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.files import read_json
+from rlhf_pipeline.files import file_sha256, read_json
 from rlhf_pipeline.policy.adapters import (
+    adapter_weights,
     add_adapters,
     keep_adapters,
     linear_names,
@@ -242,6 +244,19 @@ def test_what_is_saved_of_adapters_is_in_no_order_of_this_process_alone(
         found = read_json(tmp_path / name / "adapter_config.json")["target_modules"]
         assert found == linear_names(trunk)
         assert found == sorted(found)
+
+
+def test_what_is_kept_of_adapters_is_the_policys_set_alone(base: Path, tmp_path: Path) -> None:
+    """Those of a critic and of reward models sit in the same layers."""
+    whole = load_base(base, base, rank=2, alpha=4, seed=0, device="cpu")
+    keep_adapters(whole.wrapper, whole.digest, tmp_path / "alone")
+    add_adapters(trunk_of(whole.policy.model), "reward-1a2b", rank=2, alpha=4, seed=0)
+    keep_adapters(whole.wrapper, whole.digest, tmp_path / "beside")
+    weights = "adapter/adapter_model.safetensors"
+    assert file_sha256(tmp_path / "beside" / weights) == file_sha256(tmp_path / "alone" / weights)
+    kept = load_file(tmp_path / "beside" / weights)
+    assert len(kept) == len(adapter_weights(whole.wrapper, "default"))
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in kept)
 
 
 def test_a_frozen_base_may_be_bfloat16_while_adapters_are_float32(wide: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from rlhf_pipeline import stages
@@ -151,6 +153,37 @@ def test_adapters_of_an_earlier_release_are_the_same_in_another_order(
     assert outcome("rank", {**now, "r": 4}).different == different
     write_json(registered / "adapter" / "adapter_config.json", {**then, "r": 4})
     assert outcome("written to", {**now, "r": 4}).different == different
+
+
+def test_adapters_of_an_earlier_release_are_the_same_without_the_sets_beside_them(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept those of reward models on the same base too, under names of each run's own."""
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    weights = "adapter/adapter_model.safetensors"
+    own = {f"q_proj.lora_{part}.weight": torch.rand(2, 3) for part in "AB"}
+    beside = {f"q_proj.lora_{part}.reward-1a2b.weight": torch.rand(2, 3) for part in "AB"}
+
+    def saved(name: str, sets: dict[str, torch.Tensor]) -> Path:
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        save_file(sets, tmp_path / name / weights, {"format": "pt"})
+        return tmp_path / name
+
+    def different(name: str, sets: dict[str, torch.Tensor]) -> tuple[str, ...]:
+        for stage in stages.STAGES:
+            monkeypatch.setitem(stages.STAGES, stage, lambda *_: {})
+        saved(f"{name}/ppo/policy", sets)
+        return reproduce(ledger, settings, old, tmp_path / name).different
+
+    registered = saved("registered", own | beside)
+    old = replace(version, path=registered, files=folder_sha256(registered))
+    assert different("again", own) == ()
+    other = {name: weight + 1e-6 for name, weight in own.items()}
+    assert different("other", other) == (weights,)
+    assert different("less", dict([*own.items()][:1])) == (weights,)
+    save_file(other | beside, registered / weights)
+    assert different("written to", other) == (weights,)
 
 
 @pytest.mark.slow
