@@ -140,9 +140,10 @@ class PolicySettings(Section):
     lora: LoraSettings = LoraSettings()
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="bfloat16 runs forward passes under autocast; weights stay float32, but those "
-        "that adapters leave frozen. float16 is for PPO on GPUs without bfloat16: with a scaled "
-        "loss, and all weights in float32.",
+        description="bfloat16 trains under autocast; weights stay float32, but those that adapters "
+        "leave frozen. float16 is for PPO on GPUs without bfloat16: with a scaled loss, and all "
+        "weights in float32. What is compared and served is rounded to either, so the gate sees "
+        "it as people do; float32 rounds away nothing of a small update.",
     )
     device: str = Field(
         "auto",

@@ -706,7 +706,7 @@ def evaluate_candidate(turn: Turn, report: Progress, keep_going: KeepGoing) -> d
         behaviour=_behaviour_items(turn) if settings.evaluation.behaviour_tries else (),
         behaviour_tries=settings.evaluation.behaviour_tries,
         device=settings.policy.device,
-        dtype=settings.policy.frozen_dtype,
+        dtype=settings.policy.dtype,  # rounded as they are served
         report=report,
     )
     pairs = datasets.read_jsonl(turn.data / PAIRS, PreferencePair)

@@ -10,24 +10,30 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from rlhf_pipeline import stages
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, PipelineError, TrainingError
 from rlhf_pipeline.evaluation.gate import GateDecision
+from rlhf_pipeline.experiment.offline import offline
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.policy.loading import Policy, load_policy
 from rlhf_pipeline.ppo.plan import SHARE_USED, make_plan, read_config
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.records import (
     FeedbackKind,
+    Interaction,
     PreferencePair,
     Progress,
     RewardExample,
     ignore_progress,
+    now,
     user_prompt,
 )
+from rlhf_pipeline.registry.reasons import _tokens
 from rlhf_pipeline.registry.reproduce import newest_turn, recorded_turn
 from rlhf_pipeline.reward import FEWEST_MATCHED
 from rlhf_pipeline.reward.model import load_reward_model
@@ -61,6 +67,39 @@ def test_one_setting_chooses_the_estimator_and_the_gate_judges_what_comes_out(
     judged = stages.evaluate_candidate(turn, ignore_progress, lambda: None)
     decision = GateDecision.from_json(judged["gate"])
     assert {r.rule for r in decision.results} >= {"score_vs_baseline", "kl_stop"}
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_is_compared_is_rounded_as_it_is_served(
+    adapts: bool, loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By explanations too; else the gate would let in what nobody meets."""
+    agent, pipeline = first_turn.agent_id, loop.pipeline
+    version, types = loop.version(agent, 1), list[torch.dtype]()
+
+    def load(*args: Any, **options: Any) -> Policy:
+        policy = load_policy(*args, **options)
+        types.extend({weight.dtype for weight in policy.model.parameters()})
+        return policy
+
+    monkeypatch.setattr("rlhf_pipeline.policy.loading.load_policy", load)
+    settings = pipeline.settings(agent)
+    lora = settings.policy.lora.model_copy(update={"enabled": adapts})
+    policy = settings.policy.model_copy(update={"dtype": "bfloat16", "lora": lora})
+    fewer = settings.evaluation.model_copy(update={"prompts": 4, "behaviour_tries": 0})
+    settings = settings.model_copy(update={"policy": policy, "evaluation": fewer})
+    turn = replace(
+        recorded_turn(pipeline.ledger, settings, version, tmp_path / "work"), settings=settings
+    )
+    shutil.copytree(first_turn.work / "reward", turn.work / "reward")
+    shutil.copytree(first_turn.work / "ppo", turn.work / "ppo")
+    stages.evaluate_candidate(turn, ignore_progress, lambda: None)
+    assert types == [torch.bfloat16] * 2  # the candidate, the baseline
+    offline(pipeline.registry, settings, agent, "baseline", "1", prompts=4)
+    assert types == [torch.bfloat16] * 4
+    said = Interaction("said", agent, user_prompt("how much is it"), "much", 1, now())
+    _tokens(pipeline.registry, turn, version, said)
+    assert types == [torch.bfloat16] * 6
 
 
 def test_a_critic_of_adapters_beside_a_whole_reward_model_begins_without_a_warning(

@@ -160,7 +160,7 @@ def offline(
         bootstrap_samples=settings.evaluation.bootstrap_samples,
         samples_shown=settings.evaluation.samples_shown,
         device=policy.device,
-        dtype=policy.frozen_dtype,
+        dtype=policy.dtype,  # rounded as they are served
         report=report,
     )
     return Offline(

@@ -224,7 +224,7 @@ def _tokens(
     weighed: list[tuple[Weighed, Weighed]] = []
     for folder in (turn.baseline, registry.folder_of(version)):
         assert folder is not None  # as turn_of has it
-        policy = load_policy(folder, device=limits.device, dtype=limits.frozen_dtype)
+        policy = load_policy(folder, device=limits.device, dtype=limits.dtype)  # as it is served
         if not weighed:
             (answer,) = complete(
                 policy,
