@@ -19,7 +19,7 @@ GPU = "gpu"
 """The pool that a run which trains has a place in (dagster.yaml: how many, and who waits)."""
 
 RESUME = dg.RetryPolicy(max_retries=2, delay=3, backoff=dg.Backoff.EXPONENTIAL)
-"""A training process that was killed is started again and goes on from its last checkpoint."""
+"""A training process that was killed is started again; PPO goes on from its last checkpoint."""
 
 MOST_PLOTS = 6  # shown in place; the files are all there
 

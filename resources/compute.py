@@ -119,7 +119,7 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
             except dg.DagsterExecutionInterruptedError:
                 # Ctrl-C, or terminated in the UI: Dagster's retries would begin the step again.
                 raise dg.Failure(
-                    "interrupted; asked for again, it goes on from its last checkpoint",
+                    f"interrupted; asked for again, {_where_it_begins(stage, turn)}",
                     allow_retries=False,
                 ) from None
             finally:
@@ -135,6 +135,13 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
                 allow_retries="rlhf_pipeline.errors." not in tail,  # what is refused stays refused
             )
         return dict(read_json(turn.work / f"{stage}.json")["result"])
+
+
+def _where_it_begins(stage: str, turn: Turn) -> str:
+    """Return, in words, where an interrupted stage begins when it is asked for again."""
+    if stage == "ppo" and turn.settings.ppo.estimator != "dpo":  # nothing else writes checkpoints
+        return "it goes on from its last checkpoint"
+    return "its stage begins anew"
 
 
 def _why_ended(tail: str) -> str | None:

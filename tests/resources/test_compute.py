@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import SecretStr
 
 from assets.common import agents
 from automation.jobs import why_failed
-from resources.compute import Compute, _observe, _why_ended
+from resources.compute import Compute, _observe, _where_it_begins, _why_ended
 from resources.worker import same_work, specification
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -217,8 +218,28 @@ def test_ctrl_c_ends_the_stage_and_is_no_reason_to_try_again(
     thread.join()
     assert not result.success
     assert attempts(loop, result) == 1
-    assert why_failed(result.all_events).startswith("trained: interrupted; ")
+    assert why_failed(result.all_events) == (
+        "trained: interrupted; asked for again, its stage begins anew"
+    )
     assert not psutil.pid_exists(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("stage", "estimator", "words"),
+    [
+        ("ppo", "gae", "it goes on from its last checkpoint"),
+        ("ppo", "rloo", "it goes on from its last checkpoint"),
+        ("ppo", "dpo", "its stage begins anew"),
+        ("reward", "gae", "its stage begins anew"),
+    ],
+)
+def test_a_checkpoint_is_spoken_of_where_there_is_one(
+    stage: str, estimator: str, words: str, loop: Loop
+) -> None:
+    settings = loop.pipeline.settings()
+    ppo = replace(settings.ppo, estimator=estimator, completions_per_prompt=2)  # type: ignore[arg-type]
+    turn: Any = SimpleNamespace(settings=settings.model_copy(update={"ppo": ppo}))
+    assert _where_it_begins(stage, turn) == words
 
 
 def test_the_databases_address_reaches_the_worker_but_no_file(
