@@ -131,6 +131,7 @@ def save_policy(policy: Policy, directory: str | Path, *, base_digest: str | Non
     digest of their base they are kept beside it too, so that a later run can train them on.
     """
     model: Any = policy.model
+    _tell_whoever_generates(policy)
     with new_folder(directory) as folder, no_progress_bars():
         if hasattr(model, "merge_and_unload"):  # a PeftModel, told without the import's 5 s
             from rlhf_pipeline.policy.adapters import merged_weights
@@ -308,22 +309,19 @@ def load_weights(auto_class: Any, source: str | Path, dtype: str, **options: Any
             f"missing ({', '.join(missing[:3])}); copy or convert the model again"
         )
     fuse_steps(model)
-    _make_generation_config_savable(model)
+    _forget_its_sampling(model)
     return model
 
 
-def _make_generation_config_savable(model: Any) -> None:
-    """Keep the token ids alone of a generation config that transformers would refuse to save.
+def _forget_its_sampling(model: Any) -> None:
+    """Keep the token ids alone of a generation config: how its makers sample is not how we train.
 
-    Models on the hub have such ones (Vicuna: a temperature without do_sample). They load, so the
-    refusal would come when training is over. Nothing here samples by that file.
+    Nothing here samples by that file, but servers do (vLLM), at another temperature or with
+    penalties. And some could not be saved when training is over (Vicuna's: a temperature without
+    do_sample).
     """
     config = getattr(model, "generation_config", None)
-    if config is None:
-        return
-    try:
-        config.validate(strict=True)
-    except ValueError:
+    if config is not None:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: getattr(config, name) for name in names}
         model.generation_config = GenerationConfig(**ids)
@@ -462,13 +460,13 @@ def _give_pad_token(policy: Policy) -> None:
 def _tell_whoever_generates(policy: Policy) -> None:
     """Write down what ends and what fills, for programs that serve the saved folder by its files.
 
-    The end token joins those that the model came with.
+    The end token joins those that the model came with, each once: TRL puts it before them again.
     """
     config, told = policy.model.config, policy.model.generation_config
     config.pad_token_id = policy.pad_id
     if told is None:
         return
     told.pad_token_id = policy.pad_id
-    ends = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
-    if policy.eos_id not in ends:
-        told.eos_token_id = [policy.eos_id, *(end for end in ends if end is not None)]
+    known = told.eos_token_id if isinstance(told.eos_token_id, list) else [told.eos_token_id]
+    ends = list(dict.fromkeys([policy.eos_id, *(end for end in known if end is not None)]))
+    told.eos_token_id = ends if len(ends) > 1 else policy.eos_id

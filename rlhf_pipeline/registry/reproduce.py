@@ -15,7 +15,7 @@ from rlhf_pipeline.config import UNKNOWN, Settings, without
 from rlhf_pipeline.errors import HashMismatch, RegistryError
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.raters import erased_rows
-from rlhf_pipeline.files import file_sha256, folder_sha256
+from rlhf_pipeline.files import file_sha256, folder_sha256, read_json
 from rlhf_pipeline.records import Progress, ignore_progress
 from rlhf_pipeline.registry.comparison import by_place, version_at
 from rlhf_pipeline.registry.judges import reward_folder
@@ -25,6 +25,8 @@ WEIGHTS = ".safetensors"
 BASE = "base_model_name_or_path"
 ADAPTERS = "adapter/adapter_config.json"  # of a version that kept its adapters
 SETS = "adapter/adapter_model.safetensors"  # their weights
+GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # what it says of
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +67,11 @@ def reproduce(
         stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
     folder = work / "ppo" / "policy" if turn.champion else work / "sft"
     found = folder_sha256(folder)
-    for name, says_the_same in ((ADAPTERS, _describes_the_same), (SETS, _holds_the_same)):
+    for name, says_the_same in (
+        (ADAPTERS, _describes_the_same),
+        (SETS, _holds_the_same),
+        (GENERATION, _names_the_same_tokens),
+    ):
         sha256, registered = version.files.get(name), version.path / name
         if sha256 is None or found.get(name) in (None, sha256) or not registered.is_file():
             continue
@@ -114,6 +120,19 @@ def _holds_the_same(registered: Path, written: Path) -> bool:
     then, now = load_file(registered), load_file(written)
     own = {n: w for n, w in then.items() if n.endswith((".lora_A.weight", ".lora_B.weight"))}
     return own.keys() == now.keys() and all(own[n].tobytes() == now[n].tobytes() for n in own)
+
+
+def _names_the_same_tokens(registered: Path, written: Path) -> bool:
+    """Return whether the tokens that begin, fill and end are those of the registered file.
+
+    Earlier releases kept beside them how a base's makers sample, which nothing here reads, and
+    wrote an end token twice.
+    """
+    then, now = read_json(registered), read_json(written)
+    for told in (then, now):
+        ends = told.get("eos_token_id")
+        told["eos_token_id"] = set(ends if isinstance(ends, list) else [ends])
+    return all(then.get(name) == now.get(name) for name in TOKENS)
 
 
 def recorded_turn(

@@ -158,6 +158,25 @@ def test_a_model_whose_generation_config_cannot_be_saved_is_trained_and_saved(
     assert "temperature" not in kept
 
 
+def test_a_saved_policy_tells_servers_what_ends_it_and_not_how_its_base_was_sampled(
+    tmp_path: Path,
+) -> None:
+    """Qwen's: a server that reads it would put penalties on what was trained without."""
+    source = tmp_path / "qwen"
+    save_policy(build_tiny(TEXTS, **SIZES), source)
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    (source / "generation_config.json").write_text(json.dumps({**sampled, "eos_token_id": [5, 1]}))
+    policy = load_policy(source, device="cpu")
+    assert policy.eos_id == 1
+    told = policy.model.generation_config
+    assert told is not None
+    told.eos_token_id = [1, *told.eos_token_id]  # as TRL's trainer has it
+    save_policy(policy, tmp_path / "p")
+    kept = json.loads((tmp_path / "p" / "generation_config.json").read_text())
+    del kept["transformers_version"]
+    assert kept == {"eos_token_id": [1, 5], "pad_token_id": policy.pad_id}
+
+
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # the pad row was added
 def test_an_adapter_folder_loads_merged_and_saves_merged(tmp_path: Path) -> None:
     save_gpt2(tmp_path / "base")

@@ -186,6 +186,29 @@ def test_adapters_of_an_earlier_release_are_the_same_without_the_sets_beside_the
     assert different("written to", other) == (weights,)
 
 
+def test_what_an_earlier_release_wrote_of_sampling_is_no_difference(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept how the base's makers sample, and wrote the end token twice."""
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    settings = loop.pipeline.settings(first_turn.agent_id)
+    for stage in stages.STAGES:
+        monkeypatch.setitem(stages.STAGES, stage, lambda *_: {})
+    told = "generation_config.json"
+    then = {"eos_token_id": [4, 1, 4], "pad_token_id": 0, "temperature": 0.7}
+    write_json(tmp_path / "registered" / told, then)
+    old = replace(
+        version, path=tmp_path / "registered", files=folder_sha256(tmp_path / "registered")
+    )
+
+    def different(name: str, written: dict[str, Any]) -> tuple[str, ...]:
+        write_json(tmp_path / name / "ppo" / "policy" / told, written)
+        return reproduce(ledger, settings, old, tmp_path / name).different
+
+    assert different("again", {"eos_token_id": [4, 1], "pad_token_id": 0}) == ()
+    assert different("others", {"eos_token_id": 4, "pad_token_id": 0}) == (told,)
+
+
 @pytest.mark.slow
 def test_another_seed_is_found_out(loop: Loop, first_turn: FirstTurn, tmp_path: Path) -> None:
     version = loop.version(first_turn.agent_id, 1)
