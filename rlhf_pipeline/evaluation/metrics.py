@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,28 +194,38 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
     """Return how much the variance of the values' mean grows by people's having several, 1 or more.
 
     Each value hangs on one person or on two, as when one's vote is set beside another's; values
-    that share somebody go together. It is the variance so over that of as many values on their
-    own; 1 of one person. Sources: Kish 1965, Survey Sampling, 8.2, by linearisation; of two people
-    each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3.
+    that share somebody go together. The variance is the jackknife's among G people, as who gave
+    most pulls the mean to themselves: (G - 1) / G times the squares of how far it moves without
+    each of them, by (their residuals' sum) / (n - how many are theirs). Of two people each, what
+    was counted with either is taken off once. It is over that of as many values on their own,
+    and times (t of the people / t of the values)^2, as a variance among few is not known but
+    found; people count as (sum of what each gave)^2 / (sum of its squares), and as 2 at least.
+    1 of one person, and where each gave one; whom every value hangs on is held against nobody.
+    Sources: Kish 1965, Survey Sampling, 8.2; the jackknife, CV3 of MacKinnon, Nielsen and Webb,
+    arXiv:2301.04527; t, Korn and Graubard 1998 as in `win_rate`, who count each group as one; of
+    two people each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3, by residuals.
     """
-    mean = sum(values) / len(values)
-    apart: dict[str, float] = defaultdict(float)
-    of_two: dict[frozenset[str], float] = defaultdict(float)
+    n, mean = len(values), sum(values) / len(values)
+    of_one: dict[str, list[float]] = defaultdict(list)
+    of_two: dict[frozenset[str], list[float]] = defaultdict(list)
     for value, who in zip(values, map(frozenset, people), strict=True):
         for person in who:
-            apart[person] += value - mean
+            of_one[person].append(value - mean)
         if len(who) == 2:
-            of_two[who] += value - mean
-    alone = sum((value - mean) ** 2 for value in values) * _unbiased(len(values))
-    if len(apart) < 2 or not alone:
+            of_two[who].append(value - mean)
+    given, G = [len(own) for own in of_one.values()], len(of_one)
+    squares = sum((value - mean) ** 2 for value in values)
+    if G < 2 or max(given) == 1 or not squares:
         return 1.0
-    # Two values of the same two people were counted with either.
-    together = sum(one**2 for one in apart.values()) - sum(one**2 for one in of_two.values())
-    return max(1.0, together * _unbiased(len(apart)) / alone)
+    together = _moved(of_one.values(), n) * (G - 1) / G - _moved(of_two.values(), n)
+    alone = squares / (n * (n - 1))
+    evenly = max(2.0, sum(given) ** 2 / sum(one**2 for one in given))
+    return max(1.0, together / alone * (_student(evenly) / _student(n)) ** 2)
 
 
-def _unbiased(count: int) -> float:
-    return count / (count - 1) if count > 1 else 1.0
+def _moved(residuals: Iterable[Sequence[float]], n: int) -> float:
+    """Return the sum of squares of how far the mean of n values moves without some of them."""
+    return sum((sum(own) / (n - len(own))) ** 2 for own in residuals if len(own) < n)
 
 
 def length_controlled_win_rate(
@@ -361,7 +371,7 @@ def _of(groups: Groups | None, known: NDArray[np.bool_]) -> Groups | None:
     return None if groups is None else groups[known]
 
 
-def _student(n: int) -> float:
+def _student(n: float) -> float:
     """Return how many deviations an interval reaches whose deviation is found from n tries."""
     from scipy.stats import t
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from rlhf_pipeline.evaluation.metrics import design_effect, wilson_interval
 from rlhf_pipeline.reward.calibration import (
@@ -113,21 +115,28 @@ def test_extreme_numbers_do_not_overflow() -> None:
 
 
 def test_answers_of_few_people_tell_less_than_their_number() -> None:
-    # Two people of ten answers: 9 and 5 are right. By hand: the mean is 0.7, they are 2 beside it
-    # each, so 2 / 1 * (4 + 4) between, over 20 / 19 * 20 * 0.7 * 0.3 alone.
+    # Two people of ten answers: 9 and 5 are right. By hand: the mean is 0.7, and 0.2 away without
+    # either, so 1 / 2 * (0.04 + 0.04) between, over 0.7 * 0.3 / 19 alone; of two people Student's t
+    # is 12.71, of twenty answers 2.093.
     right = [1.0] * 9 + [0.0] + [1.0, 0.0] * 5
     voters = [("ann",)] * 10 + [("bob",)] * 10
-    assert design_effect(right, voters) == pytest.approx(16 * 19 / 20 / 4.2)
-    assert design_effect(right, [(str(n),) for n in range(20)]) == pytest.approx(1)
+    effect = 0.04 * 19 / 0.21 * (12.7062 / 2.09302) ** 2
+    assert design_effect(right, voters) == pytest.approx(effect, rel=1e-5)
+    assert design_effect(right, [(str(n),) for n in range(20)]) == 1
     assert design_effect(right, [("ann",)] * 20) == 1  # whom nobody can be held against
     assert design_effect([1.0] * 20, voters) == 1
     even = [1.0, 0.0] * 10
     assert design_effect(even, voters) == 1  # both are right as often
     margins = [one - 0.5 for one in right]
     assert accuracy_interval(margins, voters) == pytest.approx(
-        wilson_interval(0.7, 20 * 4.2 / 16 * 20 / 19)
+        wilson_interval(0.7, 20 / effect), rel=1e-5
     )
     assert accuracy_interval(margins) == wilson_interval(0.7, 20)
+    twos = [(f"a{n}", f"b{n}") for n in range(20)]
+    assert design_effect(right, twos) == 1
+    # Whom every answer hangs on can be held against nobody, and the others gave one each.
+    assert design_effect(right, [("ann", f"b{n}") for n in range(20)]) == 1
+    assert design_effect(right, [("ann", "bob")] * 20) == 1
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say_where_people_differ() -> None:
@@ -148,16 +157,43 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_people_differ() -> 
     assert naive / tries < 0.75
 
 
+@pytest.mark.parametrize(
+    "of_each",
+    [[60, *[3] * 19], [20] * 10, [30] * 5, [100, 20, 10]],
+    ids=["one gave half", "ten", "five", "three"],
+)
+def test_intervals_hold_the_truth_of_few_people_and_where_one_gave_most(of_each: list[int]) -> None:
+    generator = np.random.default_rng(0)
+    who = np.repeat(np.arange(len(of_each)), of_each)
+    voters = [(str(person),) for person in who]
+    held, tries = 0, 400
+    for _ in range(tries):
+        skill = generator.beta(7, 3, len(of_each))  # the mean is 0.7
+        margins = np.where(generator.random(len(who)) < skill[who], 1.0, -1.0)
+        low, high = accuracy_interval(margins.tolist(), voters)
+        held += low <= 0.7 <= high
+    assert held / tries > 0.93
+
+
 def test_values_that_share_one_of_two_people_go_together() -> None:
     rng = np.random.default_rng(3)
     values = rng.random(40).tolist()
     people = [tuple(map(str, two)) for two in rng.integers(0, 7, (40, 2))]
-    apart = np.array(values) - np.mean(values)
-    shared = [[bool({*a} & {*b}) for b in people] for a in people]
-    together = float(apart @ np.array(shared, dtype=float) @ apart) * 7 / 6
-    alone = float((apart**2).sum()) * 40 / 39
+
+    def moved(gone: Collection[str]) -> float:
+        """How far the mean moves without the values that hang on all of these people, squared."""
+        left = [v for v, two in zip(values, people, strict=True) if not {*gone} <= {*two}]
+        return float((np.mean(left) - np.mean(values)) ** 2)
+
     assert any(a == b for a, b in people)  # one is set beside another of their own
-    assert design_effect(values, people) == pytest.approx(max(1.0, together / alone))
+    twos = {frozenset(two) for two in people if len({*two}) == 2}
+    together = 6 / 7 * sum(map(moved, map(str, range(7)))) - sum(map(moved, twos))
+    alone = float(np.var(values, ddof=1)) / 40
+    given = [sum(str(person) in two for two in people) for person in range(7)]
+    evenly = sum(given) ** 2 / sum(n**2 for n in given)
+    found = student.ppf(0.975, evenly - 1) / student.ppf(0.975, 39)
+    assert together > alone
+    assert design_effect(values, people) == pytest.approx(together / alone * found**2)
     assert design_effect(values, [(b, a) for a, b in people]) == design_effect(values, people)
     # A person whom the model knows well, whoever stands beside them.
     known = [0.0] * 30 + [1.0] * 10
@@ -184,3 +220,22 @@ def test_intervals_of_votes_set_beside_others_hold_the_truth_as_often_as_they_sa
         naive += low <= truth <= high
     assert held / tries > 0.90
     assert naive / tries < 0.70
+
+
+@pytest.mark.parametrize("of_each", [[300, *[16] * 19], [60] * 5], ids=["one gave half", "five"])
+def test_intervals_of_votes_beside_others_hold_the_truth_where_few_gave_most(
+    of_each: list[int],
+) -> None:
+    rng = np.random.default_rng(1)
+    votes = np.repeat(np.arange(len(of_each)), of_each)
+    held, tries = 0, 300
+    for _ in range(tries):
+        liker, disliker = rng.permutation(votes).reshape(2, -1)
+        knows = rng.normal(0.5, 0.5, len(of_each))
+        margins = (knows[liker] + knows[disliker] + rng.normal(0, 1, len(liker))).tolist()
+        truth = 0.7929  # the normal distribution's share above 0, mean 1, variance 1.5
+        low, high = accuracy_interval(
+            margins, [(f"p{a}", f"p{b}") for a, b in zip(liker, disliker, strict=True)]
+        )
+        held += low <= truth <= high
+    assert held / tries > 0.90

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.transforms import Bbox
+from scipy.stats import t as student
 from typer.testing import CliRunner
 
 from assets.reward_tables import beside, groups_of, worst_of
@@ -339,10 +340,13 @@ def test_one_pair_that_many_judged_is_one_pair(planted: Planted) -> None:
     found = annotators_agree(votes)
     assert found is not None
     assert (found.share, found.n) == (0.75, 21)
-    # By hand: 40 (1 - 0.75) on the popular pair, 2 (1 - 0.75) on ten, 2 (0 - 0.75) on ten more.
-    together = (10**2 + 10 * 0.5**2 + 10 * 1.5**2) * 21 / 20
-    alone = 80 * 0.75 * 0.25 * 80 / 79
-    assert (found.low, found.high) == pytest.approx(wilson_interval(0.75, 80 * alone / together))
+    # By hand: 40 (1 - 0.75) on the popular pair, 2 (1 - 0.75) on ten, 2 (0 - 0.75) on ten more,
+    # each over how many are left without; they are worth 80^2 / (40^2 + 20 * 2^2) even pairs.
+    together = ((10 / 40) ** 2 + 10 * (0.5 / 78) ** 2 + 10 * (1.5 / 78) ** 2) * 20 / 21
+    alone = 0.75 * 0.25 / 79
+    few = float(student.ppf(0.975, 6400 / 1680 - 1) / student.ppf(0.975, 79))
+    worth = 80 * alone / together / few**2
+    assert (found.low, found.high) == pytest.approx(wilson_interval(0.75, worth))
     unanimous = annotators_agree(votes[:40])
     assert unanimous is not None
     assert unanimous.low < 0.3  # of one pair
