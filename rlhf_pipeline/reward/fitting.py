@@ -238,12 +238,12 @@ def fit_parts(
 ) -> Fit:
     """Give the model a head per part of the raters, fitted on the frozen trunk's features."""
     deviation = scales(features, LIKELIHOODS * model.likelihood)
-    differences = (features[: len(pairs)] - features[len(pairs) :]) / deviation
+    chosen, rejected = ((features - features.mean(0)) / deviation).tensor_split([len(pairs)])
     targets = torch.tensor(pairs.targets, dtype=torch.float64)
     counts = torch.ones_like(targets) if weights is None else weights
     kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
     part = torch.tensor(parts)
-    found, _ = fit_heads(differences, targets, counts, part, kept_out, model.combined)
+    found, _ = fit_heads(chosen, rejected, targets, counts, part, kept_out, model.combined)
     _check_finite(found)
     plain = found / deviation
     set_heads(model, plain, features)

@@ -63,7 +63,8 @@ def parts_of(voters: Sequence[str], heads: int) -> dict[str, int]:
 
 
 def fit_heads(
-    differences: Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
     targets: Tensor,
     weights: Tensor,
     parts: Tensor,
@@ -72,16 +73,19 @@ def fit_heads(
 ) -> tuple[Tensor, float]:
     """Return the heads (K, F) and their ridge, each fitted to the pairs of its part.
 
-    Shapes: differences (N, F) float64 of one scale, the others (N,). The ridge is the one whose
-    combined margins find likeliest what is `kept_out`; then all pairs are used.
+    Shapes: the two sides' features (N, F) float64, of one scale and about their common mean, as the
+    scores will be; the others (N,). The ridge is the one under which what is `kept_out` is
+    likeliest, by margins between combined scores; then all pairs are used.
     """
+    differences = chosen - rejected
     decided = kept_out & (targets == 1)
     ridge = HEAD_RIDGES[len(HEAD_RIDGES) // 2]
     if decided.any() and not kept_out.all():
         surprise: dict[float, float] = {}
         for tried in HEAD_RIDGES:
             heads = _fitted(differences, targets, weights, parts, ~kept_out, tried)
-            margins = combined(differences[decided] @ heads.T)
+            scores = [combined(side[decided] @ heads.T) for side in (chosen, rejected)]
+            margins = scores[0] - scores[1]
             surprise[tried] = float(preference_loss(margins, targets[decided]).mean())
         ridge = min(surprise, key=lambda r: surprise[r])
     everything = torch.ones_like(kept_out)

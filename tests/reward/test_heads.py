@@ -25,9 +25,11 @@ from rlhf_pipeline.records import (
     RewardInput,
     user_prompt,
 )
-from rlhf_pipeline.reward.heads import Combined, disagreement, parts_of
+from rlhf_pipeline.reward.ensemble import Combine
+from rlhf_pipeline.reward.heads import HEAD_RIDGES, Combined, disagreement, fit_heads, parts_of
 from rlhf_pipeline.reward.influence import of_heads, of_one_head
 from rlhf_pipeline.reward.kinds import Opinions, Text, fit, fit_parts_of_kinds, of_others
+from rlhf_pipeline.reward.logistic import logistic
 from rlhf_pipeline.reward.model import load_reward_model
 from rlhf_pipeline.reward.raters import TURN_ALPHA, rater_weights, turn_of, vote_weights
 from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
@@ -84,6 +86,31 @@ def test_every_head_has_raters_of_its_own_and_more_people_move_no_hash() -> None
     assert parts_of(list(reversed(voters)), 4) == parts
     with pytest.raises(NotEnoughData, match="10 heads need 10 raters, one each at least, found 9"):
         parts_of(voters, 10)
+
+
+@pytest.mark.parametrize("combine", ["median", "mean", "pessimistic"])
+def test_the_ridge_is_the_best_of_margins_between_combined_scores(combine: Combine) -> None:
+    """A median of differences is no difference of medians, nor is a difference less a deviation."""
+    combined = Combined(combine)
+    part, kept_out = torch.arange(200) % 3, torch.arange(200) % 5 == 0
+    ones = torch.ones(200, dtype=torch.float64)
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        taste = 0.35 * torch.randn(16, generator=draw, dtype=torch.float64)
+        one, other = 0.7 * torch.randn(2, 200, 16, generator=draw, dtype=torch.float64)
+        likes = torch.rand(200, generator=draw, dtype=torch.float64)
+        first = (likes < ((one - other) @ taste).sigmoid())[:, None]
+        chosen, rejected = torch.where(first, one, other), torch.where(first, other, one)
+        surprise = {}
+        for ridge in HEAD_RIDGES:
+            used = [~kept_out & (part == mine) for mine in range(3)]
+            heads = torch.stack(
+                [logistic((chosen - rejected)[own], ones[own], ridge)[0] for own in used]
+            )
+            margins = combined(chosen[kept_out] @ heads.T) - combined(rejected[kept_out] @ heads.T)
+            surprise[ridge] = -float(margins.sigmoid().log().mean())
+        _, ridge = fit_heads(chosen, rejected, ones, ones, part, kept_out, combined)
+        assert ridge == min(surprise, key=lambda r: surprise[r])
 
 
 def test_a_parts_influence_is_what_the_others_say_without_it() -> None:
