@@ -32,22 +32,22 @@ class PartInfluence:
 
 
 def of_heads(
-    scores: Callable[[Tensor], Tensor],
-    chosen: Tensor,
-    rejected: Tensor,
+    margins: Callable[[Tensor], Tensor],
+    by_head: Tensor,
     parts: Mapping[str, int],
     votes: Sequence[int],
 ) -> list[PartInfluence]:
-    """Return each part's influence on held-out pairs; chosen and rejected are scores (N, K).
+    """Return each part's influence on held-out pairs; by_head are their texts' scores (T, K).
 
-    `votes` is how many each part trained on.
+    `margins` combines the scores of some heads, and returns how far the better texts then lead the
+    worse ones, (N,). `votes` is how many each part trained on.
     """
-    heads = chosen.shape[1]
-    before = scores(chosen) - scores(rejected)
+    heads = by_head.shape[1]
+    before = margins(by_head)
     found = []
     for part in range(heads):
         others = [head for head in range(heads) if head != part]
-        after = scores(chosen[:, others]) - scores(rejected[:, others])
+        after = margins(by_head[:, others])
         raters = sum(one == part for one in parts.values())
         found.append(_influence(raters, votes[part], before, after))
     return found

@@ -392,9 +392,12 @@ def _influence(
     given = Counter(heard.voters)
     if heard.parts:
         per_part = Counter(heard.parts[voter] for voter in heard.voters)
-        better, worse = held_out.lead(by_head).chunk(2)
         votes = [per_part[part] for part in range(by_head.shape[1])]
-        return of_heads(model.combined, better, worse, heard.parts, votes), None
+
+        def margins(some: Tensor) -> Tensor:
+            return held_out.ahead(model.combined(some))
+
+        return of_heads(margins, by_head, heard.parts, votes), None
     unknown = why_unknown(trunk_trains=not trunk_is_frozen, raters=len(given))
     if seen is None or heard.went.without is None or unknown is not None:
         return [], unknown

@@ -115,7 +115,7 @@ def test_the_ridge_is_the_best_of_margins_between_combined_scores(combine: Combi
 
 def test_a_parts_influence_is_what_the_others_say_without_it() -> None:
     chosen = torch.tensor([[1.0, 1.0, -3.0], [1.0, -1.0, 2.0]])
-    found = of_heads(Combined("mean"), chosen, torch.zeros(2, 3), {"a": 0, "b": 1, "c": 1}, [5] * 3)
+    found = of_heads(lambda scores: scores.mean(1), chosen, {"a": 0, "b": 1, "c": 1}, [5] * 3)
     assert [(one.raters, one.accuracy, one.changed) for one in found] == [
         (1, 0.5, 0.0),  # (-1, 0.5) where all say (-1/3, 2/3)
         (2, 0.5, 0.0),  # (-1, 1.5)

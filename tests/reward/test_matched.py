@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -29,6 +31,9 @@ from rlhf_pipeline.records import (
     user_prompt,
 )
 from rlhf_pipeline.reward.calibration import highest_floor, pair_accuracy
+from rlhf_pipeline.reward.ensemble import Combine
+from rlhf_pipeline.reward.fitting import Heard
+from rlhf_pipeline.reward.heads import Combined
 from rlhf_pipeline.reward.held_out import (
     WORST,
     HeldOut,
@@ -48,9 +53,10 @@ from rlhf_pipeline.reward.matched import (
     of_matches,
     usual_of_each,
 )
-from rlhf_pipeline.reward.model import load_reward_model
+from rlhf_pipeline.reward.model import load_reward_model, new_reward_model
 from rlhf_pipeline.reward.plots import PLOTS
-from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
+from rlhf_pipeline.reward.training import RewardModelReport, _influence, train_reward_model
+from rlhf_pipeline.reward.tuning import Fit
 from tests.reward.conftest import SETTINGS, WORDS, Planted
 
 KINDS = {"thumbs": 1.0, "rating": 1.0}
@@ -165,6 +171,41 @@ def test_answers_are_measured_against_what_is_usual_at_their_prompt() -> None:
     assert held.lead(both).tolist() == [[0, 0], [0, 0], [1, 2], [2, 4]]
     # Of usual length 0, 1 and 2: ahead by 5 and 3, and by 2 and -1.
     assert held.longer_is_better() == 1.0
+
+
+@pytest.mark.parametrize("combine", ["median", "pessimistic"])
+def test_without_a_part_votes_are_judged_by_the_lead_of_the_others_combined_scores(
+    planted: Planted, combine: Combine
+) -> None:
+    """A lead is of scores as the model gives them, not combined from the leads of its heads."""
+    model, _ = new_reward_model(planted.base, seed=0)
+    model.combined = Combined(combine)
+    held = of_matches(
+        Matches(tuple(Match(vote(1, "p0", f"{i}"), vote(0, "p1", f"{i}")) for i in range(200))),
+        {prompt_to_json(user_prompt(f"p{i}")): ["x"] * 4 for i in range(2)},
+    )
+    by_head = torch.randn(len(held.texts), 4, generator=torch.Generator().manual_seed(0))
+    parts = {"ann": 0, "bob": 1, "cid": 2, "dee": 3}
+    heard = Heard(Fit([], None), list(parts), parts)
+    scores = model.combined(by_head)
+    found, unknown = _influence(model, held, heard, by_head, scores, None, trunk_is_frozen=True)
+    assert (len(found), unknown) == (4, None)
+
+    def ahead(heads: list[int]) -> list[float]:
+        of = [text[heads] for text in by_head.numpy()]
+        said = [float(np.median(x) if combine == "median" else x.mean() - x.std()) for x in of]
+        usual = statistics.fmean(said[400:404]) - statistics.fmean(said[404:])
+        return [
+            liked - not_liked - usual
+            for liked, not_liked in zip(said[:200], said[200:400], strict=True)
+        ]
+
+    everybody = ahead([0, 1, 2, 3])
+    for part, told in enumerate(found):
+        others = ahead([head for head in range(4) if head != part])
+        assert told.accuracy == pytest.approx(pair_accuracy(others))
+        changed = [(a > 0) != (b > 0) for a, b in zip(others, everybody, strict=True)]
+        assert told.changed == pytest.approx(statistics.fmean(changed))
 
 
 @pytest.mark.parametrize("prompts", [10, 30])
