@@ -82,7 +82,10 @@ METRICS: Mapping[str, Metric] = {
     "policy/clip_fraction": Metric("share", "0 to 1", _MINIBATCHES, "tokens where the clip acts"),
     "policy/first_ratio": Metric("ratio", "1", "the update's first minibatch", "smoke test: 1"),
     "policy/logprob_gap": Metric(
-        "nats per token", ">= 0", "the update's first minibatch", "sampling against training"
+        "nats per token",
+        ">= 0",
+        "the update's first minibatch; with importance_cap mean over all fresh tokens",
+        "sampling against training",
     ),
     "policy/grad_norm": Metric("norm", ">= 0", _MINIBATCHES, "before clipping, critic included"),
     "critic/loss": Metric("score squared", ">= 0", _MINIBATCHES, "half squared error, clipped"),
@@ -102,7 +105,9 @@ METRICS: Mapping[str, Metric] = {
     "dpo/accuracy": Metric("share", "0 to 1", "over the update's pairs", "chosen above rejected"),
     "train/loss": Metric("loss", "any", _MINIBATCHES, "policy loss + value_coef * critic loss"),
     "train/kl_coef": Metric("score per nat", ">= 0", "used in this update", "KL penalty weight"),
-    "train/learning_rate": Metric("rate", ">= 0", "used in this update", "of the policy"),
+    "train/learning_rate": Metric(
+        "rate", ">= 0", "used in this update; with DPO in its last step", "of the policy"
+    ),
     "train/optimizer_steps": Metric("steps", ">= 0", "since the start", "steps taken so far"),
     "train/loss_scale": Metric("factor", ">= 1", "after the update", "of the loss, in float16"),
     "reward/*/weight": Metric("weight", "any", "used in this update", "how much a function counts"),
