@@ -234,5 +234,8 @@ def disk_alerts(settings: Settings) -> list[Alert]:
     free = shutil.disk_usage(settings.state_dir).free / 2**30
     if free >= settings.alerts.disk_gib:
         return []
-    words = f"{free:.1f} GiB free, wanted {settings.alerts.disk_gib}; remove old turns or backups"
+    words = (
+        f"{free:.1f} GiB free, wanted {settings.alerts.disk_gib}; remove old turns (`rlhf prune`, "
+        "which needs a few MiB itself) or backups"
+    )
     return [Alert("disk_nearly_full", "every agent", words)]

@@ -33,6 +33,7 @@ from rlhf_pipeline.files import (
     file_sha256,
     folder_sha256,
     new_folder,
+    no_room,
     read_json,
     sqlite_url,
     write_json,
@@ -289,6 +290,9 @@ def _copy_database(source: Path, target: Path) -> bool:
             raise FileNotFoundError(source) from error
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
             return False
+        for file in (target, source):
+            if full := no_room(error, str(file)):
+                raise BackupError(full) from error
         if isinstance(error, sqlite3.OperationalError):  # damage has words of its own
             raise BackupError(
                 f"needed a database that can be read, and room for a copy of it, found {source}: "

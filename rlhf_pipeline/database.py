@@ -22,7 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.files import file_identity, make_private
+from rlhf_pipeline.files import file_identity, make_private, no_room
 
 log = structlog.get_logger(__name__)
 
@@ -544,6 +544,8 @@ class Database:
     def _away(self, error: BaseException | None) -> ConfigError:
         words = " ".join(str(error).split())
         if self.is_sqlite:
+            if full := no_room(error, self.url.database or ""):
+                return ConfigError(full)
             return ConfigError(
                 f"needed a database file that can be read and written, found {self.url.database}: "
                 f"{words}; mend that, or name another state folder with --state or RLHF_STATE_DIR"

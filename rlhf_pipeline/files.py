@@ -7,12 +7,14 @@ two renames when an existing *folder* is replaced, during which a reader finds n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import sqlite3
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ import yaml
 from rlhf_pipeline.errors import PipelineError, TrainingError
 
 SQLITE = "sqlite:///"  # before a path, in a URL
+LEAST_ROOM = 2**20  # bytes free on a disk that is not called full
 
 
 @contextmanager
@@ -104,6 +107,26 @@ def sqlite_path(url: str) -> Path | None:
     if not url.startswith(SQLITE):
         return None
     return Path(unquote(url.removeprefix(SQLITE).partition("?")[0]))
+
+
+def no_room(error: BaseException | None, file: str = "") -> str:
+    """Return what to tell of a call that failed as its disk is full; "" where it failed otherwise.
+
+    Where there is not even room for the index of its log, SQLite cannot read either, and says no
+    more than "disk I/O error": what is free beside the file tells that from a broken disk.
+    """
+    if isinstance(error, OSError):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    else:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the other bytes say at what
+        is_full = code == sqlite3.SQLITE_FULL
+        if code == sqlite3.SQLITE_IOERR and file and Path(file).parent.is_dir():
+            is_full = shutil.disk_usage(Path(file).parent).free < LEAST_ROOM
+    if not is_full:
+        return ""
+    found = f"found {file}" if file else "found"
+    said = " ".join(str(error).split())
+    return f"needed room on the disk, {found}: {said}; make room, and do it again"
 
 
 def make_private(directory: Path) -> None:

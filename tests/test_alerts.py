@@ -174,6 +174,7 @@ def test_a_full_disk_is_everybodys(tmp_path: Path) -> None:
     greedy = settings.model_copy(update={"alerts": AlertSettings(disk_gib=10**6)})
     [alert] = disk_alerts(greedy)
     assert alert.name == "disk_nearly_full"
+    assert "`rlhf prune`, which needs a few MiB itself" in alert.words
 
 
 def test_a_champion_that_fails_is_told_of_however_old_it_is() -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -17,6 +18,7 @@ from contextlib import closing
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -513,16 +515,16 @@ def test_a_full_disk_is_told_in_one_line(
     with store.read() as connection:
         connection.exec_driver_sql("PRAGMA max_page_count=1")  # as large as it is, and no larger
     large = write(tmp_path / "large.jsonl", THUMBS.replace("Because.", "x" * 100_000))
-    line = "error: needed room on the disk, found: {}; make room, and do it again\n"
+    line = "error: needed room on the disk, found{}; make room, and do it again\n"
     told = rlhf("ingest", str(large), "--agent", "tea", code=1).stderr
-    assert told == line.format("database or disk is full")
+    assert told == line.format(f" {tmp_path}/state/feedback.db: database or disk is full")
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     told = rlhf("feedback", "export", str(tmp_path / "o.csv"), "--agent", "tea", code=1).stderr
-    assert told == line.format("[Errno 28] No space left on device")
+    assert told == line.format(": [Errno 28] No space left on device")
 
     def busy(*_: Any) -> None:
         raise sqlite3.OperationalError("database is locked")
@@ -530,6 +532,35 @@ def test_a_full_disk_is_told_in_one_line(
     monkeypatch.setattr(backup, "back_up", busy)
     told = rlhf("backup", str(tmp_path / "copy"), code=1).stderr
     assert told == "error: database is locked\n"
+
+
+@pytest.mark.parametrize("command", [["status"], ["prune", "--dry-run"], ["backup", "copy"]])
+def test_a_disk_without_room_for_the_index_of_a_log_is_told_as_full(
+    command: list[str], rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite reads nothing then, and says no more than that it could not."""
+    rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
+    file = tmp_path / "state" / "feedback.db"
+    open_database(f"sqlite:///{file}").close()  # its log and the index of that go with it
+    if command == ["status"]:
+        open_database.cache_clear()  # as a process that has not opened it yet
+    command = [str(tmp_path / word) if word == "copy" else word for word in command]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = []
+    for free in (0, 2**40):
+        room = {file.parent: free}  # and enough where the copy goes
+        monkeypatch.setattr(
+            "shutil.disk_usage", lambda at, room=room: SimpleNamespace(free=room.get(at, 2**40))
+        )
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # no file may be longer
+        try:
+            told.append(rlhf(*command, code=1).stderr)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = f"room on the disk, found {file}: disk I/O error; make room, and do it again"
+    assert told[0] == f"error: needed {words}\n"
+    assert "disk I/O error" in told[1]
+    assert "room on the disk" not in told[1]  # it is something else
 
 
 def test_a_key_is_for_an_agent_that_can_be(rlhf: Run, tmp_path: Path) -> None:

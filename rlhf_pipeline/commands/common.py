@@ -5,7 +5,6 @@ Nothing heavy is imported before a command needs it: `rlhf --help` answers in a 
 
 from __future__ import annotations
 
-import errno
 import getpass
 import logging
 import os
@@ -365,6 +364,8 @@ def _is_foreseen(error: Exception) -> bool:
 
 def _told(error: Exception) -> str:
     """Return what went wrong and what to do, on one line."""
+    from rlhf_pipeline.files import no_room
+
     said, file = one_line(_drivers(error)), _file_of(error)
     if _damage(error) is not None:
         remedy = "put the state folder aside and take one back with `rlhf restore`"
@@ -380,8 +381,8 @@ def _told(error: Exception) -> str:
             f"needed {file} to be free, found: {said}; end the program that holds it, or wait for "
             "it, and do it again"
         )
-    if _is_full(_drivers(error)):
-        return f"needed room on the disk, found: {said}; make room, and do it again"
+    if full := no_room(_drivers(error), file):
+        return full
     if _is_for_reading(_drivers(error)):
         return (
             f"needed a database that may be written to, found: {said}; see its "
@@ -417,14 +418,6 @@ def _is_held(error: Exception) -> bool:
 
     code = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_BUSY
-
-
-def _is_full(error: Exception) -> bool:
-    import sqlite3
-
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _is_for_reading(error: Exception) -> bool:
