@@ -395,6 +395,7 @@ def alerts(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> dg.SkipRe
 
 
 @dg.run_failure_sensor(
+    monitor_all_code_locations=True,  # a run of `make train` is of none, to Dagster
     minimum_interval_seconds=30,
     default_status=RUNNING,
     description="Tell people that a run failed: a log line always, a webhook where one is set.",

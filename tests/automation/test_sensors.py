@@ -1181,6 +1181,46 @@ def test_people_hear_why_a_step_failed_in_our_words_alone(
     assert by_another.endswith("Steps failed: ['elsewhere'].")
 
 
+def test_a_run_that_died_is_told_once_whoever_began_it(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    """To Dagster one that `make train` ran in its own process is of no code location."""
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    here = RegisteredCodeLocationOrigin("here")
+    begun = {"nightly": RemoteJobOrigin(RemoteRepositoryOrigin(here, "ours"), "retrain")}
+
+    def failures(cursor: str | None) -> Any:
+        with dg.build_sensor_context(
+            instance=ticks.instance,
+            repository_name="ours",
+            cursor=cursor,
+            resources={"pipeline": ticks.pipeline},
+        ) as context:
+            context._code_location_origin = here  # as the daemon's own look has it
+            return sensors.run_failed.evaluate_tick(context).cursor
+
+    cursor = failures(None)
+    for agent in ("nightly", "by-hand"):
+        run = ticks.instance.create_run_for_job(
+            definitions().resolve_job_def("retrain"),
+            status=dg.DagsterRunStatus.STARTED,
+            tags={AGENT: agent},
+            remote_job_origin=begun.get(agent),
+        )
+        ticks.pipeline.claims.claim(
+            agent, "f" * 64, 40, holder=run.run_id, asked_by="person", lease=EXPIRED
+        )
+    ticks.tick("dead_runs")
+    for _ in range(3):
+        cursor = failures(cursor)
+    told = sorted((body["text"], body["message"][:18]) for body in kept.received)
+    assert told == [
+        ("retrain of by-hand failed", "no heartbeat since"),
+        ("retrain of nightly failed", "no heartbeat since"),
+    ]
+
+
 def test_without_a_webhook_the_log_has_it(ticks: Ticks) -> None:
     with structlog.testing.capture_logs() as logs:
         fail(ticks, "quiet")
