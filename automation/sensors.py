@@ -408,7 +408,8 @@ def run_failed(context: dg.RunFailureSensorContext, pipeline: Pipeline) -> None:
     """
     run, settings = context.dagster_run, pipeline.settings()
     log.error("run failed", job=run.job_name, run=run.run_id, agent=run.tags.get(AGENT, ""))
-    text = f"{run.job_name} of {run.tags.get(AGENT, 'no agent')} failed"
+    of = f" of {run.tags[AGENT]}" if AGENT in run.tags else ""  # pruning is everybody's
+    text = f"{run.job_name}{of} failed"
     logs = context.instance.all_logs(run.run_id)
     events = [entry.dagster_event for entry in logs if entry.dagster_event is not None]
     message = why_failed_in_our_words(events, context.failure_event.message or "")

@@ -1137,6 +1137,19 @@ def test_people_hear_of_a_failed_run_by_webhook_and_log(
     assert "secret-path" not in str(logs)
 
 
+def test_a_failed_run_of_no_agent_is_told_by_its_job(
+    ticks: Ticks, hook: tuple[str, type[Hook]]
+) -> None:
+    url, kept = hook
+    ticks.set(notifications={"webhook": url})
+    run = ticks.instance.create_run_for_job(
+        definitions().resolve_job_def("prune_state"), status=dg.DagsterRunStatus.STARTED
+    )
+    ticks.instance.report_run_failed(run, message="a recipe is gone")
+    hear_of(ticks, run)
+    assert [body["text"] for body in kept.received] == ["prune_state failed"]
+
+
 def test_people_hear_what_killed_a_run(ticks: Ticks, hook: tuple[str, type[Hook]]) -> None:
     """Dagster's server says it before it ends the run, whose own message is of no help."""
     url, kept = hook
