@@ -322,6 +322,10 @@ def young_champions(context: dg.SensorEvaluationContext, pipeline: Pipeline) -> 
     for agent_id in pipeline.store.agents():
         try:
             settings = pipeline.settings(agent_id)
+        except ConfigError as error:  # `alerts` tells of it; the others are looked at all the same
+            log.warning("champion not looked at", agent=agent_id, error=str(error))
+            continue
+        try:
             done = go_back_if_failing(pipeline.registry, agent_id, settings, at=now())
         except Exception as error:  # the others are looked at all the same
             log.exception("champion not looked at", agent=agent_id)
