@@ -15,6 +15,7 @@ import structlog
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.experiment.watch import WATCH, is_trouble
 from rlhf_pipeline.overview import HUNDREDTH
+from rlhf_pipeline.registry.models import cached_folder
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -162,6 +163,17 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Aler
             agent_id,
             f"{overview.moved.reason}; version {overview.moved.version} answers again",
             overview.moved.entry,
+        )
+    champion = overview.champion
+    if champion is not None and not any(
+        place.is_dir() for place in (champion.path, cached_folder(settings.mlflow_folder, champion))
+    ):
+        yield Alert(
+            "champion_lost",
+            agent_id,
+            f"the files of version {champion.version}, the champion, are not in {champion.path}: "
+            "only MLflow's copy may be left, and where that has gone too nobody can be answered; "
+            f"put them back from a backup, or `rlhf rollback --agent {agent_id}`",
         )
     if found is not None and is_trouble(
         found, most=rules.trouble_answers, share=rules.trouble_share

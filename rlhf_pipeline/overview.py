@@ -104,6 +104,7 @@ class Overview:
     failures: Failures | None = None  # of the champion, at its latest answers
     moved: Promotion | None = None  # the ledger's newest entry
     network_share: float | None = None  # of people at the chat page, from one; None with few
+    champion: ModelVersion | None = None
 
 
 def overview(
@@ -146,6 +147,7 @@ def overview(
         ),
         moved=history[-1] if history else None,
         network_share=network_share,
+        champion=ledger.champion(agent_id),
     )
 
 

@@ -15,6 +15,7 @@ from rlhf_pipeline.experiment.book import Experiment
 from rlhf_pipeline.experiment.watch import Failures
 from rlhf_pipeline.feedback.claims import Claim
 from rlhf_pipeline.overview import Overview, Standing, Votes
+from rlhf_pipeline.registry.ledger import ModelVersion
 
 AT = datetime(2026, 5, 1, 12, tzinfo=UTC)
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -186,6 +187,20 @@ def test_a_champion_that_fails_is_told_of_however_old_it_is() -> None:
     assert alert.name == "champion_fails"
     assert "failed at 30 of its latest 50 answers" in alert.words
     assert "`rlhf rollback --agent tea`" in alert.words
+
+
+def test_a_champion_whose_files_are_gone_is_told_of(tmp_path: Path) -> None:
+    made = tmp_path / "policy"
+    champion = ModelVersion("tea", 2, "v90", made, {}, {}, None, None, AT)
+    settings, lost = Settings(state_dir=tmp_path / "state"), replace(CALM, champion=champion)
+    [alert] = alerts_of(lost, settings, at=AT)
+    assert alert.name == "champion_lost"
+    assert f"version 2, the champion, are not in {made}: " in alert.words
+    assert "`rlhf rollback --agent tea`" in alert.words
+    for place in (made, settings.mlflow_folder / "cache" / "rlhf-tea" / "2"):
+        place.mkdir(parents=True)
+        assert alerts_of(lost, settings, at=AT) == []
+        place.rmdir()
 
 
 def test_a_champion_whom_people_like_less_than_the_one_before_is_told_of() -> None:

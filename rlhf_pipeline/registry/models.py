@@ -323,23 +323,33 @@ class ModelRegistry:
         """Return a local folder with exactly the files that were registered.
 
         The place they were trained in, or where that is gone MLflow's copy. Changed files raise
-        HashMismatch rather than being passed over for the copy: somebody has to look.
+        HashMismatch rather than being passed over for the copy: somebody has to look. Raises
+        RegistryError where the copy is gone too.
         """
         if version.path.is_dir():
             return self._check(version, version.path)
-        cached = self.folder / "cache" / model_name(version.agent_id) / str(version.version)
+        cached = cached_folder(self.folder, version)
         if cached.is_dir():
             return self._check(version, cached)
-        with (
-            mlflow_refusals(f"fetching version {version.version} of {version.agent_id}"),
-            self._stored(version) as stored,
-        ):
-            self._check(version, stored)
-            if sqlite_path(self.tracking_uri) is not None:
-                return stored
-            with new_folder(cached) as aside:
-                for child in stored.iterdir():
-                    shutil.move(child, aside)
+        try:
+            with (
+                mlflow_refusals(f"fetching version {version.version} of {version.agent_id}"),
+                self._stored(version) as stored,
+            ):
+                self._check(version, stored)
+                if sqlite_path(self.tracking_uri) is not None:
+                    return stored
+                with new_folder(cached) as aside:
+                    for child in stored.iterdir():
+                        shutil.move(child, aside)
+        except RegistryError as error:
+            if not isinstance(error.__cause__, Exception) or not is_missing(error.__cause__):
+                raise
+            raise RegistryError(
+                f"version {version.version} of agent {version.agent_id} needs its files, found "
+                f"none in {version.path}, nor MLflow's copy; put them back from a backup, or leave "
+                "a champion with `rlhf rollback`"
+            ) from error
         return cached
 
     def _check(self, version: ModelVersion, folder: Path) -> Path:
@@ -560,6 +570,11 @@ class ModelRegistry:
                 f"MLflow's files need to be in {folder}, found {uri} in its database: the state "
                 "folder was moved or copied by hand; `rlhf moved` lets their places follow"
             )
+
+
+def cached_folder(folder: Path, version: ModelVersion) -> Path:
+    """Return where a version's files lie once they were fetched from an MLflow elsewhere."""
+    return folder / "cache" / model_name(version.agent_id) / str(version.version)
 
 
 def version_tags(version: ModelVersion) -> dict[str, str]:

@@ -1469,6 +1469,7 @@ def test_a_young_champion_that_fails_is_rolled_back_and_told_of(
     assert said.startswith("shop: rolled back from 1 to 0")
     store.set_agent("astray", recipe=None)
     assert ticks.tick("young_champions").skip_message == "no young champion fails"
+    (ticks.state / "0").mkdir()  # the champion's files
     ticks.set(notifications={"webhook": url})
     first = ticks.tick("alerts").cursor
     [told] = [body["message"] for body in kept.received]
@@ -1606,6 +1607,7 @@ def test_what_was_told_of_an_agent_stands_while_nobody_can_look_at_it(
     url, kept = hook
     ticks.set(notifications={"webhook": url})
     ledger_of_two(ticks.pipeline.store, ticks.state)
+    (ticks.state / "0").mkdir()  # the champion's files
     later = now() + timedelta(minutes=11)
     with patch.object(sensors, "now", lambda: later):
         cursor = ticks.tick("alerts").cursor

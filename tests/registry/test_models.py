@@ -409,6 +409,13 @@ def test_where_the_training_folder_is_gone_mlflows_copy_serves(
     found = registry.folder_of(version)
     assert found != version.path
     assert (found / "model.safetensors").read_text() == "1"
+    shutil.rmtree(found)
+    with pytest.raises(RegistryError) as caught:
+        registry.folder_of(version)
+    assert str(caught.value) == (
+        f"version 1 of agent {agent} needs its files, found none in {version.path}, nor MLflow's "
+        "copy; put them back from a backup, or leave a champion with `rlhf rollback`"
+    )
 
 
 def test_a_folder_with_a_pickle_is_not_registered(
