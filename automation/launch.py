@@ -23,6 +23,7 @@ from automation.dead import UNFINISHED, end_dead_turns
 from automation.jobs import bootstrap, retrain, why_failed
 from resources.pipeline import AGENT, ASKED_BY, Pipeline, bootstrap_mark
 from rlhf_pipeline.commands.common import console as made_console
+from rlhf_pipeline.commands.common import is_foreseen, told_of
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
@@ -73,18 +74,27 @@ def _run(
         config["ops"] = {"feedback_snapshot": {"config": {"watermark": watermark, "again": again}}}
     claims = [c for c in history if c.fingerprint == mark]
     folder = settings.turn_folder(agent_id, mark, [c.state for c in claims].count("done"))
-    with looking(bars, folder):
-        outcome = (
-            definitions()
-            .resolve_job_def(job)
-            .execute_in_process(
-                instance=instance,
-                partition_key=agent_id,
-                tags={ASKED_BY: "person"},
-                run_config=config,
-                raise_on_error=False,
+    try:
+        with looking(bars, folder):
+            outcome = (
+                definitions()
+                .resolve_job_def(job)
+                .execute_in_process(
+                    instance=instance,
+                    partition_key=agent_id,
+                    tags={ASKED_BY: "person"},
+                    run_config=config,
+                    raise_on_error=False,
+                )
             )
-        )
+    except Exception as error:  # Dagster's own, that it could not store what the run came to
+        since = pipeline.claims.history(agent_id)[len(history) :]
+        if not is_foreseen(error) or not since or since[-1].reason is None:
+            raise
+        raise PipelineError(
+            f"{job} of {agent_id} failed: {since[-1].reason}; and Dagster could not store that: "
+            f"{told_of(error)}"
+        ) from error
     if not outcome.success:
         claim = pipeline.claims.of_holder(outcome.run_id)
         if claim is not None and claim.state == "held":
@@ -161,9 +171,11 @@ def main() -> None:
         bars = Bars(console)
         with bars.progress:
             run_job(pipeline, arguments.agent, bars, job=arguments.job, again=arguments.again)
-    except PipelineError as error:
-        told = f"[red]error[/]: {escape(str(error))}"  # as `rlhf` does
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+    except Exception as error:
+        if not is_foreseen(error):
+            raise
+        line = f"[red]error[/]: {escape(told_of(error))}"  # as `rlhf` does
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before the run began, or after it: within it, it is an error
         sys.exit("interrupted")

@@ -129,9 +129,9 @@ class Command(TyperCommand):
                     need_whole(typed, parameter.opts[0], "type it again")
             return super().invoke(ctx)
         except Exception as error:
-            if debug or not _is_foreseen(error):
+            if debug or not is_foreseen(error):
                 raise
-            typer.echo(f"error: {_told(error)}", err=True)
+            typer.echo(f"error: {told_of(error)}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -351,7 +351,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _is_foreseen(error: Exception) -> bool:
+def is_foreseen(error: Exception) -> bool:
     """Say whether the message alone tells what to do: ours, a file's or a database's trouble."""
     if isinstance(error, BrokenPipeError | click.exceptions.ClickException | click.exceptions.Exit):
         return False  # click's own
@@ -362,7 +362,7 @@ def _is_foreseen(error: Exception) -> bool:
     return away or _is_for_reading(_drivers(error))
 
 
-def _told(error: Exception) -> str:
+def told_of(error: Exception) -> str:
     """Return what went wrong and what to do, on one line."""
     from rlhf_pipeline.files import no_room
 

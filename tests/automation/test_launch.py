@@ -1,6 +1,7 @@
 """`make train AGENT=name` where no turn comes of it: a line says why and what to do."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,48 @@ def test_a_turn_that_ctrl_c_ended_holds_its_claim_no_longer(
     [claim] = pipeline.claims.history("tea")
     assert (claim.state, claim.reason) == ("failed", "interrupted")
     pipeline.claims.claim("tea", "f" * 64, 1, holder="the next", asked_by="person")
+    pipeline.database.close()
+
+
+@pytest.mark.parametrize("why", ["step reward_model failed: make room there", None])
+def test_a_run_that_dagster_could_not_store_is_a_line_with_why_it_failed(
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on a full disk: the run is over, and its storage takes no event."""
+    monkeypatch.setenv("RLHF_STATE_DIR", str(tmp_path / "state"))
+    home = processes.prepare_home(tmp_path / "state")
+    pipeline = Pipeline()
+    pipeline.store.ensure_agent("tea")
+
+    @dg.op
+    def fails(context: dg.OpExecutionContext) -> None:
+        claim = pipeline.claims.claim("tea", "f" * 64, 1, holder=context.run_id, asked_by="person")
+        if why is not None:
+            pipeline.claims.finish(claim.token, "failed", why)
+        shutil.rmtree(home / "history")
+
+    @dg.job(name=bootstrap.name, partitions_def=dg.DynamicPartitionsDefinition(name="agents"))
+    def a_turn() -> None:
+        fails()
+
+    monkeypatch.setattr(
+        "rlhf_pipeline.definitions.definitions", lambda: dg.Definitions(jobs=[a_turn])
+    )
+    monkeypatch.setattr(sys, "argv", ["launch", "--agent", "tea", "--job", bootstrap.name])
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        monkeypatch.setattr(dg.DagsterInstance, "get", lambda: instance)
+        monkeypatch.setattr(processes, "prepare_home", lambda state: state)
+        with pytest.raises(SystemExit, match="1"):
+            launch.main()
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    [line] = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert line.endswith("unable to open database file")
+    if why is not None:
+        assert line.startswith(f"error: bootstrap of tea failed: {why}; and Dagster could not")
     pipeline.database.close()
 
 
