@@ -199,8 +199,9 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
     each of them, by (their residuals' sum) / (n - how many are theirs). Of two people each, what
     was counted with either is taken off once. It is over that of as many values on their own,
     and times (t of the people / t of the values)^2, as a variance among few is not known but
-    found; people count as (sum of what each gave)^2 / (sum of its squares), and as 2 at least.
-    1 of one person, and where each gave one; whom every value hangs on is held against nobody.
+    found; people count as (sum of what each gave)^2 / (sum of its squares), and as 3 at least: two
+    would say nothing at all, and less than one. 1 of one person, and where each gave one; whom
+    every value hangs on is held against nobody.
     Sources: Kish 1965, Survey Sampling, 8.2; the jackknife, CV3 of MacKinnon, Nielsen and Webb,
     arXiv:2301.04527; t, Korn and Graubard 1998 as in `win_rate`, who count each group as one; of
     two people each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3, by residuals.
@@ -219,7 +220,7 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
         return 1.0
     together = _moved(of_one.values(), n) * (G - 1) / G - _moved(of_two.values(), n)
     alone = squares / (n * (n - 1))
-    evenly = max(2.0, sum(given) ** 2 / sum(one**2 for one in given))
+    evenly = max(3.0, sum(given) ** 2 / sum(one**2 for one in given))
     return max(1.0, together / alone * (_student(evenly) / _student(n)) ** 2)
 
 
