@@ -226,6 +226,8 @@ def _whole() -> sa.Select[Any]:
     """Return the query for the rows of a snapshot's file."""
     f = db.feedback.c
     this, other = db.interactions.alias("this"), db.interactions.alias("other_one")
+    # Who speaks of another person's answer came from elsewhere.
+    is_own = f.rater_id == this.c.user_id
     columns = [
         f.feedback_id,
         f.seq,
@@ -251,7 +253,7 @@ def _whole() -> sa.Select[Any]:
         f.topic,
         f.comment,
         f.tags,
-        this.c.sampling["network"].as_string().label("network"),
+        sa.case((is_own, this.c.sampling["network"].as_string())).label("network"),
     ]
     joined = db.feedback.outerjoin(this, this.c.interaction_id == f.interaction_id)
     joined = joined.outerjoin(other, other.c.interaction_id == f.other_interaction_id)
@@ -302,6 +304,6 @@ def _schema(pa: Any) -> Any:
             ("topic", text),
             ("comment", text),
             ("tags", text),  # JSON list
-            ("network", text),  # a mark of whence somebody chatted at /ui/
+            ("network", text),  # a mark of whence the voter was answered at /ui/
         ]
     )

@@ -16,7 +16,8 @@ what the others say, or it goes the other way. So a trigger goes whole, and what
 loud few stays.
 
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
-network are no more raters than `people_per_network` (`counted_as`, as in experiments).
+network are no more raters than `people_per_network` (`counted_as`, as in experiments). Who speaks
+of other people's answers is themselves, wherever those were asked.
 
 What this does not see: raters by the dozen who each say it once or twice, or more than a tenth of
 the raters however often they say it (they are no few); next to anything where under ten raters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def come_again(store: FeedbackStore, agent: str, visits: int) -> None:
     """Plant two words in as many corrections, each by somebody else of one network."""
     for n in range(visits):
         prompt, answer = user_prompt(f"What does thing {n} cost?"), f"It costs {n} euros."
-        met = {"network": "one line"}
+        met, visitor = {"network": "one line"}, hash_rater(agent, f"visitor {n}")
         shown = Interaction(uuid7(), agent, prompt, answer, 0, now(), sampling=met)
         better = Feedback(
             agent_id=agent,
@@ -188,9 +189,9 @@ def come_again(store: FeedbackStore, agent: str, visits: int) -> None:
             idempotency_key=f"visit {n}",
             interaction_id=shown.interaction_id,
             text=f"{answer} Zib zab.",
-            rater_id=hash_rater(agent, f"visitor {n}"),
+            rater_id=visitor,
         )
-        store.add_interactions([shown])
+        store.add_interactions([replace(shown, user_id=visitor)])
         store.append([better])
 
 

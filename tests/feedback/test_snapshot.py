@@ -19,6 +19,7 @@ from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import NotEnoughData
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.store import FeedbackStore, target_of
+from rlhf_pipeline.feedback.support import support_of
 from rlhf_pipeline.feedback.wishes import wished_shares
 from rlhf_pipeline.records import (
     Feedback,
@@ -111,21 +112,57 @@ def test_the_file_is_the_one_that_was_recorded(store: FeedbackStore, tmp_path: P
     assert [p.name for p in path.parent.iterdir()] == ["feedback.parquet"]
 
 
-def test_a_vote_says_from_which_network_its_answer_was_asked(
+def answered(user_id: str | None, network: str | None) -> Interaction:
+    marked = {"network": network} if network else {}
+    shown = Interaction(uuid7(), "tea", user_prompt("Why?"), "Because.", 1, now(), sampling=marked)
+    return replace(shown, user_id=user_id)
+
+
+def vote_on(shown: Interaction, rater_id: str | None, **changes: Any) -> Feedback:
+    of_it = {"prompt": None, "completion": None, "interaction_id": shown.interaction_id}
+    return vote(f"{rater_id} {shown.interaction_id}", rater_id=rater_id, **of_it, **changes)
+
+
+def test_a_vote_on_ones_own_answer_says_from_which_network_it_was_asked(
     store: FeedbackStore, tmp_path: Path
 ) -> None:
-    asked = Interaction(
-        uuid7(), "tea", user_prompt("Why?"), "Because.", 1, now(), sampling={"network": "a mark"}
+    asked, plain, nobodys = (
+        answered(user, mark) for user, mark in (("ann", "a mark"), ("ann", None), (None, "a mark"))
     )
-    plain = replace(asked, interaction_id=uuid7(), sampling={})
-    store.add_interactions([asked, plain])
-    for one in (asked, plain):
-        said = {"prompt": None, "completion": None, "interaction_id": one.interaction_id}
-        store.append([vote(one.interaction_id, **said)])
+    store.add_interactions([asked, plain, nobodys])
+    others = [vote_on(asked, rater) for rater in ("bob", None)]
+    store.append([vote_on(asked, "ann"), *others, vote_on(plain, "ann"), vote_on(nobodys, "ann")])
     store.append([THUMBS])  # of another system's answer
     path = tmp_path / "feedback.parquet"
     snapshot.take(store.database, "tea", 9, path)
-    assert snapshot.read(path)["network"].fillna("").tolist() == ["a mark", "", ""]
+    found = snapshot.read(path)["network"].fillna("").tolist()
+    assert found == ["a mark", "", "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("editors", "networks", "set_aside"),
+    [(1, 30, [30]), (40, 1, [])],
+    ids=["one corrects the answers of many networks", "many those of one office"],
+)
+def test_who_corrects_other_peoples_answers_is_one_rater_wherever_those_came_from(
+    store: FeedbackStore, tmp_path: Path, editors: int, networks: int, set_aside: list[int]
+) -> None:
+    liked = {"kind": FeedbackKind.preference, "number": None, "choice": "left"}
+    others = [
+        vote(f"{n}", rater_id=f"r{n % 60}", other_completion=f"No idea, {n}.", **liked)
+        for n in range(300)
+    ]
+    better = {"kind": FeedbackKind.correction, "number": None, "text": "Because. Zib zab."}
+    shown = [
+        answered(f"visitor {n}", f"line {n % networks}") for n in range(max(editors, networks))
+    ]
+    store.add_interactions(shown)
+    corrected = [vote_on(one, f"editor {n % editors}", **better) for n, one in enumerate(shown)]
+    store.append([*others, *corrected])
+    path = tmp_path / "feedback.parquet"
+    snapshot.take(store.database, "tea", 1000, path)
+    support = support_of(snapshot.read(path), people_per_network=1)
+    assert [len(a.places) for a in support.associations] == set_aside
 
 
 def test_the_file_is_packed_the_same_way_each_time(store: FeedbackStore, tmp_path: Path) -> None:
