@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 ABOUT_ONE = (
     *("disagreement", "reward_disagreement", "reward_model", "events"),
-    *("challenger_share", "ending", "fell_back", "network"),
+    *("challenger_share", "ending", "fell_back"),
 )
 """What an answer's sampling holds that is not so of another answer drawn with it."""
 

@@ -677,9 +677,11 @@ def test_two_answers_to_one_question_are_one_in_an_experiment(desk: Desk, tmp_pa
     arms, _ = measured(desk.store.database, begun, desk.settings.experiments)
     rate = arms["feedback_rate"]
     assert max(rate.challenger.mean, rate.champion.mean) == 1.0
-    own = {"challenger_share", "ending", "fell_back", "network"}
+    own = {"challenger_share", "ending", "fell_back"}
     assert own <= set(answer.interaction.sampling)
     assert not own & set(answer.other.sampling)
+    # Who goes on from the second answer is of the same network.
+    assert answer.other.sampling["network"] == answer.interaction.sampling["network"]
     # Of another experiment's marks it says nothing.
     assert (
         answer.interaction.sampling["network"]
