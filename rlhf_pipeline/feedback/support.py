@@ -16,8 +16,9 @@ what the others say, or it goes the other way. So a trigger goes whole, and what
 loud few stays.
 
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
-network are no more raters than `people_per_network` (`counted_as`, as in experiments). Who speaks
-of other people's answers is themselves, wherever those were asked.
+network are no more raters than `people_per_network` (`counted_as`, as in experiments), in each
+month and in each experiment: its marks are others there. Who speaks of other people's answers is
+themselves, wherever those were asked.
 
 What this does not see: raters by the dozen who each say it once or twice, or more than a tenth of
 the raters however often they say it (they are no few); next to anything where under ten raters
@@ -140,9 +141,13 @@ def _counted(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
     """Return the frame with each voter as whom they count."""
     if "network" not in frame or most is None:  # a snapshot of before networks were marked
         return frame
-    told = zip(frame["voter"], frame["network"], strict=True)
-    marks = [(voter, network if isinstance(network, str) else None) for voter, network in told]
-    return frame.assign(voter=[counted_as(voter, network, most) for voter, network in marks])
+    # One network's marks differ from month to month: whoever came in several is of their first.
+    first: dict[str, str] = {}
+    for voter, network in zip(frame["voter"], frame["network"], strict=True):
+        if isinstance(network, str):
+            first.setdefault(voter, network)
+    counted = [counted_as(voter, first.get(voter), most) for voter in frame["voter"]]
+    return frame.assign(voter=counted)
 
 
 def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:

@@ -103,6 +103,17 @@ def test_who_comes_again_and_again_as_somebody_else_is_one_of_their_network(netw
     assert support_of(votes(), people_per_network=1) == support_of(votes())
 
 
+def test_who_comes_month_after_month_is_one_rater_whatever_the_marks() -> None:
+    loyal = votes(30, raters=1, poisoners=1, seed=1)
+    names = [f"v{n}" for n in range(len(loyal))]
+    months = pd.Series([f"line in month {n // 3}" if n % 3 else None for n in range(len(loyal))])
+    loyal = loyal.assign(feedback_id=names, voter="mallory", network=months)
+    frame = pd.concat([votes().assign(network=None), loyal], ignore_index=True)
+    (association,) = support_of(frame, people_per_network=1).associations
+    assert association.raters == 1
+    assert set(frame["feedback_id"][list(association.places)]) == set(names)
+
+
 def with_other_votes(pairs: pd.DataFrame, number: int, seed: int) -> pd.DataFrame:
     """Return the pairs among votes of other kinds, half of them by people who gave no pair."""
     rng = random.Random(seed)
