@@ -199,9 +199,9 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
     each of them, by (their residuals' sum) / (n - how many are theirs). Of two people each, what
     was counted with either is taken off once. It is over that of as many values on their own,
     and times (t of the people / t of the values)^2, as a variance among few is not known but
-    found; people count as (sum of what each gave)^2 / (sum of its squares), and as 3 at least: two
-    would say nothing at all, and less than one. 1 of one person, and where each gave one; whom
-    every value hangs on is held against nobody.
+    found; people count as (sum of what each gave)^2 / (sum of its squares), and as 5 at least: by
+    t alone two would say less than one does. Whom every value hangs on can be held against nobody,
+    so that the others count; 1 where these are none or one, and where each gave one value.
     Sources: Kish 1965, Survey Sampling, 8.2; the jackknife, CV3 of MacKinnon, Nielsen and Webb,
     arXiv:2301.04527; t, Korn and Graubard 1998 as in `win_rate`, who count each group as one; of
     two people each, Aronow, Samii and Assenova 2015, doi:10.1093/pan/mpv018, eq. 3, by residuals.
@@ -209,7 +209,9 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
     n, mean = len(values), sum(values) / len(values)
     of_one: dict[str, list[float]] = defaultdict(list)
     of_two: dict[frozenset[str], list[float]] = defaultdict(list)
-    for value, who in zip(values, map(frozenset, people), strict=True):
+    everywhere = frozenset(people[0]).intersection(*people)
+    for value, all_of_it in zip(values, people, strict=True):
+        who = frozenset(all_of_it) - everywhere
         for person in who:
             of_one[person].append(value - mean)
         if len(who) == 2:
@@ -220,7 +222,7 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
         return 1.0
     together = _moved(of_one.values(), n) * (G - 1) / G - _moved(of_two.values(), n)
     alone = squares / (n * (n - 1))
-    evenly = max(3.0, sum(given) ** 2 / sum(one**2 for one in given))
+    evenly = max(5.0, sum(given) ** 2 / sum(one**2 for one in given))
     return max(1.0, together / alone * (_student(evenly) / _student(n)) ** 2)
 
 

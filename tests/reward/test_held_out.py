@@ -341,10 +341,10 @@ def test_one_pair_that_many_judged_is_one_pair(planted: Planted) -> None:
     assert found is not None
     assert (found.share, found.n) == (0.75, 21)
     # By hand: 40 (1 - 0.75) on the popular pair, 2 (1 - 0.75) on ten, 2 (0 - 0.75) on ten more,
-    # each over how many are left without; they are worth 80^2 / (40^2 + 20 * 2^2) even pairs.
+    # each over how many are left without; 80^2 / (40^2 + 20 * 2^2) even pairs count as five.
     together = ((10 / 40) ** 2 + 10 * (0.5 / 78) ** 2 + 10 * (1.5 / 78) ** 2) * 20 / 21
     alone = 0.75 * 0.25 / 79
-    few = float(student.ppf(0.975, 6400 / 1680 - 1) / student.ppf(0.975, 79))
+    few = float(student.ppf(0.975, 5 - 1) / student.ppf(0.975, 79))
     worth = 80 * alone / together / few**2
     assert (found.low, found.high) == pytest.approx(wilson_interval(0.75, worth))
     unanimous = annotators_agree(votes[:40])
