@@ -159,7 +159,8 @@ def lacks_for_reward(
         return None
     voters = store.votes_by_voter(agent_id, list(reward.kinds), most=FEW_VOTERS)
     held_out = settings.feedback.evaluation_share
-    return reward_lacks(votes, store.sides(agent_id), reward, voters, held_out=held_out)
+    ties, sides = store.ties(agent_id), store.sides(agent_id)
+    return reward_lacks(votes, sides, reward, voters, held_out=held_out, ties=ties)
 
 
 def reward_lacks(
@@ -169,28 +170,31 @@ def reward_lacks(
     voters: Mapping[str, int] | None = None,
     *,
     held_out: float = 0.0,
+    ties: int = 0,
 ) -> str | None:
     """Return what is too little for a reward to be learnt, or probably is.
 
     None where there may be enough. `votes` are effective votes by kind, `sides` how many of them
     are for and against, where that is known, and `voters` who gave how many of those that teach:
     None where many did, who fall to the models as these need them. `held_out` is the part of the
-    conversations kept for judging; whose votes those are nobody knows before they are read.
+    conversations kept for judging; whose votes those are nobody knows before they are read. `ties`
+    are how many of the preferences are one: they teach, and judge nothing.
     """
     if reward.given is not None:
         return None
     least, taught = len(JOBS) * reward.min_pairs, sum(votes.get(kind, 0) for kind in reward.kinds)
     if taught >= least:
         return (
-            _judge_lacks(votes, sides, reward.kinds)
+            _judge_lacks(votes, sides, reward.kinds, ties)
             or _model_lacks(voters or {}, reward, held_out)
             or _probably_lacks("", taught, least, held_out)
+            or _judge_lacks(votes, sides, reward.kinds, ties, held_out)
         )
     others = {kind: n for kind, n in votes.items() if kind in TEACHING and kind not in reward.kinds}
     told = ", ".join(f"{kind} {n:,}" for kind, n in others.items())
     more = f"; {told} would count where reward.kinds names them" if told else ""
     # Whoever names them is to know before the next turn says so.
-    if told and _judge_lacks(votes, sides, [*reward.kinds, *others]):
+    if told and _judge_lacks(votes, sides, [*reward.kinds, *others], ties):
         more += f"; judging one takes {JUDGING}"
     return f"{taught:,} votes to learn from ({', '.join(reward.kinds)}) of at least {least}{more}"
 
@@ -231,22 +235,34 @@ def _model_lacks(voters: Mapping[str, int], reward: RewardSettings, held_out: fl
 
 
 def _judge_lacks(
-    votes: Mapping[str, int], sides: Mapping[str, tuple[int, int]], kinds: Collection[str]
+    votes: Mapping[str, int],
+    sides: Mapping[str, tuple[int, int]],
+    kinds: Collection[str],
+    ties: int,
+    held_out: float = 0.0,
 ) -> str | None:
-    """Return what is too little for a reward to be judged that learns from these kinds, or None."""
-    compared = sum(votes.get(kind, 0) for kind in PAIRS_ALONE)
+    """Return what is too little for a reward to be judged that learns from these kinds, or None.
+
+    With `held_out`, what probably is, as only so large a part of the votes judges.
+    """
+    part = held_out or 1.0
+    compared = sum(votes.get(kind, 0) for kind in PAIRS_ALONE) - ties
     single = [kind for kind in kinds if kind not in PAIRS_ALONE and votes.get(kind)]
     twos = sum(min(sides.get(kind, (votes[kind] // 2,))) for kind in single)
-    if compared >= FEWEST_JUDGED or twos >= FEWEST_MATCHED:
+    if part * compared >= FEWEST_JUDGED or part * twos >= FEWEST_MATCHED:
         return None
-    told = [f"{compared} preferences and corrections"]
+    apart = f" (and {ties:,} ties, which are none)" if ties else ""
+    told = [f"{compared} preferences and corrections{apart}"]
     for kind in single:
         of = "{:,} liked and {:,} not".format(*sides[kind]) if kind in sides else f"{votes[kind]:,}"
         told.append(f"{kind} {of}")
-    return (
-        f"{', '.join(told)} to judge one by, which takes {JUDGING}; the review page asks people "
-        "for some"
-    )
+    found = f"{', '.join(told)} to judge one by"
+    if held_out:
+        found = (
+            f"probably too few votes: {found}, of which some {held_out:.0%} are on held-out "
+            "prompts (feedback.evaluation_share)"
+        )
+    return f"{found}, which takes {JUDGING}; the review page asks people for some"
 
 
 def unfinished(database: Database, history: list[Claim], settings: Settings) -> Claim | None:

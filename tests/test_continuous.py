@@ -524,3 +524,29 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     assert reward_lacks({"preference": 36}, {}, pairs, None, held_out=0.15) is None
     assert none == "0 votes to learn from (preference, correction) of at least 30"
     assert reward_lacks({}, {}, RewardSettings(given="/models/rewards")) is None
+
+
+def test_votes_that_probably_judge_no_reward_are_told_beforehand() -> None:
+    thumbs = RewardSettings(min_pairs=10, kinds={"thumbs": 1})
+    few, enough = ({"thumbs": (3000 - against, against)} for against in (30, 67))
+    assert reward_lacks({"thumbs": 3000}, few, thumbs, held_out=0.15) == (
+        "probably too few votes: 0 preferences and corrections, thumbs 2,970 liked and 30 not to "
+        "judge one by, of which some 15% are on held-out prompts (feedback.evaluation_share), "
+        "which takes 2 preferences or corrections, or 10 answers liked and as many not, on "
+        "held-out prompts; the review page asks people for some"
+    )
+    assert reward_lacks({"thumbs": 3000}, few, thumbs) is None  # a file's own split may say whose
+    assert reward_lacks({"thumbs": 3000}, enough, thumbs, held_out=0.15) is None
+    compared = {"thumbs": 3000, "preference": 14}
+    assert reward_lacks(compared, few, thumbs, held_out=0.15) is None
+    told = reward_lacks(compared, few, thumbs, held_out=0.15, ties=1)
+    assert told is not None
+    assert "13 preferences and corrections (and 1 ties, which are none), thumbs" in told
+
+
+def test_ties_teach_and_judge_nothing() -> None:
+    pairs = RewardSettings(min_pairs=10)
+    told = reward_lacks({"preference": 585}, {}, pairs, ties=585)
+    assert told is not None
+    assert told.startswith("0 preferences and corrections (and 585 ties, which are none) to judge")
+    assert reward_lacks({"preference": 585}, {}, pairs, ties=583) is None

@@ -376,6 +376,17 @@ class FeedbackStore:
             found = connection.execute(query.group_by(e.kind).order_by(e.kind))
             return {str(kind): (int(good), int(bad)) for kind, good, bad in found}
 
+    def ties(self, agent_id: str) -> int:
+        """Return how many effective preferences say that neither answer is better."""
+        e = db.effective_feedback.c
+        query = sa.select(sa.func.count()).where(
+            e.agent_id == agent_id,
+            e.kind == FeedbackKind.preference,
+            e.choice.in_(("tie", "both_bad")),
+        )
+        with self.database.read() as connection:
+            return int(connection.execute(query).scalar_one())
+
     def origins(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes came from where: a file's name, or a way in."""
         e = db.effective_feedback.c

@@ -483,9 +483,9 @@ def check_judge(
     if decided < FEWEST_JUDGED:
         raise NotEnoughData(
             f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
-            f"held-out prompts, found {decided}, or {FEWEST_MATCHED} answers there that people "
-            "liked beside as many they did not (a rating of 3 is neither), by votes of one "
-            "kind in reward.kinds and in several conversations, found "
+            f"held-out prompts (a tie is none), found {decided}, or {FEWEST_MATCHED} answers there "
+            "that people liked beside as many they did not (a rating of 3 is neither), by votes of "
+            "one kind in reward.kinds and in several conversations, found "
             f"{sides_of(test_examples, kinds)}; collect more (the review page asks people for "
             "preferences), or raise feedback.evaluation_share"
         )

@@ -251,6 +251,26 @@ def test_votes_on_a_scale_are_for_or_against_or_neither(store: FeedbackStore) ->
     assert store.sides("milk") == {}
 
 
+def test_preferences_that_prefer_neither_are_ties(store: FeedbackStore) -> None:
+    store.append(
+        [
+            vote(
+                f"{agent} {choice}",
+                agent_id=agent,
+                kind=FeedbackKind.preference,
+                number=None,
+                choice=choice,
+                other_completion="Who knows.",
+                rater_id=choice,
+            )
+            for agent in ("tea", "coffee")
+            for choice in ("left", "right", "tie", "both_bad")
+        ]
+    )
+    assert store.ties("tea") == 2
+    assert store.ties("milk") == 0
+
+
 @pytest.mark.parametrize("least", [1e-200, -1e-200, 5e-324])
 def test_a_score_too_small_to_be_squared_is_part_of_an_opinion(
     store: FeedbackStore, least: float
