@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
-from rlhf_pipeline.experiment.watch import Failures, failures, made_champion
+from rlhf_pipeline.experiment.watch import Failures, failures, its_time, made_champion
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.store import ON_A_SCALE
 from rlhf_pipeline.files import read_json
@@ -126,6 +126,7 @@ def overview(
     experiment = next(iter(book.history(agent_id)), None)
     history = ledger.history(agent_id)
     made = made_champion(history)
+    since, until = (None, None) if made is None else its_time(database, made, now())
     waits, network_share = _newest_answers(database, agent_id)
     return Overview(
         agent_id=agent_id,
@@ -142,9 +143,7 @@ def overview(
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
         enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
-        failures=failures(
-            database, agent_id, most=latest, since=None if made is None else made.created_at
-        ),
+        failures=failures(database, agent_id, most=latest, since=since, until=until),
         moved=history[-1] if history else None,
         network_share=network_share,
         champion=ledger.champion(agent_id),

@@ -32,6 +32,7 @@ READ_AT_MOST = 10  # times the answers looked at: others were asked of the basel
 STILL_LOADING = "still_loading"  # the rule where an answer's time passed while its model loaded
 NOT_ITS_FAULT = frozenset({"unsafe_request", STILL_LOADING})
 """Rules that say nothing of the champion: it was not asked, or could not be in time."""
+SOON = timedelta(minutes=1)  # so far ahead of a look a service may date what it answered
 _FOUND: dict[tuple[str, str, int], datetime] = {}
 """By database, agent and entry: when a promotion was found first that is dated later than that."""
 
@@ -157,13 +158,8 @@ def go_back_if_failing(
         return None
     rules = settings.experiments
     most, share = rules.trouble_answers, rules.trouble_share
-    database, since, until = ledger.database, promoted.created_at, None
-    if since > at:
-        # The clock that dated it was ahead, or was set back since. Answers count from the first
-        # look on: else all it fails at until then would be how the champion before it failed.
-        key = (str(database.url), agent_id, promoted.entry)
-        since = _FOUND[key] = min(at, _FOUND.get(key, at))
-        until = at  # what is dated later may be by the champion before it
+    database = ledger.database
+    since, until = its_time(database, promoted, at)
     found = failures(database, agent_id, most=most, since=since, until=until)
     previous = ledger.standing(agent_id).previous
     if previous is None or not is_trouble(found, most=most, share=share):
@@ -179,6 +175,21 @@ def go_back_if_failing(
         f"{before.failed} of {before.answers}",
         expected_champion=promoted.version,
     ).words
+
+
+def its_time(database: db.Database, promoted: Promotion, at: datetime) -> tuple[datetime, datetime]:
+    """Return from when until when answers are a champion's, by the entry that made it one.
+
+    What is dated ahead of the look counts once its time has come: the latest answers would be the
+    same ones until then, whatever it fails at.
+    """
+    if promoted.created_at <= at:
+        return promoted.created_at, at + SOON
+    # The clock that dated it was ahead, or was set back since. Answers count from the first look
+    # on: else all it fails at until then would be how the champion before it failed.
+    key = (str(database.url), promoted.agent_id, promoted.entry)
+    since = _FOUND[key] = min(at, _FOUND.get(key, at))
+    return since, at  # what is dated later may be by the champion before it
 
 
 def made_champion(history: Sequence[Promotion]) -> Promotion | None:

@@ -25,6 +25,7 @@ from rlhf_pipeline.experiment.watch import (
     is_trouble,
 )
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -232,6 +233,36 @@ def test_one_that_was_promoted_while_a_clock_was_ahead_is_watched_from_the_first
     answers(store, 1, failed=1, user="another")
     assert looked(ledger, days=later) == "rolled back from 1 to 0"
     assert ledger.history(AGENT)[-1].reason.endswith("the champion before it at 2 of 60")
+
+
+@pytest.mark.parametrize("ahead", [timedelta(minutes=5), timedelta(days=1)])
+def test_answers_that_a_clock_dated_ahead_hide_no_failures(
+    store: FeedbackStore, ledger: PromotionLedger, ahead: timedelta
+) -> None:
+    answers(store, 60, failed=2, before=True)
+    answers(store, 60, user="early-{}", at=now() + ahead)
+    answers(store, 50, failed=50)
+    found = overview(store, ledger, AGENT).failures
+    assert found is not None
+    assert (found.answers, found.failed) == (50, 50)
+    assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_a_champion_promoted_ahead_of_the_clock_is_seen_to_fail_from_the_first_look(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    ledger, ahead = ledger_of_two(store, tmp_path), now() + timedelta(days=1)
+    with patch("rlhf_pipeline.records.now", lambda: ahead):
+        ledger.promote(AGENT, 1, actor="ann", reason="passed", expected_champion=0)
+    answers(store, 50, before=True)
+    found = overview(store, ledger, AGENT).failures
+    assert found is not None
+    assert found.answers == 0  # all were by the champion before it, as far as anybody can tell
+    answers(store, 30, failed=30)
+    with patch("rlhf_pipeline.overview.now", lambda: now() + timedelta(minutes=1)):
+        found = overview(store, ledger, AGENT).failures
+    assert found is not None
+    assert (found.answers, found.failed) == (30, 30)
 
 
 def test_version_0_has_nothing_to_go_back_to(store: FeedbackStore, tmp_path: Path) -> None:
