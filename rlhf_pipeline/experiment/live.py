@@ -378,8 +378,11 @@ def _other_champion(
         return "is none now"
     if champion.version != experiment.champion:
         return f"is version {champion.version} now"
+    at = now()
     for entry in ledger.history(experiment.agent_id):
-        if entry.created_at > experiment.started_at and entry.version != experiment.champion:
+        # What is dated later than this look was dated by a clock ahead, and may be far older.
+        meanwhile = experiment.started_at < entry.created_at <= at
+        if meanwhile and entry.version != experiment.champion:
             return f"was version {entry.version} meanwhile"
     return None
 

@@ -684,6 +684,20 @@ def test_a_champion_that_was_another_between_two_looks_ends_the_experiment(
     assert champion(ledger) == 1
 
 
+def test_a_champion_that_a_clock_ahead_dates_after_the_look_ends_no_experiment(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    another(ledger, tmp_path, passed=True)
+    ahead = now() + timedelta(days=1)
+    with patch("rlhf_pipeline.records.now", lambda: ahead):
+        ledger.promote(AGENT, 1, actor="ann", reason="a try", expected_champion=0)
+        ledger.rollback(AGENT, actor="ann", reason="no", expected_champion=1)
+    book = ExperimentBook(store.database)
+    experiment = book.start(AGENT, champion=0, challenger=2, share=0.5, actor="test")
+    look(book, ledger, experiment, SETTINGS)
+    assert book.running(AGENT) == experiment
+
+
 def test_trouble_ends_it_here_at_once_and_in_the_book(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
