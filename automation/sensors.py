@@ -223,7 +223,8 @@ def dead_runs(
             continue
         is_first = claim.fingerprint == bootstrap_mark(claim.agent_id)
         history = pipeline.claims.history(claim.agent_id)
-        day = minutes_in_a_day(history, now())
+        deadline = timedelta(minutes=rules.deadline_minutes)
+        day = minutes_in_a_day(history, now(), longest=deadline)
         if not is_first and day >= rules.gpu_minutes_per_night:
             continue  # as one that its deadline ended: the budget says when the next turn starts
         if is_first:

@@ -117,7 +117,8 @@ def due(
                 f"{rested / timedelta(minutes=1):.1f} min since the last turn, "
                 f"{rules.cool_down_minutes:g} needed",
             )
-    spent = minutes_in_a_day(history, at)
+    deadline = timedelta(minutes=rules.deadline_minutes)
+    spent = minutes_in_a_day(history, at, longest=deadline)
     if spent >= rules.gpu_minutes_per_night:
         return NotDue(
             agent_id,
@@ -316,10 +317,15 @@ def back_off(failures: int) -> timedelta:
     return BACK_OFF * times
 
 
-def minutes_in_a_day(history: list[Claim], at: datetime) -> float:
-    """Return how many minutes the claims were at work in the 24 hours before a moment."""
+def minutes_in_a_day(history: list[Claim], at: datetime, *, longest: timedelta) -> float:
+    """Return how many minutes the claims were at work in the 24 hours before a moment.
+
+    One that seems to have taken longer than the `longest`, at which a run is ended, took no longer:
+    a clock that jumped ahead meanwhile dated its end.
+    """
     start, seconds = at - timedelta(hours=24), 0.0
     for claim in history:
-        began, ended = max(claim.created_at, start), min(claim.heartbeat_at, at)
+        began = max(claim.created_at, start)
+        ended = min(claim.heartbeat_at, claim.created_at + longest, at)
         seconds += max(0.0, (ended - began).total_seconds())
     return seconds / 60

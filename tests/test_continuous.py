@@ -316,7 +316,8 @@ def test_only_the_part_within_the_day_counts() -> None:
         return Claim(1, "tea", "f", 1, 1, "done", "run", "sensor", first, last, last)
 
     def counted(*claims: Claim) -> float:
-        return minutes_in_a_day([*claims], start + timedelta(hours=24))
+        longest = timedelta(hours=8)
+        return minutes_in_a_day([*claims], start + timedelta(hours=24), longest=longest)
 
     assert counted() == 0
     assert counted(claim(1, 2), claim(3, 3.5)) == 90
@@ -324,6 +325,8 @@ def test_only_the_part_within_the_day_counts() -> None:
     assert counted(claim(-3, -2)) == 0
     assert counted(claim(23.5, 40)) == 30  # a clock that was ahead wrote the end
     assert counted(claim(30, 40)) == 0
+    assert counted(claim(-1, 23)) == 7 * 60  # so did one that jumped a day ahead meanwhile
+    assert counted(claim(-9, 15)) == 0
 
 
 def test_a_failed_attempt_is_tried_again_after_a_while_that_doubles(agent: Agent) -> None:
@@ -550,3 +553,16 @@ def test_ties_teach_and_judge_nothing() -> None:
     assert told is not None
     assert told.startswith("0 preferences and corrections (and 585 ties, which are none) to judge")
     assert reward_lacks({"preference": 585}, {}, pairs, ties=583) is None
+
+
+def test_a_clock_that_jumped_ahead_in_a_turn_costs_no_more_than_the_longest_turn(
+    agent: Agent,
+) -> None:
+    agent.send(5)
+    began = agent.at
+    agent.turn(began, 24 * 60, "done")
+    agent.send(5)
+    agent.at = began + timedelta(hours=25.5)
+    assert isinstance(agent.asks(deadline_minutes=120), Due)
+    reason = agent.refusal(deadline_minutes=240)
+    assert reason == "150 min of training in 24 h, budget 100 min"
