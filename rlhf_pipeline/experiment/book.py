@@ -106,9 +106,13 @@ class ExperimentBook:
             return [Experiment(**row._mapping) for row in rows]
 
     def history(self, agent_id: str) -> list[Experiment]:
-        """Return all experiments of the agent, newest first."""
+        """Return all experiments of the agent, the running one and then the newest first.
+
+        One that a clock ahead dated may seem to have begun later than the one that runs.
+        """
         e = db.experiments.c
-        query = db.experiments.select().where(e.agent_id == agent_id).order_by(e.started_at.desc())
+        order = (e.state == "running").desc(), e.started_at.desc()
+        query = db.experiments.select().where(e.agent_id == agent_id).order_by(*order)
         with self.database.read() as connection:
             return [Experiment(**row._mapping) for row in connection.execute(query)]
 

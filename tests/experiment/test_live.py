@@ -23,6 +23,7 @@ from rlhf_pipeline.experiment.decision import GUARDRAILS
 from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, look, measured
 from rlhf_pipeline.experiment.watch import STILL_LOADING
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -696,6 +697,17 @@ def test_a_champion_that_a_clock_ahead_dates_after_the_look_ends_no_experiment(
     experiment = book.start(AGENT, champion=0, challenger=2, share=0.5, actor="test")
     look(book, ledger, experiment, SETTINGS)
     assert book.running(AGENT) == experiment
+
+
+def test_the_one_that_runs_is_shown_before_one_that_a_clock_ahead_dated(
+    store: FeedbackStore, ledger: PromotionLedger
+) -> None:
+    ahead = now() + timedelta(days=1)
+    with patch("rlhf_pipeline.experiment.book.now", lambda: ahead):
+        book, experiment = begin(store, 0.5)
+        book.end(experiment, "stopped", "by hand")
+    _, running = begin(store, 0.5)
+    assert book.history(AGENT)[0] == running == overview(store, ledger, AGENT).experiment
 
 
 def test_trouble_ends_it_here_at_once_and_in_the_book(
