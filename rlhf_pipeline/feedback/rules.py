@@ -207,7 +207,10 @@ def _check_value(event: Feedback) -> None:
         case FeedbackKind.rating:
             if _number(event) not in (1, 2, 3, 4, 5):
                 refuse(
-                    Rule.value_out_of_range, "a whole value from 1 to 5 for a rating", event.number
+                    Rule.value_out_of_range,
+                    "a whole value from 1 to 5 for a rating",
+                    event.number,
+                    f"{MEND}; of a longer scale, send every vote as a `score` from 0 to 1",
                 )
         case FeedbackKind.score:
             if not 0 <= _number(event) <= 1:
