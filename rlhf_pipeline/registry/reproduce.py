@@ -212,15 +212,20 @@ def recorded_turn(
 
 
 def _check_base(version: ModelVersion, recipe: Settings) -> None:
-    """Raise HashMismatch where the base's weights are not those that the version began from."""
+    """Raise RegistryError where the base's folder is gone, HashMismatch where its weights are not
+    those that the version began from.
+    """
     from rlhf_pipeline.policy.adapters import is_recorded_base
 
     source = stages.base_source(recipe)
-    if source is not None and not is_recorded_base(source, version.lineage["base_digest"]):
-        raise HashMismatch(
-            f"version {version.version} of {version.agent_id} needs the base it was trained from, "
-            f"found other weights at {source}; put those back, or train a new version"
-        )
+    if source is None or is_recorded_base(source, version.lineage["base_digest"]):
+        return
+    needs = f"version {version.version} of {version.agent_id} needs the base it was trained from"
+    if not Path(source).is_dir():
+        raise RegistryError(f"{needs}, found no folder at {source}; restore it from a backup")
+    raise HashMismatch(
+        f"{needs}, found other weights at {source}; put those back, or train a new version"
+    )
 
 
 def _check_began_from(

@@ -124,6 +124,9 @@ def test_a_base_with_other_weights_is_said_before_anything_is_trained(
     (adapter / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(HashMismatch, match="needs the base it was trained from"):
         turn(adapter, of_adapter)
+    gone = tmp_path / "gone"
+    with pytest.raises(RegistryError, match=f"found no folder at {gone}; restore it"):
+        turn(gone, of_base)
 
 
 def test_adapters_of_an_earlier_release_are_the_same_in_another_order(
