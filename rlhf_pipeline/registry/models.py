@@ -47,6 +47,7 @@ log = structlog.get_logger(__name__)
 
 PROJECTED = "rlhf.projected_entry"
 FILES_DIGEST = "rlhf.files_digest"
+FINGERPRINT = "rlhf.fingerprint"
 RUN_NOTE = "mlflow.note.content"  # what MLflow shows as a run's description
 TELLING = ("fail", "pause", "warn")  # verdicts of rules that a person should read
 UI_ACTOR = "mlflow-ui"
@@ -121,7 +122,7 @@ class ModelRegistry:
             experiment = self.known_experiment(agent_id)
             if experiment is None:
                 return 0
-            return end_running(self.client, experiment, "rlhf.fingerprint", fingerprint, status)
+            return end_running(self.client, experiment, FINGERPRINT, fingerprint, status)
 
     # ---- registering
 
@@ -449,7 +450,9 @@ class ModelRegistry:
     def _register_one(self, version: ModelVersion, present: Mapping[str, Any]) -> str:
         """Register one version, or link the registration that a crash left unlinked."""
         digest = files_digest(version.files)
-        same = [n for n, entity in present.items() if entity.tags.get(FILES_DIGEST) == digest]
+        made = version.fingerprint or "", digest
+        tags = {number: entity.tags for number, entity in present.items()}
+        same = [n for n, t in tags.items() if (t.get(FINGERPRINT, ""), t.get(FILES_DIGEST)) == made]
         number = same[0] if same else self._upload(version, digest)
         run_id = version.mlflow_run_id
         self.ledger.link_mlflow(
@@ -582,7 +585,7 @@ def version_tags(version: ModelVersion) -> dict[str, str]:
     tags = {
         "rlhf.version": str(version.version),
         "rlhf.label": version.label,
-        "rlhf.fingerprint": version.fingerprint or "",
+        FINGERPRINT: version.fingerprint or "",
         "rlhf.gate": _verdict(version),
         "rlhf.files": as_tag(dict(version.files)),
     }

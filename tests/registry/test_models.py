@@ -16,6 +16,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
+from rlhf_pipeline.database import model_versions
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
@@ -128,6 +129,27 @@ def test_a_retried_registration_makes_one_version_on_both_sides(
     assert registry.reconcile(agent).changes == ()
     found = registry.client.search_model_versions(f"name = '{model_name(agent)}'")
     assert len(found) == 2
+
+
+def test_a_store_older_than_mlflow_takes_no_version_of_another_snapshot_for_its_own(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    version, table = add(registry, agent, tmp_path), model_versions.c
+    mine = (table.agent_id == agent) & (table.version == version.version)
+
+    def restored(**values: Any) -> str | None:
+        """Return what a version becomes in MLflow that the store knows nothing of there."""
+        with registry.ledger.database.write() as connection:
+            change = model_versions.update().where(mine).values(mlflow_version=None, **values)
+            connection.execute(change)
+        registry.reconcile(agent)
+        return registry.ledger.version(agent, version.version).mlflow_version
+
+    assert restored() == version.mlflow_version
+    number = restored(fingerprint="another")
+    assert number != version.mlflow_version
+    tags = registry.client.get_model_version(model_name(agent), number).tags
+    assert tags["rlhf.fingerprint"] == "another"
 
 
 def test_the_champion_alias_is_never_missing_while_it_moves(
