@@ -633,27 +633,37 @@ def _withdrawn(
     """
     e = experiments.c
     lost = connection.execute(
-        sa.select(e.challenger, e.reason, e.ended_at)
+        sa.select(e.champion, e.challenger, e.reason, e.ended_at)
         .where(e.agent_id == agent_id, e.state == "rolled_back")
         .order_by(e.ended_at)
     ).all()
     back = {entry.entry for entry in _walked(history)[1]}
     moments: list[tuple[datetime, int, str | None]] = []
+    ends: dict[int, datetime] = {}  # of who is champion no more, when another became it
     # Entries keep their order, also where a clock was set back between two of them.
     for at, entry in zip(accumulate((e.created_at for e in history), max), history, strict=True):
         if entry.entry in back and entry.previous_version is not None:
             words = "was rolled back from" if entry.action == "rollback" else "was left by hand"
             moments.append((at, entry.previous_version, words))
         moments.append((at, entry.version, None))
-    for row in lost:
-        words = f"was rolled back in an experiment ({row.reason})"
-        moments.append((row.ended_at, row.challenger, words))
+        if entry.previous_version is not None:
+            ends[entry.previous_version] = at
+        ends.pop(entry.version, None)
+    losses = [
+        # It was lost to a champion, so before another was one, whatever a clock ahead says.
+        (
+            min(row.ended_at, ends.get(row.champion, row.ended_at)),
+            row.challenger,
+            f"was rolled back in an experiment ({row.reason})",
+        )
+        for row in lost
+    ]
     files = {version.version: frozenset(version.files.items()) for version in versions}
     twins: defaultdict[frozenset[tuple[str, str]], list[int]] = defaultdict(list)
     for number, its in files.items():
         twins[its].append(number)
     gone: dict[int, str] = {}
-    for _, version, why in sorted(moments, key=lambda moment: moment[0]):
+    for _, version, why in sorted([*losses, *moments], key=lambda moment: moment[0]):
         for twin in twins[files[version]]:
             if why is None:
                 gone.pop(twin, None)

@@ -710,6 +710,24 @@ def test_the_one_that_runs_is_shown_before_one_that_a_clock_ahead_dated(
     assert book.history(AGENT)[0] == running == overview(store, ledger, AGENT).experiment
 
 
+def test_who_was_promoted_after_a_loss_that_a_clock_ahead_dated_is_withdrawn_no_more(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    ahead = now() + timedelta(days=1)
+    with patch("rlhf_pipeline.experiment.book.now", lambda: ahead):
+        book, experiment = begin(store, 0.5)
+        book.end(experiment, "rolled_back", "worse")
+    assert set(ledger.standing(AGENT).withdrawn) == {1}
+    ledger.promote(AGENT, 1, actor="ann", reason="so", expected_champion=0, force=True)
+    assert not ledger.standing(AGENT).withdrawn
+    another(ledger, tmp_path, passed=True)
+    ledger.promote(AGENT, 2, actor="ann", reason="passed", expected_champion=1)
+    lost = book.start(AGENT, champion=2, challenger=0, share=0.5, actor="test")
+    book.end(lost, "rolled_back", "worse")
+    assert set(ledger.standing(AGENT).withdrawn) == {0}
+    assert ledger.rollback(AGENT, actor="ann", reason="no").words == "rolled back from 2 to 1"
+
+
 def test_trouble_ends_it_here_at_once_and_in_the_book(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
