@@ -442,6 +442,9 @@ def _interactions(
 
 
 def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
+    first = _first_vote(database, experiment)
+    if first is None:
+        return
     f, i = db.effective_feedback.c, db.interactions.c
     share = i.sampling["challenger_share"].as_float().label("share")
     network = i.sampling["network"].as_string().label("network")
@@ -457,23 +460,28 @@ def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
             i.experiment == experiment.experiment_id,
             f.source == "human",
             f.agent_id == experiment.agent_id,
-            f.seq > _newest_before(database, experiment),
+            f.seq >= first,
         )
         .order_by(f.seq)
     )
-    return _rows(database, query)
+    yield from _rows(database, query)
 
 
-def _newest_before(database: db.Database, experiment: Experiment) -> int:
-    """Return the agent's newest vote's number from before the experiment began; 0 without one.
+def _first_vote(database: db.Database, experiment: Experiment) -> int | None:
+    """Return the number of the first vote on the experiment's answers, or None.
 
-    No vote up to it is about one of the experiment's answers, and PostgreSQL would read them all.
+    Votes that count are looked for from there on, as PostgreSQL would read all there are. Their
+    moments do not tell where that is: a clock may have been set back.
     """
-    f = db.feedback.c
-    before = experiment.started_at - CLOCKS_APART
-    query = sa.select(f.seq).where(f.agent_id == experiment.agent_id, f.received_at < before)
+    f, i = db.feedback.c, db.interactions.c
+    query = (
+        sa.select(sa.func.min(f.seq))
+        .join(db.interactions, f.interaction_id == i.interaction_id)
+        .where(i.experiment == experiment.experiment_id)
+    )
     with database.read() as connection:
-        return int(connection.execute(query.order_by(f.seq.desc()).limit(1)).scalar() or 0)
+        found: int | None = connection.execute(query).scalar()
+    return found
 
 
 def _rows(database: db.Database, query: sa.Select[Any]) -> Generator[Any]:

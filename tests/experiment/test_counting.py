@@ -150,23 +150,22 @@ def test_what_comes_after_a_clock_was_set_back_is_not_passed_over(
 
 def test_votes_from_before_an_experiment_are_not_looked_at(store: FeedbackStore) -> None:
     _, experiment = begin(store, 0.5)
-    said = answer(experiment, "ann")
-    store.add_interactions([said])
-    likes = Feedback(
-        AGENT, FeedbackKind.thumbs, "0", interaction_id=said.interaction_id, number=1.0
-    )
-    store.append([replace(likes, idempotency_key=f"{n}", rater_id=f"rater-{n}") for n in range(3)])
-    # None can be about its answers, but by clocks that are apart.
-    for seq, ago in ((1, 2 * live.CLOCKS_APART), (2, live.CLOCKS_APART / 2)):
-        with store.database.write() as connection:
-            connection.execute(
-                db.feedback.update()
-                .where(db.feedback.c.seq == seq)
-                .values(received_at=experiment.started_at - ago)
-            )
+    assert list(live._votes(store.database, experiment)) == []
+    before, said = answer(experiment, "ann"), answer(experiment, "ann")
+    store.add_interactions([replace(before, experiment=None), said])
+    for n, one in enumerate((before, said, before, said)):
+        likes = Feedback(
+            AGENT, FeedbackKind.thumbs, f"{n}", interaction_id=one.interaction_id, number=1.0
+        )
+        store.append([replace(likes, rater_id=f"rater-{n}")])
+    # Whatever clocks say: one that was set back dates them before the experiment.
+    with store.database.write() as connection:
+        moved = db.feedback.update().where(db.feedback.c.seq >= 2)
+        connection.execute(moved.values(received_at=experiment.started_at - LATER))
+    assert live._first_vote(store.database, experiment) == 2
     assert [vote.rater_id for vote in live._votes(store.database, experiment)] == [
         "rater-1",
-        "rater-2",
+        "rater-3",
     ]
 
 
