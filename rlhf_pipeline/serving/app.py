@@ -105,7 +105,14 @@ def create_app(
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
     champions = gateway.champions
-    add_health_routes(app, database, settings, champions.is_unfit, lambda: champions.is_preloading)
+    add_health_routes(
+        app,
+        database,
+        settings,
+        champions.is_unfit,
+        lambda: champions.is_preloading,
+        champions.ready,
+    )
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)

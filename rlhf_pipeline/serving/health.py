@@ -2,9 +2,11 @@
 
 Alive: the process answers. Ready: the store takes a write, its disk has room, the ledger can be
 read, the champions were loaded, where the service began with that, and every agent that has models
-has one whose files are the registered ones and which, where it was asked for, could be loaded. An
-agent whose champion is not sound is still answered by its baseline, which the answer then says;
-names and paths go to the log, not to whoever asks.
+has one whose files are the registered ones and which, where it was asked for, could be loaded.
+Where a version's folder is gone, who was loaded from MLflow's copy counts: that was held against
+the hashes then, and MLflow is not asked at each probe. An agent whose champion is not sound is
+still answered by its baseline, which the answer then says; names and paths go to the log, not to
+whoever asks.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.serving.champions import Arm
 from rlhf_pipeline.serving.contract import WORDS, Status, Told
 
 if TYPE_CHECKING:
@@ -53,18 +56,24 @@ def add_health_routes(
     settings: Settings,
     is_unfit: Callable[[ModelVersion], bool] = lambda version: False,
     is_preloading: Callable[[], bool] = lambda: False,
+    loaded: Callable[[str, Arm], object] = lambda agent_id, arm: None,
 ) -> None:
     """Add `/healthz` and `/readyz`.
 
-    `is_unfit` says what could not be loaded here, `is_preloading` whether the first are loading.
+    `is_unfit` says what could not be loaded here, `is_preloading` whether the first are loading,
+    `loaded` returns an agent's model of an arm, None where it is not loaded here.
     """
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
     one_at_a_time = threading.Lock()  # hashing a large model outlasts several questions
 
-    def is_sound(version: ModelVersion) -> bool:
+    def is_sound(version: ModelVersion, arm: Arm) -> bool:
+        if is_unfit(version):
+            return False
+        if not version.path.is_dir():  # until a new champion is loaded, the one before it answers
+            return loaded(version.agent_id, arm) is not None
         with one_at_a_time:
-            return _sound(version, seen) and not is_unfit(version)
+            return _sound(version, seen)
 
     async def healthz() -> dict[str, str]:
         """Say that the process answers."""
@@ -95,7 +104,7 @@ def add_health_routes(
 def look(
     database: db.Database,
     ledger: PromotionLedger,
-    is_sound: Callable[[ModelVersion], bool],
+    is_sound: Callable[[ModelVersion, Arm], bool],
     is_preloading: Callable[[], bool],
     state_dir: Path,
 ) -> tuple[bool, dict[str, str]]:
@@ -138,16 +147,16 @@ def _write(database: db.Database, state_dir: Path) -> str:
     return "ok"
 
 
-def _models(ledger: PromotionLedger, is_sound: Callable[[ModelVersion], bool]) -> str:
+def _models(ledger: PromotionLedger, is_sound: Callable[[ModelVersion, Arm], bool]) -> str:
     """Look at every agent's champion, and at its baseline where the champion is not sound."""
     lost = degraded = 0
     with ledger.database.read() as connection:
         agents = list(connection.execute(sa.select(db.promotions.c.agent_id).distinct()).scalars())
     for agent_id in agents:
         champion, baseline = ledger.champion(agent_id), ledger.baseline(agent_id)
-        if champion is None or is_sound(champion):
+        if champion is None or is_sound(champion, "champion"):
             continue
-        answered = baseline is not None and is_sound(baseline)
+        answered = baseline is not None and is_sound(baseline, "baseline")
         log.warning(
             "champion not sound", agent=agent_id, version=champion.version, answers=answered
         )
@@ -161,8 +170,6 @@ def _models(ledger: PromotionLedger, is_sound: Callable[[ModelVersion], bool]) -
 
 def _sound(version: ModelVersion, seen: Seen) -> bool:
     """Say whether the files are the registered ones; hashed again only when one has changed."""
-    if not version.path.is_dir():
-        return False
     try:
         stats = [(version.path / name).stat() for name in version.files]
     except FileNotFoundError:

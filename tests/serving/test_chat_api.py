@@ -39,6 +39,7 @@ from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
 from rlhf_pipeline.records import Prompt, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion
+from rlhf_pipeline.registry.models import cached_folder
 from rlhf_pipeline.serving import access, batching, chat_events, feedback_api
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
@@ -949,6 +950,32 @@ def test_a_service_that_could_load_no_model_is_not_ready(world: Workspace) -> No
         found = httpx.get(f"{running.address}/readyz")
     assert found.status_code == 503
     assert found.json()["checks"]["models"].startswith("1 of 1 agents have neither a sound")
+
+
+def test_a_service_whose_champion_answers_from_mlflows_copy_is_ready(
+    world: Workspace, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(world.settings.state_dir, state)
+    here = Workspace(None, str(state))
+    promoted(here, 1)
+    champion = here.ledger.version("shop", 1)
+    shutil.copytree(champion.path, cached_folder(here.settings.mlflow_folder, champion))
+    shutil.rmtree(champion.path)
+    with serving(here.settings, here) as running:
+
+        def models() -> tuple[int, str]:
+            found = httpx.get(f"{running.address}/readyz")
+            return found.status_code, found.json()["checks"]["models"]
+
+        assert models() == (200, "ok, but 1 of 1 agents are answered by their baseline")
+        running.app.state.gateway.champions.preload()
+        assert models() == (200, "ok")
+        shutil.rmtree(here.ledger.version("shop", 0).path)
+        assert models() == (200, "ok")
+        kept = here.store.interaction(running.post(max_tokens=4).json()["id"])
+        assert kept is not None
+        assert (kept.arm, kept.model_version) == ("champion", 1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
