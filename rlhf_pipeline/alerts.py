@@ -157,6 +157,7 @@ def alerts_of(overview: Overview, settings: Settings, *, at: datetime) -> list[A
 def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Alert]:
     """Yield what speaks against who answers now: what was done and what a person may."""
     agent_id, found, rules = overview.agent_id, overview.failures, settings.experiments
+    leave = f"`rlhf rollback --agent {agent_id} --reason WHY`"
     if overview.moved is not None and overview.moved.actor == WATCH:
         yield Alert(
             "rolled_back",
@@ -172,8 +173,8 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Aler
             "champion_lost",
             agent_id,
             f"the files of version {champion.version}, the champion, are not in {champion.path}: "
-            "only MLflow's copy may be left, and where that has gone too nobody can be answered; "
-            f"put them back from a backup, or `rlhf rollback --agent {agent_id}`",
+            "only MLflow's copy may be left, and where that has gone too the baseline answers "
+            f"instead; put them back from a backup, or {leave}",
         )
     if found is not None and is_trouble(
         found, most=rules.trouble_answers, share=rules.trouble_share
@@ -181,8 +182,7 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Aler
         yield Alert(
             "champion_fails",
             agent_id,
-            f"the champion {found.words}; `rlhf rollback --agent {agent_id}`, or look at the "
-            "service's log",
+            f"the champion {found.words}; {leave}, or look at the service's log",
         )
     roles = {role: standing for standing in overview.standings for role in standing.roles}
     now, before = roles.get("champion"), roles.get("previous")
@@ -195,7 +195,7 @@ def _about_the_champion(overview: Overview, settings: Settings) -> Iterator[Aler
             f"people like version {now.version} ({now.satisfaction:.2f} ± {now.margin:.2f}, "
             f"{now.votes} of them) less than version {before.version} before it "
             f"({before.satisfaction:.2f} ± {before.margin:.2f}); other people on other days, so "
-            f"nothing was done: `rlhf rollback --agent {agent_id}`, or an experiment to be sure",
+            f"nothing was done: {leave}, or an experiment to be sure",
         )
 
 

@@ -325,11 +325,11 @@ def _check_models(state: Path) -> list[str]:
                 place, role = version.path.relative_to(state), used.get(version.version)
                 found = f"version {version.version} of {agent_id}: {place.as_posix()}/{odd[0]}"
                 if role is not None:
+                    leave = f", or leave it with `rlhf rollback --agent {agent_id} --reason WHY`"
                     raise BackupError(
                         f"needed the files of {role} as they were registered, found another or "
                         f"none for {found}; put the file back from an earlier backup or from "
-                        "MLflow's copy of the version"
-                        + (", or leave it with `rlhf rollback`" if role == "the champion" else "")
+                        "MLflow's copy of the version" + (leave if role == "the champion" else "")
                     )
                 damaged.append(found)
     finally:

@@ -186,7 +186,7 @@ def test_a_champion_that_fails_is_told_of_however_old_it_is() -> None:
     [alert] = alerts_of(badly, Settings(), at=AT)
     assert alert.name == "champion_fails"
     assert "failed at 30 of its latest 50 answers" in alert.words
-    assert "`rlhf rollback --agent tea`" in alert.words
+    assert "`rlhf rollback --agent tea --reason WHY`" in alert.words
 
 
 def test_a_champion_whose_files_are_gone_is_told_of(tmp_path: Path) -> None:
@@ -196,7 +196,8 @@ def test_a_champion_whose_files_are_gone_is_told_of(tmp_path: Path) -> None:
     [alert] = alerts_of(lost, settings, at=AT)
     assert alert.name == "champion_lost"
     assert f"version 2, the champion, are not in {made}: " in alert.words
-    assert "`rlhf rollback --agent tea`" in alert.words
+    assert "the baseline answers instead" in alert.words
+    assert "`rlhf rollback --agent tea --reason WHY`" in alert.words
     for place in (made, settings.mlflow_folder / "cache" / "rlhf-tea" / "2"):
         place.mkdir(parents=True)
         assert alerts_of(lost, settings, at=AT) == []
@@ -209,6 +210,7 @@ def test_a_champion_whom_people_like_less_than_the_one_before_is_told_of() -> No
     [alert] = alerts_of(replace(CALM, standings=[now, before]), Settings(), at=AT)
     assert alert.name == "liked_less"
     assert "version 2 (0.60 ± 0.05, 60 of them) less than version 1 before it (0.70" in alert.words
+    assert "`rlhf rollback --agent tea --reason WHY`" in alert.words
     for other in (replace(before, satisfaction=0.68), replace(before, satisfaction=None)):
         assert names(replace(CALM, standings=[now, other])) == []
 

@@ -324,7 +324,7 @@ def test_a_damaged_version_out_of_use_is_named_and_keeps_nothing_from_being_copi
         )
         ledger.promote("tea", number, actor="t", reason="r", expected_champion=number - 1)
     (model / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(BackupError, match="or leave it with `rlhf rollback`"):
+    with pytest.raises(BackupError, match="leave it with `rlhf rollback --agent tea --reason WHY`"):
         back_up(settings_in(state), tmp_path / "copy")
     ledger.rollback("tea", actor="t", reason="damaged")
     database.close()

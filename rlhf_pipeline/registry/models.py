@@ -349,7 +349,7 @@ class ModelRegistry:
             raise RegistryError(
                 f"version {version.version} of agent {version.agent_id} needs its files, found "
                 f"none in {version.path}, nor MLflow's copy; put them back from a backup, or leave "
-                "a champion with `rlhf rollback`"
+                f"a champion with `rlhf rollback --agent {version.agent_id} --reason WHY`"
             ) from error
         return cached
 

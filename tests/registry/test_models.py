@@ -436,7 +436,8 @@ def test_where_the_training_folder_is_gone_mlflows_copy_serves(
         registry.folder_of(version)
     assert str(caught.value) == (
         f"version 1 of agent {agent} needs its files, found none in {version.path}, nor MLflow's "
-        "copy; put them back from a backup, or leave a champion with `rlhf rollback`"
+        "copy; put them back from a backup, or leave a champion with "
+        f"`rlhf rollback --agent {agent} --reason WHY`"
     )
 
 
