@@ -376,10 +376,16 @@ class ModelRegistry:
     def copy_of(self, name: str, number: str) -> Iterator[Path]:
         """Yield the files of any model's MLflow version: in place where local, else downloaded."""
         from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
 
         location = self.client.get_model_version_download_uri(name, number)
         if sqlite_path(self.tracking_uri) is not None:
-            yield Path(download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri))
+            try:
+                stored = download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri)
+            except MlflowException:
+                self.need_ours(location)  # another folder's may be read, but no longer be there
+                raise
+            yield Path(stored)
             return
         (self.folder / "cache").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder / "cache") as aside:

@@ -441,6 +441,20 @@ def test_where_the_training_folder_is_gone_mlflows_copy_serves(
     )
 
 
+def test_the_copy_of_a_state_folder_that_was_moved_by_hand_follows_rather_than_being_given_up(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    version, moved = add(registry, agent, tmp_path), tmp_path / "mlflow"
+    shutil.rmtree(version.path)
+    shutil.copytree(registry.folder, moved)
+    here = ModelRegistry(registry.ledger, f"sqlite:///{moved}/mlflow.db", moved)
+    found = here.folder_of(version)  # read where it was, as long as it is there
+    assert found.is_relative_to(registry.folder)
+    shutil.rmtree(found)
+    with pytest.raises(RegistryError, match="moved or copied by hand; `rlhf moved`"):
+        here.folder_of(version)
+
+
 def test_a_folder_with_a_pickle_is_not_registered(
     registry: ModelRegistry, agent: str, tmp_path: Path
 ) -> None:
