@@ -606,6 +606,10 @@ def test_who_sends_thumbs_alone_is_told_that_they_teach_no_reward(
     )
     pair = '{"prompt": "Why?", "chosen": "Because.", "rejected": "No."}\n'
     path = str(write(tmp_path / "pairs.jsonl", pair + pair.replace("Why?", "When?")))
+    told = rlhf("ingest", path, "--agent", "tea").stdout
+    assert "probably too few votes: 2 preferences and corrections, thumbs 100 liked" in told
+    pairs = "".join(pair.replace("Why?", f"When is {i}?") for i in range(12))
+    path = str(write(tmp_path / "pairs.jsonl", pairs))
     assert "no reward yet" not in rlhf("ingest", path, "--agent", "tea").stdout
     assert "reward" not in cells(rlhf("status").stdout)
 

@@ -205,7 +205,7 @@ def test_what_cannot_teach_or_judge_is_refused(planted: Planted, tmp_path: Path)
     refused(NotEnoughData, "found 30 ties only", train=[replace(p, tie=True) for p in pairs])
     refused(
         NotEnoughData,
-        "held-out prompts, found 0, or",
+        r"held-out prompts \(a tie is none\), found 0, or",
         test=[replace(p, both_bad=True) for p in test],
     )
     rated = [
