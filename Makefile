@@ -24,8 +24,10 @@ demo: $(READY)
 	$(BIN)/python -m automation.demo
 
 # As many tests at once as there are cores, up to four, each on one core; of a file in one process,
-# for its tests share what is slow to make.
-AT_ONCE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+# for its tests share what is slow to make. In the order of their names, which begins with the files
+# that take longest: those of most tests first would leave whole turns to one core at the end.
+AT_ONCE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder
 
 test: $(READY)
 	$(AT_ONCE)
