@@ -26,6 +26,25 @@ def plain_lines() -> list[Any]:
     return [*processors[:-1], shown]
 
 
+class ToldOnce:
+    """A trouble that is met again and again: told when it begins, and when it is over."""
+
+    def __init__(self, log: Any, began: str, over: str) -> None:
+        self._log, self._began, self._over, self._lasts = log, began, over, False
+
+    def met(self, error: object) -> None:
+        """Log a warning with the error's words, where the trouble is new."""
+        if not self._lasts:
+            self._log.warning(self._began, why=" ".join(str(error).split()))
+        self._lasts = True
+
+    def over(self) -> None:
+        """Log that it is over, where it lasted."""
+        if self._lasts:
+            self._log.info(self._over)
+        self._lasts = False
+
+
 class Lines:
     """Where structlog's lines go: standard error, as it is when one comes.
 

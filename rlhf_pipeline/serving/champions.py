@@ -23,6 +23,7 @@ import structlog
 from rlhf_pipeline.config import own_settings
 from rlhf_pipeline.errors import ModelError, PipelineError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook
+from rlhf_pipeline.logs import ToldOnce
 from rlhf_pipeline.records import hashed
 
 if TYPE_CHECKING:
@@ -73,7 +74,11 @@ class Champions:
         self._asking = threading.Lock()
         self._beside: set[str] = set()  # whose challengers are being loaded for who comes next
         self.is_preloading = False  # from the service's start until each champion was tried
-        self._is_blind = False  # the database was away at the latest look
+        self._blind = ToldOnce(
+            log,
+            "the ledger cannot be read: no new champion is seen now",
+            "the ledger can be read again",
+        )
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -200,10 +205,7 @@ class Champions:
         try:
             self._look(agent_id, arm)
         except sa.exc.DBAPIError as error:  # what is loaded goes on
-            if not self._is_blind:  # once: it is looked again and again
-                why = " ".join(str(error.orig).split())
-                log.warning("the ledger cannot be read: no new champion is seen now", why=why)
-            self._is_blind = True
+            self._blind.met(error.orig)
             return
         except RegistryError as error:  # an experiment is over
             log.info("an arm is empty", agent=agent_id, arm=arm, why=str(error))
@@ -212,9 +214,7 @@ class Champions:
         except Exception:  # what is loaded goes on
             log.exception("an arm could not be looked at", agent=agent_id, arm=arm)
             return
-        if self._is_blind:
-            log.info("the ledger can be read again")
-        self._is_blind = False
+        self._blind.over()
 
     def _look(self, agent_id: str, arm: Arm) -> Seat | _Unfit:
         """Bring one arm up to what the ledger says and return it."""

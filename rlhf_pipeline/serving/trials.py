@@ -21,6 +21,7 @@ import structlog
 from rlhf_pipeline.experiment.assignment import Arm, arm_of, counted_as
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.experiment.watch import USUAL, Failures, is_trouble, persons_share
+from rlhf_pipeline.logs import ToldOnce
 
 if TYPE_CHECKING:
     from rlhf_pipeline import database as db
@@ -72,7 +73,11 @@ class Trials:
         self._heard: dict[tuple[str, Arm], _Heard] = {}  # by experiment and arm
         self._ended: dict[str, str] = {}  # by experiment that trouble ended here: why
         self._looked = -LOOK_EVERY_SECONDS
-        self._is_blind = False  # the database was away at the latest look
+        self._blind = ToldOnce(
+            log,
+            "experiments cannot be read: all meet the champion now",
+            "experiments can be read again",
+        )
         self._lock = threading.Lock()
 
     def meeting(self, agent_id: str, user_id: str | None) -> Experiment | None:
@@ -147,18 +152,14 @@ class Trials:
                     e.agent_id: e for e in running if e.experiment_id not in self._ended
                 }
             except sa.exc.DBAPIError as error:
-                if not self._is_blind:  # once: it is looked again and again
-                    why = " ".join(str(error.orig).split())
-                    log.warning("experiments cannot be read: all meet the champion now", why=why)
-                self._is_blind, self._running = True, {}
+                self._blind.met(error.orig)
+                self._running = {}
                 return
             except Exception:
                 log.exception("experiments could not be read; everybody meets the champion")
                 self._running = {}
                 return
-            if self._is_blind:
-                log.info("experiments can be read again")
-            self._is_blind = False
+            self._blind.over()
             for experiment in running:
                 if experiment.experiment_id in self._ended:
                     self._write_down(experiment)
