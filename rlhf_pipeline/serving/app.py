@@ -104,15 +104,7 @@ def create_app(
     ledger = PromotionLedger(database, settings.state_dir)
     registry = ModelRegistry(ledger, settings.resolved_mlflow_uri, settings.mlflow_folder)
     gateway = app.state.gateway = Gateway(settings, store, registry, metrics)
-    champions = gateway.champions
-    add_health_routes(
-        app,
-        database,
-        settings,
-        champions.is_unfit,
-        lambda: champions.is_preloading,
-        champions.ready,
-    )
+    add_health_routes(app, database, settings, gateway.champions)
     metrics.watch_queue("chat", lambda: gateway.waiting)
     add_chat_routes(app, gateway)
     add_rater_routes(app, settings, registry)

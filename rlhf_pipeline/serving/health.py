@@ -26,13 +26,13 @@ from rlhf_pipeline import database as db
 from rlhf_pipeline.files import file_sha256
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
-from rlhf_pipeline.serving.champions import Arm
 from rlhf_pipeline.serving.contract import WORDS, Status, Told
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from rlhf_pipeline.config import Settings
+    from rlhf_pipeline.serving.champions import Arm, Champions
 
 log = structlog.get_logger()
 ROOM_BYTES = 64 << 20  # below it the disk of the embedded store counts as full
@@ -54,24 +54,19 @@ def add_health_routes(
     app: FastAPI,
     database: db.Database,
     settings: Settings,
-    is_unfit: Callable[[ModelVersion], bool] = lambda version: False,
-    is_preloading: Callable[[], bool] = lambda: False,
-    loaded: Callable[[str, Arm], object] = lambda agent_id, arm: None,
+    champions: Champions | None = None,
 ) -> None:
-    """Add `/healthz` and `/readyz`.
-
-    `is_unfit` says what could not be loaded here, `is_preloading` whether the first are loading,
-    `loaded` returns an agent's model of an arm, None where it is not loaded here.
-    """
+    """Add `/healthz` and `/readyz`; `champions` are the models that answer here."""
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
     one_at_a_time = threading.Lock()  # hashing a large model outlasts several questions
 
     def is_sound(version: ModelVersion, arm: Arm) -> bool:
-        if is_unfit(version):
-            return False
-        if not version.path.is_dir():  # until a new champion is loaded, the one before it answers
-            return loaded(version.agent_id, arm) is not None
+        if champions is not None:
+            if champions.is_unfit(version):
+                return False
+            if not version.path.is_dir():  # until a new one is loaded, the one before it answers
+                return champions.ready(version.agent_id, arm) is not None
         with one_at_a_time:
             return _sound(version, seen)
 
@@ -81,8 +76,9 @@ def add_health_routes(
 
     async def readyz() -> JSONResponse:
         """Say whether requests may come: 200, or 503 with what is wrong."""
+        loading = champions is not None and champions.is_preloading
         ready, checks = await run_in_threadpool(
-            look, database, ledger, is_sound, is_preloading, settings.state_dir
+            look, database, ledger, is_sound, loading, settings.state_dir
         )
         headers = None if ready else {"retry-after": "5"}
         return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
@@ -105,15 +101,13 @@ def look(
     database: db.Database,
     ledger: PromotionLedger,
     is_sound: Callable[[ModelVersion, Arm], bool],
-    is_preloading: Callable[[], bool],
+    loading: bool,
     state_dir: Path,
 ) -> tuple[bool, dict[str, str]]:
     """Return whether everything works, and a word about each part."""
     checks = {
         "store": _told(lambda: _write(database, state_dir)),
-        "models": _told(
-            lambda: "they are being loaded" if is_preloading() else _models(ledger, is_sound)
-        ),
+        "models": "they are being loaded" if loading else _told(lambda: _models(ledger, is_sound)),
     }
     return all(word.startswith("ok") for word in checks.values()), checks
 
