@@ -17,7 +17,7 @@ from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.records import hash_rater, prompt_from_json
 from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files
-from rlhf_pipeline.registry.tracking import mlflow_refusals
+from rlhf_pipeline.registry.tracking import FINGERPRINT, mlflow_refusals
 from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _runs(registry: ModelRegistry, agent_id: str, mark: str) -> Sequence[Any]:
     experiment = registry.known_experiment(agent_id)
     if experiment is None:
         return ()
-    wanted = f"tags.`rlhf.fingerprint` LIKE '{mark}%'"
+    wanted = f"tags.`{FINGERPRINT}` LIKE '{mark}%'"
     found: Sequence[Any] = registry.client.search_runs([experiment], wanted)
     return found
 

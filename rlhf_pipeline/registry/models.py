@@ -33,6 +33,7 @@ from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
 from rlhf_pipeline.registry.tracking import (
+    FINGERPRINT,
     Ended,
     TrackedRun,
     as_tag,
@@ -47,7 +48,6 @@ log = structlog.get_logger(__name__)
 
 PROJECTED = "rlhf.projected_entry"
 FILES_DIGEST = "rlhf.files_digest"
-FINGERPRINT = "rlhf.fingerprint"
 RUN_NOTE = "mlflow.note.content"  # what MLflow shows as a run's description
 TELLING = ("fail", "pause", "warn")  # verdicts of rules that a person should read
 UI_ACTOR = "mlflow-ui"

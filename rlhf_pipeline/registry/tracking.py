@@ -47,6 +47,7 @@ QUIET = {
 }
 
 
+FINGERPRINT = "rlhf.fingerprint"  # tag of runs and versions: which snapshot they are of
 Ended = Literal["FINISHED", "FAILED", "KILLED"]  # of a run in MLflow: what it is marked as
 
 # The client of each URI, and the file that stood there once it was open.
@@ -350,7 +351,7 @@ def _find_or_create(
                 "rlhf.work": work,
                 "rlhf.stage": stage,
                 "rlhf.agent": agent_id,
-                "rlhf.fingerprint": fingerprint,
+                FINGERPRINT: fingerprint,
             }
             run_id = client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
             missing = texts.keys()
