@@ -83,6 +83,11 @@ class Service:
         ]
         return counts
 
+    def models(self) -> tuple[int, str]:
+        """Return what `/readyz` answers, and says of the models."""
+        found = httpx.get(f"{self.address}/readyz")
+        return found.status_code, found.json()["checks"]["models"]
+
 
 @contextmanager
 def serving(settings: Settings, here: Workspace) -> Iterator[Service]:
@@ -963,16 +968,11 @@ def test_a_service_whose_champion_answers_from_mlflows_copy_is_ready(
     shutil.copytree(champion.path, cached_folder(here.settings.mlflow_folder, champion))
     shutil.rmtree(champion.path)
     with serving(here.settings, here) as running:
-
-        def models() -> tuple[int, str]:
-            found = httpx.get(f"{running.address}/readyz")
-            return found.status_code, found.json()["checks"]["models"]
-
-        assert models() == (200, "ok, but 1 of 1 agents are answered by their baseline")
+        assert running.models() == (200, "ok, but 1 of 1 agents are answered by their baseline")
         running.app.state.gateway.champions.preload()
-        assert models() == (200, "ok")
+        assert running.models() == (200, "ok")
         shutil.rmtree(here.ledger.version("shop", 0).path)
-        assert models() == (200, "ok")
+        assert running.models() == (200, "ok")
         kept = here.store.interaction(running.post(max_tokens=4).json()["id"])
         assert kept is not None
         assert (kept.arm, kept.model_version) == ("champion", 1)
@@ -992,17 +992,12 @@ def test_a_service_is_ready_once_each_champion_is_loaded_or_has_failed_to(
 
     monkeypatch.setattr(Champions, "_loaded", slowly)
     with serving(world.settings, world) as running:
-
-        def models() -> tuple[int, str]:
-            found = httpx.get(f"{running.address}/readyz")
-            return found.status_code, found.json()["checks"]["models"]
-
         champions = running.app.state.gateway.champions
         champions.preload_beside()
-        assert models() == (503, "they are being loaded")
+        assert running.models() == (503, "they are being loaded")
         may.set()
         until = time.monotonic() + PATIENCE
-        while models() != (200, "ok"):
+        while running.models() != (200, "ok"):
             assert time.monotonic() < until
             time.sleep(0.05)
         assert (champions.ready("shop", "champion") is None) is fails
