@@ -10,13 +10,16 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster_pipes import PipesDefaultMessageWriter
 from pydantic import Field, PrivateAttr
 
 from resources.worker import AHEAD, specification
@@ -24,6 +27,7 @@ from rlhf_pipeline.files import read_json, write_json
 from rlhf_pipeline.stages import Turn
 
 ROOT = Path(__file__).resolve().parents[1]
+POLL_SECONDS = 0.3  # between looks at a stage and at what it reports
 OBSERVE_SECONDS = 5.0  # between observations: the UI plots them, the event log keeps them
 TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
 FOLLOWED = ("reward", "ppo")  # stages that another stage comes after, in every turn
@@ -33,6 +37,43 @@ ERROR_LINE = re.compile(
     r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)$", re.MULTILINE
 )
 WORKER = (sys.executable, "-m", "resources.worker")
+
+
+class WholeLines(dg.PipesMessageReader):
+    """Hands on what a stage reports, by a temporary file, a whole line at a time.
+
+    Dagster's own reader (1.13) takes the half of a line that a write across pages shows for a
+    moment for a message, and ends over it: the rest of what the stage reports is then lost.
+    """
+
+    @contextmanager
+    def read_messages(self, handler: dg.PipesMessageHandler) -> Iterator[dict[str, Any]]:
+        """Read until the context ends, in a thread; yield what tells the stage where to write."""
+        ended = threading.Event()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "messages"
+            path.touch()
+            reader = threading.Thread(target=self._read, args=(path, handler, ended))
+            reader.start()
+            try:
+                yield {PipesDefaultMessageWriter.FILE_PATH_KEY: str(path)}
+            finally:
+                ended.set()
+                reader.join()
+
+    def no_messages_debug_text(self) -> str:
+        """Return what Dagster's warning of a stage that reported nothing ends with."""
+        return "Attempted to read messages from a temporary file."
+
+    @staticmethod
+    def _read(path: Path, handler: dg.PipesMessageHandler, ended: threading.Event) -> None:
+        rest, is_last = b"", False
+        with path.open("rb") as messages:
+            while not is_last:
+                is_last = ended.wait(POLL_SECONDS)  # the stage has ended: all is written
+                *lines, rest = (rest + messages.read()).split(b"\n")
+                for line in lines:
+                    handler.handle_message(json.loads(line))
 
 
 class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -108,7 +149,7 @@ class Compute(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic onl
             # Given an asset's context, Dagster 1.13 warns of what it reads from it itself.
             context=context.op_execution_context,
             context_injector=dg.PipesTempFileContextInjector(),
-            message_reader=dg.PipesTempFileMessageReader(),
+            message_reader=WholeLines(),
         ) as session:
             environment = {**_secrets(turn), **session.get_bootstrap_env_vars()}
             process = self._start(stage, spec_path, log_path, environment)
@@ -175,7 +216,7 @@ def _follow(
                 "train less",
                 allow_retries=False,
             )
-        time.sleep(0.3)
+        time.sleep(POLL_SECONDS)
     return shown
 
 

@@ -1,5 +1,6 @@
 """A stage in a process of its own: what comes back, what is tried again, what is ended."""
 
+import json
 import os
 import signal
 import sys
@@ -17,7 +18,14 @@ from pydantic import SecretStr
 
 from assets.common import agents
 from automation.jobs import why_failed
-from resources.compute import Compute, _observe, _where_it_begins, _why_ended
+from resources.compute import (
+    POLL_SECONDS,
+    Compute,
+    WholeLines,
+    _observe,
+    _where_it_begins,
+    _why_ended,
+)
 from resources.worker import same_work, specification
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -85,6 +93,18 @@ def run(
 def attempts(loop: Loop, result: dg.ExecuteInProcessResult) -> int:
     [step] = loop.instance.get_run_step_stats(result.run_id)
     return step.attempts or 0
+
+
+def test_half_a_line_of_a_report_waits_for_its_other_half() -> None:
+    told: list[Any] = []
+    handler: Any = SimpleNamespace(handle_message=told.append)
+    line = json.dumps({"method": "report_custom_message", "params": {"update": 1}}) + "\n"
+    with WholeLines().read_messages(handler) as where:
+        for text in (line + line[:20], line[20:] + line, line + line[:20]):  # a kill ends the last
+            with Path(where["path"]).open("a") as messages:
+                messages.write(text)
+            time.sleep(3 * POLL_SECONDS)  # what is there is read, and its end looked for again
+    assert told == [json.loads(line)] * 4
 
 
 def test_a_stage_gives_its_result_and_its_last_report_is_shown(
