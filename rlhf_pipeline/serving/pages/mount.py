@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = structlog.get_logger(__name__)
-
-Who = Callable[[Request], str | None]
-"""Says who a request comes from; None refuses it with 401."""
 
 AT_ONCE = 16
 """Answers under way, of all visitors; who comes then waits for one of them to end. Each holds one
@@ -134,10 +131,8 @@ async def _nowhere(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 
-def mount_pages(
-    app: FastAPI, desk: Desk, *, may_chat: Who | None = None, may_review: Who | None = None
-) -> None:
-    """Mount both pages. Without `may_chat` and `may_review` everybody who reaches them may."""
+def mount_pages(app: FastAPI, desk: Desk) -> None:
+    """Mount both pages; who may enter is serving/access.py's to say."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     import gradio as gr
     from gradio.route_utils import FnIndexInferError
@@ -149,17 +144,16 @@ def mount_pages(
     kept_with = hmac.digest(secret, b"browser state", "sha256").hex()
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     theme.set(**LEGIBLE)
-    for path, page, may, head in (
-        ("/ui/review", review_page(desk, kept_with), may_review, SPOKEN + UNREAD + SHORTCUTS),
+    for path, page, head in (
+        ("/ui/review", review_page(desk, kept_with), SPOKEN + UNREAD + SHORTCUTS),
         # After what lies below it.
-        ("/ui", chat_page(desk, visitors, kept_with), may_chat, SPOKEN + SENT),
+        ("/ui", chat_page(desk, visitors, kept_with), SPOKEN + SENT),
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(
             app,
             page,
             path,
-            auth_dependency=may,
             theme=theme,
             css=STYLE,
             head=head,

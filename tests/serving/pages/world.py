@@ -76,20 +76,14 @@ def _answers(port: int) -> bool:
 
 
 def main() -> None:
-    """Serve the embedded service, and beside it the pages with a door that asks for a header."""
+    """Serve the embedded service of a new shop, at two ports."""
     import uvicorn
-    from fastapi import FastAPI
 
     from rlhf_pipeline.serving import create_app
-    from rlhf_pipeline.serving.pages.mount import mount_pages
 
-    desk = made_desk(Path(sys.argv[1]))
+    made_desk(Path(sys.argv[1]))
     os.environ["RLHF_STATE_DIR"] = sys.argv[1]  # all that create_app() needs to be told
-    guarded = FastAPI()
-    mount_pages(
-        guarded, desk, may_chat=lambda r: r.headers.get("x-user"), may_review=lambda _: None
-    )
-    apps = (create_app(), int(sys.argv[2])), (guarded, int(sys.argv[3]))
+    apps = ((create_app(), int(port)) for port in sys.argv[2:])
     servers = [
         uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")) for app, port in apps
     ]
