@@ -31,8 +31,8 @@ from typer.testing import CliRunner
 from rlhf_pipeline import backup
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands import conversation, models
-from rlhf_pipeline.commands.batch import _answered, read_prompts
-from rlhf_pipeline.commands.common import OBEYED, Workspace
+from rlhf_pipeline.commands.batch import read_prompts
+from rlhf_pipeline.commands.common import OBEYED, Workspace, lines_there
 from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.commands.score import read_items
@@ -1282,7 +1282,10 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(
     assert "same version, seed" in rlhf(*words, str(whole), "--seed", "3", code=1).stderr
     other = write(tmp_path / "other.jsonl", '{"prompt": "another"}\n')
     assert "same prompts" in rlhf("chat", "--batch", str(other), "--out", str(whole), code=1).stderr
-    assert "a new file" in rlhf(*words, str(prompts), code=1).stderr
+    for text in ("a question\n", "all that is left of a line"):
+        another = write(tmp_path / "another.txt", text)
+        assert "a new file" in rlhf(*words, str(another), code=1).stderr
+        assert another.read_text() == text
 
 
 def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
@@ -1291,10 +1294,11 @@ def test_a_batch_takes_every_sign_that_a_text_may_hold(tmp_path: Path) -> None:
     asked = read_prompts(write(tmp_path / "prompts.jsonl", f"{line}\n\n{line}\n"))
     assert asked == [user_prompt(text)] * 2
     assert read_prompts(write(tmp_path / "prompts.txt", f"{text}\n")) == asked[:1]
-    told = {"prompt": as_messages(asked[0]), "completion": text, "seed": 0}
-    whole = json.dumps(told, ensure_ascii=False) + "\n"
-    out = write(tmp_path / "out.jsonl", whole + whole[:20])  # killed in its second line
-    assert _answered(out, asked, {"seed": 0}) == 1
+    prompts = [as_messages(prompt) for prompt in asked]
+    told = [{"number": i, "prompt": prompt} for i, prompt in enumerate(prompts, 1)]
+    whole, second = (json.dumps(line, ensure_ascii=False) + "\n" for line in told)
+    out = write(tmp_path / "out.jsonl", whole + second[:20])  # killed in its second line
+    assert lines_there(out, prompts, lambda line: line["prompt"], "answers") == 1
     assert out.read_text() == whole
 
 

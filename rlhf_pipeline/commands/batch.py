@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.commands.common import UNFIT
+from rlhf_pipeline.commands.common import UNFIT, lines_there
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.records import Progress, Prompt, as_messages, prompt_to_json, user_prompt
+from rlhf_pipeline.records import Progress, Prompt, as_messages, user_prompt
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import PolicySettings
@@ -80,7 +80,13 @@ def answer_all(
     """
     from rlhf_pipeline.policy.sampling import complete
 
-    there = _answered(out, prompts, {**model, "temperature": temperature, "seed": seed})
+    by = {**model, "temperature": temperature, "seed": seed}
+    there = lines_there(
+        out,
+        [{"prompt": as_messages(prompt), **by} for prompt in prompts],
+        lambda told: {name: told[name] for name in ("prompt", *by)},
+        "answers to the same prompts by the same version, seed and temperature",
+    )
     report({"replies": there})
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
@@ -103,40 +109,10 @@ def answer_all(
                     "completion": completion.text,
                     "tokens": completion.tokens,
                     "finished": completion.finished,
-                    **model,
-                    "temperature": temperature,
-                    "seed": seed,
+                    **by,
                 }
                 file.write(json.dumps(told, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
             report({"replies": min(start + BLOCK, len(prompts))})
     return there, len(prompts)
-
-
-def _answered(out: Path, prompts: Sequence[Prompt], expected: dict[str, Any]) -> int:
-    """Return how many whole lines `out` holds; a last line that broke off is cut away."""
-    if not out.exists():
-        return 0
-    content = out.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
-    for i, line in enumerate(lines):
-        try:
-            told = json.loads(line)
-            said = [[m["role"], m["content"]] for m in told["prompt"]]
-            found = {name: told[name] for name in expected}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--out must be a new file or one this command began, found {line[:60]!r} in line "
-                f"{i + 1} of {out}; name another file"
-            ) from error
-        same = i < len(prompts) and said == json.loads(prompt_to_json(prompts[i]))
-        if not same or found != expected:
-            raise ConfigError(
-                f"{out} must hold answers to the same prompts by the same version, seed and "
-                f"temperature, found another in line {i + 1}; name another file"
-            )
-    if len(whole) < len(content):
-        os.truncate(out, len(whole))
-    return len(lines)

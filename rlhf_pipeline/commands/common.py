@@ -6,10 +6,11 @@ Nothing heavy is imported before a command needs it: `rlhf --help` answers in a 
 from __future__ import annotations
 
 import getpass
+import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -57,6 +58,45 @@ VersionArgument = Annotated[
         help="A number, champion, challenger, previous, baseline, or models:/rlhf-AGENT/3.",
     ),
 ]
+
+
+def lines_there(
+    out: Path, expected: Sequence[Any], told_of: Callable[[Any], Any], whose: str
+) -> int:
+    """Return how many whole lines of JSON `out` holds; a last one that broke off is cut away.
+
+    `told_of` takes from a line what must be as `expected` of its place, `whose` says so in words.
+    Raises ConfigError where it is not, or what there is was not written line by line by a command
+    whose lines begin with their number.
+    """
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
+    broken = content[len(whole) :]
+    begins = json.dumps({"number": len(lines) + 1})[:-1].encode()
+    if broken[: len(begins)] != begins[: len(broken)]:
+        raise _foreign(out, len(lines), broken.decode("utf-8", "replace"))
+    for i, line in enumerate(lines):
+        try:
+            told = told_of(json.loads(line))
+        except UNFIT as error:
+            raise _foreign(out, i, line) from error
+        if i >= len(expected) or told != expected[i]:
+            raise ConfigError(
+                f"{out} must hold {whose}, found another in line {i + 1}; name another file"
+            )
+    if broken:
+        os.truncate(out, len(whole))
+    return len(lines)
+
+
+def _foreign(out: Path, i: int, line: str) -> ConfigError:
+    return ConfigError(
+        f"--out must be a new file or one this command began, found {line[:60]!r} in line "
+        f"{i + 1} of {out}; name another file"
+    )
 
 
 def _settings_options() -> list[click.Parameter]:

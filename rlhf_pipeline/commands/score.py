@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_pipeline.commands.common import UNFIT, progress
+from rlhf_pipeline.commands.common import UNFIT, lines_there, progress
 from rlhf_pipeline.config import reward_functions
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.records import (
@@ -77,6 +77,11 @@ def score(
 
     items = read_items(file)
     composite = composite_for(reward or [], preset, learned)
+    expects = None
+    if critic is not None:
+        from rlhf_pipeline.ppo.breakdown import load_critic
+
+        expects = load_critic(critic)
     columns = (TextColumn("scores"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with progress(*columns) as bar:
         task = bar.add_task("scores", total=len(items))
@@ -84,7 +89,7 @@ def score(
             composite,
             items,
             out,
-            critic=None if critic is None else _critic(critic),
+            critic=expects,
             report=lambda facts: bar.update(task, completed=int(facts["scores"])),
         )
     again = f", {before} of them were there before" if before else ""
@@ -187,12 +192,6 @@ def _no_item(line: str, path: Path, number: int) -> ConfigError:
     )
 
 
-def _critic(run: Path) -> TrainedCritic:
-    from rlhf_pipeline.ppo.breakdown import load_critic
-
-    return load_critic(run)
-
-
 def score_all(
     reward: CompositeReward,
     items: Sequence[RewardInput],
@@ -206,18 +205,24 @@ def score_all(
     Raises ConfigError where `out` holds another reward's scores or those of other completions.
     """
     version = reward.version if critic is None else hashed(reward.version, critic.version)
-    there = _scored(out, items, version)
+    there = lines_there(
+        out,
+        [(_identity(item), version) for item in items],
+        lambda told: (told["item"], told["reward_version"]),
+        "scores of the same completions by the same rewards and weights",
+    )
     report({"scores": there})
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
         for start in range(there, len(items), BLOCK):
             block = items[start : start + BLOCK]
             judged = reward.judge(block)
-            expected = [{}] * len(block) if critic is None else map(_expected, critic(block))
-            for i, (item, told, more) in enumerate(
-                zip(block, judged, expected, strict=True), start
-            ):
-                line = {**_line(i, item, told, version, reward), **more}
+            critics: Sequence[CriticBreakdown | None]
+            critics = [None] * len(block) if critic is None else critic(block)
+            for i, (item, told, said) in enumerate(zip(block, judged, critics, strict=True), start):
+                line = dict(_line(i, item, told, version, reward))
+                if said is not None:
+                    line["critic"] = asdict(said)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -250,43 +255,5 @@ def _zero_to_one(reward: RewardFunction, score: float) -> dict[str, float]:
     return {} if told is None else {"zero_to_one": told([score])[0]}
 
 
-def _expected(said: CriticBreakdown) -> Mapping[str, Any]:
-    return {"critic": asdict(said)}
-
-
 def _identity(item: RewardInput) -> str:
     return hashed(prompt_to_json(item.prompt), item.completion, *item.references)
-
-
-def _scored(out: Path, items: Sequence[RewardInput], version: str) -> int:
-    """Return how many whole lines `out` holds; a last line that broke off is cut away."""
-    if not out.exists():
-        return 0
-    content = out.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
-    broken = content[len(whole) :]
-    begins = json.dumps({"number": len(lines) + 1})[:-1].encode()  # as _line does
-    if broken[: len(begins)] != begins[: len(broken)]:
-        raise _foreign(out, len(lines), broken.decode("utf-8", "replace"))
-    for i, line in enumerate(lines):
-        try:
-            told = json.loads(line)
-            found = (told["item"], told["reward_version"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _foreign(out, i, line) from error
-        if i >= len(items) or found != (_identity(items[i]), version):
-            raise ConfigError(
-                f"{out} must hold scores of the same completions by the same rewards and weights, "
-                f"found another in line {i + 1}; name another file"
-            )
-    if len(whole) < len(content):
-        os.truncate(out, len(whole))
-    return len(lines)
-
-
-def _foreign(out: Path, i: int, line: str) -> ConfigError:
-    return ConfigError(
-        f"--out must be a new file or one this command began, found {line[:60]!r} in line "
-        f"{i + 1} of {out}; name another file"
-    )
