@@ -414,8 +414,8 @@ def _keep(
     chosen = next((update for update in order if update in kept), None)
     if chosen is None:
         raise CheckpointDamaged(
-            f"a checkpoint of an evaluated round is needed in {checkpoints}, found none; train "
-            "again with resume=False"
+            f"a checkpoint of an evaluated round is needed in {checkpoints}, found none; move "
+            "that folder away and train again"
         )
     saved = checkpoint.checkpoint_at(checkpoints, chosen)
     prefix = f"{agent.name}/policy/"

@@ -137,8 +137,8 @@ def restore_state(
     if saved.state["fingerprint"] != fingerprint:
         raise TrainingError(
             f"the checkpoints beside {saved.path} must be of this run, found those of another "
-            "(other models, prompts or settings); take another output_dir, or resume=False to "
-            "begin again"
+            "(other models, prompts or settings); take another output_dir, or move "
+            "this one away to begin again"
         )
     trainable = learner.trainable()
     weights = {**saved.tensors["policy"], **saved.tensors["critic"]}

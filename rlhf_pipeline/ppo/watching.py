@@ -197,7 +197,7 @@ def load_chosen(
         return update, saved.state["progressed"].get("reward", {})
     raise CheckpointDamaged(
         f"a whole checkpoint of an evaluated update is needed in {root}, found none; "
-        "train again with resume=False"
+        "move that folder away and train again"
     )
 
 
