@@ -11,7 +11,7 @@ days of its own, and files of a storage that is not Dagster's embedded one.
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,7 +78,7 @@ def prune_runs(
         for item in gone:
             _remove(instance, item.name)
             log.info("pruned", agent=item.agent_id, kind=item.kind, name=item.name)
-        _tidy(instance, known, shrink=bool(gone))
+        _tidy(instance, known)
     return looked
 
 
@@ -181,7 +181,7 @@ def _remove(instance: dg.DagsterInstance, run_id: str) -> None:
     instance.delete_run(run_id)
 
 
-def _tidy(instance: dg.DagsterInstance, known: _Known, *, shrink: bool) -> None:
+def _tidy(instance: dg.DagsterInstance, known: _Known) -> None:
     """Remove the event files of runs that are gone, and give their pages in the others back.
 
     Pages that were given back hold nothing of what people said. Waits for a night without a turn:
@@ -195,10 +195,14 @@ def _tidy(instance: dg.DagsterInstance, known: _Known, *, shrink: bool) -> None:
             for each in folder.glob(f"{path.name}*"):  # with its journal
                 each.unlink(missing_ok=True)
     ours = {path.stem for path in folder.glob("*.db")} & known.at_work
-    if shrink and len(ours) <= 1:  # the run this may be
+    if len(ours) <= 1:  # the run this may be
         for path in (folder / "index.db", folder.parent / "runs.db"):
-            with suppress(sqlite3.OperationalError), closing(sqlite3.connect(path)) as connection:
-                connection.execute("VACUUM")
+            try:
+                with closing(sqlite3.connect(path)) as connection:
+                    if connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                        connection.execute("VACUUM")
+            except sqlite3.OperationalError as error:  # the next night tries again
+                log.warning("pages not given back", file=str(path), error=str(error))
 
 
 def _files(instance: dg.DagsterInstance, run_id: str) -> list[Path]:
