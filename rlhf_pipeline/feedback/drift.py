@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_pipeline.errors import ValidationFailed
-from rlhf_pipeline.files import write_json, write_text
+from rlhf_pipeline.files import write_text
 from rlhf_pipeline.records import ELSEWHERE, prompt_from_json
 from rlhf_pipeline.topics import inert_topics
 
@@ -60,25 +60,19 @@ OF_ANSWERS = ["completion_characters", "correction_characters", "score", "thumbs
 
 @dataclass(frozen=True, slots=True)
 class FeatureDrift:
-    """One feature: its PSI, above what it counts as drift, and how many values each side had."""
+    """One feature: its PSI, and above what it counts as drift."""
 
     psi: float
     threshold: float
     drifted: bool
-    current_values: int
-    reference_values: int
 
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
     """What changed between two frames of votes; any drifted feature makes the whole drifted."""
 
-    features: Mapping[str, FeatureDrift]
-    not_compared: Sequence[str]  # one side has no values
-    current_rows: int
-    reference_rows: int
+    features: Mapping[str, FeatureDrift]  # those of which both sides have values
     html_path: str
-    json_path: str
 
     @property
     def drifted(self) -> bool:
@@ -98,7 +92,7 @@ def feedback_drift(
     threshold_psi: float = 0.2,
     html_path: str | Path,
 ) -> DriftReport:
-    """Compare two frames of votes and write Evidently's page and its JSON beside it.
+    """Compare two frames of votes and write Evidently's page.
 
     `current` are votes that the last turn had not, `reference` its newest (`newest_of`); both are
     sampled down to MOST_ROWS rows. The page needs no network. Raises ValidationFailed where a side
@@ -120,8 +114,7 @@ def feedback_drift(
     for features, versions in zip((now, before), on, strict=True):
         features.loc[versions != version, OF_ANSWERS] = None
     now, before = _binned(now, before)
-    counts = {name: (int(now[name].count()), int(before[name].count())) for name in FEATURES}
-    compared = [name for name in FEATURES if min(counts[name])]
+    compared = [name for name in FEATURES if now[name].count() and before[name].count()]
     thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
     snapshot = _compare(now[compared], before[compared], thresholds)
     document = json.loads(snapshot.json())
@@ -136,23 +129,16 @@ def feedback_drift(
         for test in document["tests"]
         if test["status"] != "SUCCESS"
     }
-    json_path = html_path.with_suffix(".evidently.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         page = snapshot.get_html_str(as_iframe=False)
     topics = pd.concat([now["topic"], before["topic"]]).dropna().unique()
     write_text(html_path, inert_topics(page, topics))
-    write_json(json_path, document)
     return DriftReport(
         features={
-            name: FeatureDrift(values[name], thresholds[name], name in failed, *counts[name])
-            for name in compared
+            name: FeatureDrift(values[name], thresholds[name], name in failed) for name in compared
         },
-        not_compared=[name for name in FEATURES if name not in compared],
-        current_rows=len(current),
-        reference_rows=len(reference),
         html_path=str(html_path),
-        json_path=str(json_path),
     )
 
 

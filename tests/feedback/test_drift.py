@@ -52,10 +52,7 @@ def psi(p: np.ndarray[Any, Any], q: np.ndarray[Any, Any]) -> float:
 def test_what_did_not_change_does_not_drift(tmp_path: Path) -> None:
     report = feedback_drift(snapshot(400, 1), snapshot(300, 2), html_path=tmp_path / "d.html")
     assert not report.drifted
-    assert report.current_rows == 400
-    assert report.reference_rows == 300
-    assert set(report.features) | set(report.not_compared) == set(FEATURES)
-    assert set(report.not_compared) == {"correction_characters", "score"}  # all null: left out
+    assert set(FEATURES) - set(report.features) == {"correction_characters", "score"}  # all null
 
 
 @pytest.mark.parametrize(
@@ -104,15 +101,13 @@ def test_psi_is_the_textbook_sum_over_shares(tmp_path: Path) -> None:
     assert not calmer.features["topic"].drifted
 
 
-def test_the_page_needs_no_network_and_the_numbers_are_beside_it(tmp_path: Path) -> None:
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "drift.html"
-    report = feedback_drift(snapshot(50, 1), snapshot(50, 2), html_path=path)
+    feedback_drift(snapshot(50, 1), snapshot(50, 2), html_path=path)
     page = path.read_text()
     assert page.lstrip().startswith("<")
     for loading in ('src="http', "src='http", 'rel="stylesheet" href="http'):
         assert loading not in page
-    document = json.loads(Path(report.json_path).read_text())
-    assert len(document["tests"]) == len(report.features)
 
 
 def test_a_topic_runs_nothing_on_the_page_and_is_found_there(tmp_path: Path) -> None:
@@ -173,7 +168,7 @@ def test_what_a_better_champion_says_and_is_liked_for_is_no_drift(tmp_path: Path
         new = snapshot(600, 2, model_version=of_it, **better)
         other = feedback_drift(new, before, html_path=page)
         assert not other.drifted
-        assert {"completion_characters", "thumbs"} <= set(other.not_compared)
+        assert not {"completion_characters", "thumbs"} & set(other.features)
         asked = feedback_drift(new.assign(topic="football"), before, html_path=page)
         assert [n for n, f in asked.features.items() if f.drifted] == ["topic"]
 
@@ -210,9 +205,9 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
 
 def test_large_snapshots_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "MOST_ROWS", 100)
+    assert [len(drift._sampled(snapshot(n, 1))) for n in (400, 90)] == [100, 90]
     report = feedback_drift(snapshot(400, 1), snapshot(90, 2), html_path=tmp_path / "d.html")
-    assert report.features["kind"].current_values == 100
-    assert report.current_rows == 400
+    assert not report.drifted
 
 
 def test_a_report_without_tests_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
