@@ -26,7 +26,7 @@ from rlhf_pipeline.ppo.settings import PpoSettings
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.reproduce import newest_turn
 from rlhf_pipeline.reward.settings import FunctionSettings
-from rlhf_pipeline.stages import Turn
+from rlhf_pipeline.stages import Turn, check_memory
 from rlhf_pipeline.tuning import SEARCHED, Search, Trial, search
 from tests.assets.world import FirstTurn, Loop
 
@@ -36,6 +36,12 @@ def turn(loop: Loop, first_turn: FirstTurn) -> Turn:
     """Return the shop's turn, whose reward models are real."""
     agent = first_turn.agent_id
     return newest_turn(loop.pipeline.ledger, loop.pipeline.settings(agent), agent)
+
+
+@pytest.fixture(autouse=True)
+def _fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the searches here one plans its memory, which takes as long as all the rest of them."""
+    monkeypatch.setattr("rlhf_pipeline.stages.check_memory", lambda *_: None)
 
 
 @pytest.fixture
@@ -216,7 +222,6 @@ def test_the_recipe_is_the_first_trial_wherever_a_search_was_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuning, "draw", lambda *_: None)
-    monkeypatch.setattr("rlhf_pipeline.stages.check_memory", lambda *_: None)
     append, left, kills = JournalFileBackend.append_logs, 0, 0
 
     def killed_in_the_end(journal: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
@@ -296,6 +301,7 @@ def test_what_memory_does_not_suffice_for_is_refused_before_the_first_trial(
     trained: list[Mapping[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rlhf_pipeline.stages.check_memory", check_memory)
     monkeypatch.setattr("rlhf_pipeline.ppo.plan.memory_found", lambda device: 2**20)
     with pytest.raises(TrainingError, match="training needs about"):
         search(turn, tmp_path, trials=2)

@@ -282,7 +282,7 @@ def play_first_turn(loop: Loop, launcher: list[str]) -> FirstTurn:
         progress = loop.pipeline.settings().agent_folder(agent_id) / "turns"
         deadline = time.monotonic() + 300
         while not killed and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.05)
             for path in progress.glob("*/ppo.progress.jsonl"):
                 whole = path.read_text().rpartition("\n")[0].splitlines()
                 update = max((json.loads(line).get("update", 0) for line in whole), default=0)

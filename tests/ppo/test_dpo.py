@@ -17,8 +17,10 @@ from transformers import LlamaModel, TrainerState
 from rlhf_pipeline.errors import ConfigError, NotEnoughData, TrainingError
 from rlhf_pipeline.policy.chat import encode_completions, encode_prompts
 from rlhf_pipeline.policy.loading import load_policy, save_policy
+from rlhf_pipeline.ppo import dpo
 from rlhf_pipeline.ppo.dpo import _Watcher, dpo_rows, train_dpo
 from rlhf_pipeline.ppo.learner import build_learner
+from rlhf_pipeline.ppo.plots import draw_plots
 from rlhf_pipeline.ppo.result import Evaluation, TrainingResult
 from rlhf_pipeline.records import PreferencePair
 from tests.ppo.world import PROMPTS, changed, lower_share, weights_of
@@ -57,11 +59,20 @@ def train(base: Path, folder: Path, rows: list[PreferencePair], **changes: Any) 
     )
 
 
+@pytest.fixture(autouse=True)
+def _draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plots, which take as long as a training here, are drawn where they are looked at."""
+    monkeypatch.setattr(dpo, "draw_plots", lambda *_: ())
+
+
 ADAPTERS = pytest.param({"lora_rank": 4, "lora_alpha": 16.0}, marks=pytest.mark.slow, id="lora")
 
 
 @pytest.mark.parametrize("lora", [pytest.param({}, id="all"), ADAPTERS])
-def test_it_learns_what_people_prefer(base: Path, tmp_path: Path, lora: dict[str, Any]) -> None:
+def test_it_learns_what_people_prefer(
+    base: Path, tmp_path: Path, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dpo, "draw_plots", draw_plots)
     result = train(base, tmp_path, pairs(64), **lora)
     assert result.loss_history[-1] < 0.1 < result.loss_history[0] < math.log(2)
     assert result.history[-1]["dpo/accuracy"] == 1.0
