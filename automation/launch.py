@@ -197,7 +197,7 @@ def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
     console.print(explained, highlight=False, soft_wrap=True)
     for rule, count in pipeline.store.quarantined(agent_id).items():
         console.print(f"quarantine: {rule} {count}", highlight=False, soft_wrap=True)
-    reward = Path(folder / "reward.json")
+    reward = folder / "reward.json"
     if reward.exists():
         for job, report in read_json(reward)["result"].items():
             console.print(

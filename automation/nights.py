@@ -225,7 +225,7 @@ class _Loop:
         settings = self.pipeline.settings(self.agent_id)
         lines = earlier_trial(
             self.agent_id,
-            assistant(Path(baseline.path), settings, self.wanted.seed),
+            assistant(baseline.path, settings, self.wanted.seed),
             self.people,
             votes=self.wanted.trial,
             seed=str(self.wanted.seed),

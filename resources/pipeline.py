@@ -454,8 +454,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             token=claim.token,
             data=folder / "snapshots" / claim.fingerprint[:16],
             work=work,
-            baseline=Path(baseline.path) if baseline else None,
-            champion=Path(champion.path) if champion else None,
+            baseline=baseline.path if baseline else None,
+            champion=champion.path if champion else None,
             settings=settings,
             previous=self._folder_of(before, settings) if before else None,
         )

@@ -372,6 +372,16 @@ Trains = Literal["preference", "correction", "thumbs", "rating", "score", "crite
 PAIRS_ALONE: Mapping[Trains, float] = {"preference": 1.0, "correction": 1.0}
 
 
+def _check_functions(functions: Mapping[str, FunctionSettings]) -> None:
+    from rlhf_pipeline.reward.named import check_function  # may run a module of one's own
+
+    for name, one in functions.items():
+        try:
+            check_function(name, one)
+        except ModelError as error:
+            raise ValueError(f"functions.{name}: {error}") from error
+
+
 class RewardSettings(Section):
     """The three reward models."""
 
@@ -483,13 +493,7 @@ class RewardSettings(Section):
     @model_validator(mode="after")
     def _functions_are_known(self) -> RewardSettings:
         if self.functions:
-            from rlhf_pipeline.reward.named import check_function  # may run a module of one's own
-
-            for name, one in self.functions.items():
-                try:
-                    check_function(name, one)
-                except ModelError as error:
-                    raise ValueError(f"functions.{name}: {error}") from error
+            _check_functions(self.functions)
             if all(one.weight == 0 for one in self.functions.values()) and (
                 LEARNED in self.functions
             ):
@@ -911,13 +915,8 @@ class SpecialistSettings(Section):
 
     @model_validator(mode="after")
     def _functions_are_known(self) -> SpecialistSettings:
-        from rlhf_pipeline.reward.named import check_function  # may run a module of one's own
-
+        _check_functions(self.functions)
         for name, one in self.functions.items():
-            try:
-                check_function(name, one)
-            except ModelError as error:
-                raise ValueError(f"functions.{name}: {error}") from error
             if (one.function or name).partition(":")[0] == LEARNED:
                 raise ValueError(
                     "a specialist has no reward model of its own, found the function `learned`; "

@@ -42,7 +42,7 @@ from rlhf_pipeline.files import (
     write_json,
     write_text,
 )
-from rlhf_pipeline.records import hashed, now, prompt_from_json
+from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.reward import RATERS, WORST
 from rlhf_pipeline.topics import names_any, without_topics
 
@@ -415,7 +415,7 @@ def _clean_comparison(path: Path, prompts: Collection[str], topics: Collection[s
         return 0
     kept = read_json(path)
     before = kept["result"]["report"]
-    gone = [[[m.role, m.content] for m in prompt_from_json(text)] for text in prompts]
+    gone = [json.loads(text) for text in prompts]
     samples = [sample for sample in before["samples"] if sample["prompt"] not in gone]
     report = {**without_topics(before, topics), "samples": samples}
     if report == before:

@@ -22,9 +22,9 @@ from rlhf_pipeline.evaluation.facts import DRIFT, SUPPORT
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook, Look
 from rlhf_pipeline.experiment.watch import Failures, failures, its_time, made_champion
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
-from rlhf_pipeline.feedback.store import ON_A_SCALE
+from rlhf_pipeline.feedback.store import ON_A_SCALE, on_scale
 from rlhf_pipeline.files import read_json
-from rlhf_pipeline.records import FeedbackKind, now
+from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.comparison import baseline_of, by_place, learned_per_thousand
 
 if TYPE_CHECKING:
@@ -253,11 +253,8 @@ def _opinions(database: db.Database, agent_id: str) -> dict[int, list[float]]:
     """
     f, i = db.effective_feedback.c, db.interactions.c
     newest = _newest(f, agent_id, f.interaction_id, f.voter, f.kind, f.number, f.source).subquery()
-    on_scale = sa.case(
-        (newest.c.kind == FeedbackKind.rating, (newest.c.number - 1) / 4), else_=newest.c.number
-    )
     query = (
-        sa.select(i.model_version, sa.func.avg(on_scale))
+        sa.select(i.model_version, sa.func.avg(on_scale(newest.c)))
         .join(newest, newest.c.interaction_id == i.interaction_id)
         .where(
             newest.c.kind.in_(ON_A_SCALE),

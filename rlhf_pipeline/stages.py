@@ -61,11 +61,8 @@ REWARD = "reward.json"  # there: what the reward models came to, once they are t
 
 MADE_BY = "settings.json"  # beside the three reward models
 MAKES_NONE = ("functions", "wish_bound", "given", "retrain_drop", "warm_start", "min_pairs")
-SPLIT_BY = (
-    "shares",
-    "evaluation_share",
-    "split_by",
-)  # what says who learns from what, and what from none
+# What says who learns from what, and what from none.
+SPLIT_BY = ("shares", "evaluation_share", "split_by")
 
 MOST_REFERENCES = 4  # completions of one prompt that others are compared with
 CENTRING_PROMPTS = 256  # baseline completions that shall score 0 on average

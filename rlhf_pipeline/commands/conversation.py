@@ -109,10 +109,8 @@ class Conversation:
         """Print the model's answer as it is written."""
         prompt = (*self.messages, Message("user", said))
         began = time.monotonic()
-        text, seed = (
-            "",
-            self.seed + len(prompt),
-        )  # another for each turn, as repeatable as the first
+        text = ""
+        seed = self.seed + len(prompt)  # another for each turn, as repeatable as the first
         for piece in answer(self.policy, prompt, self.limits, self.temperature, seed):
             if isinstance(piece, str):
                 typer.echo(inert(piece), nl=False)

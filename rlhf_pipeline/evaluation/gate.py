@@ -77,6 +77,11 @@ class GateDecision:
         """Return why a person has to decide although it passed."""
         return tuple(r.words for r in self.results if r.verdict == "pause")
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Return both, a sentence each."""
+        return *self.reasons, *(f"{words}: a person decides" for words in self.pauses)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the ledger keeps them."""
         return {"passed": self.passed, "results": [asdict(r) for r in self.results]}
@@ -93,8 +98,7 @@ class GateDecision:
             number = "not measured" if r.number is None else f"{r.number:.4g}"
             rows.append(f"| {r.rule} | {number} | {r.bound} | {r.verdict} |")
         head = "**The gate lets it through.**" if self.passed else "**The gate refuses it.**"
-        said = [*self.reasons, *(f"{w}: a person decides" for w in self.pauses)]
-        return "\n\n".join([head, "\n".join(rows), *(f"- {w}" for w in said)]) + "\n"
+        return "\n\n".join([head, "\n".join(rows), *(f"- {w}" for w in self.said)]) + "\n"
 
 
 def read_rules(path: Path) -> tuple[GateRule, ...]:

@@ -112,10 +112,9 @@ def _gate(decision: GateDecision) -> list[str]:
         ]
         for r in decision.results
     ]
-    said = [*decision.reasons, *(f"{words}: a person decides" for words in decision.pauses)]
     return [
         f"<h2>The gate {verdict}</h2>",
-        "".join(f"<p>{escape(words)}</p>" for words in said),
+        "".join(f"<p>{escape(words)}</p>" for words in decision.said),
         _table(["rule", "verdict", "number", "limit"], rows, numbers=(2, 3)),
     ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import hashlib
 import io
 import json
 from collections import Counter, defaultdict
@@ -57,7 +56,7 @@ class Datasets:
 
 def unit_interval(*parts: str) -> float:
     """Return a number in [0, 1) that depends on the parts alone."""
-    return int(hashlib.sha256("\x1f".join(parts).encode()).hexdigest()[:15], 16) / 16**15
+    return int(hashed(*parts)[:15], 16) / 16**15
 
 
 def opening_of(prompt: Prompt) -> Prompt:

@@ -367,7 +367,7 @@ class FeedbackStore:
     def sides(self, agent_id: str) -> dict[str, tuple[int, int]]:
         """Return how many effective votes on a scale are for and against, by kind."""
         e = db.effective_feedback.c
-        number = _on_scale(e)
+        number = on_scale(e)
         of_side = [
             sa.func.sum(sa.case((side, 1), else_=0)) for side in (number > 0.5, number < 0.5)
         ]
@@ -432,10 +432,10 @@ class FeedbackStore:
     def opinion(self, agent_id: str) -> Opinion:
         """Return what the effective thumbs, ratings and scores say, on the scale from 0 to 1."""
         e = db.effective_feedback.c
-        on_scale = _on_scale(e)
+        scaled = on_scale(e)
         # PostgreSQL refuses a product that is too small for a float; SQLite says 0 as well.
-        square = sa.case((sa.func.abs(on_scale) < 1e-150, 0.0), else_=on_scale * on_scale)
-        query = sa.select(sa.func.count(), sa.func.avg(on_scale), sa.func.avg(square)).where(
+        square = sa.case((sa.func.abs(scaled) < 1e-150, 0.0), else_=scaled * scaled)
+        query = sa.select(sa.func.count(), sa.func.avg(scaled), sa.func.avg(square)).where(
             e.agent_id == agent_id, e.kind.in_(ON_A_SCALE)
         )
         with self.database.read() as connection:
@@ -840,7 +840,7 @@ def _trains() -> sa.ColumnElement[bool]:
     return db.feedback.c.kind != FeedbackKind.comment.value
 
 
-def _on_scale(columns: Any) -> sa.ColumnElement[float]:
+def on_scale(columns: Any) -> sa.ColumnElement[float]:
     """Return what a thumb, rating or score says, on the scale from 0 to 1."""
     return sa.case(
         (columns.kind == FeedbackKind.rating, (columns.number - 1) / 4), else_=columns.number

@@ -189,7 +189,6 @@ def set_apart(
     checks = [
         CheckResult(
             "pairs_have_broad_support",
-            "row",
             not (support.associations or support.topics),
             False,
             int(narrow.sum()),
@@ -202,7 +201,6 @@ def set_apart(
         ),
         CheckResult(
             "votes_are_spread",
-            "batch",
             support.raters < JUDGED_RATERS or support.top_share <= top_raters_share,
             False,
             0,

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -75,7 +75,6 @@ class CheckResult:
     """One check's outcome; for rows, `unexpected` of `total` rows fail it."""
 
     name: str
-    level: Literal["row", "batch"]
     passed: bool
     blocking: bool
     unexpected: int
@@ -158,9 +157,7 @@ def validate(
     for order, name in enumerate(ROW_CHECKS):
         unexpected, kept = len(failing[name]), float((broken == order).sum())
         checks.append(
-            CheckResult(
-                name, "row", not unexpected, False, unexpected, len(frame), {"quarantined": kept}
-            )
+            CheckResult(name, not unexpected, False, unexpected, len(frame), {"quarantined": kept})
         )
     aside = np.flatnonzero(broken != -1)
     dirty = frame.iloc[aside]
@@ -289,7 +286,6 @@ def _batch_results(
     return [
         CheckResult(
             name,
-            "batch",
             passed.get(name, True),
             name in BLOCKING,
             unexpected=rows - int(clean) if name == "most_rows_are_clean" else 0,
@@ -322,7 +318,6 @@ def _without_columns(frame: pd.DataFrame, missing: Sequence[str]) -> ValidationR
     checks = [
         CheckResult(
             name,
-            "batch" if name in BATCH_CHECKS else "row",
             False,
             name in BLOCKING,
             0,

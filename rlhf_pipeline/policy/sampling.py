@@ -214,6 +214,15 @@ def draw(
     return tokens, chosen - logits.logsumexp(-1)
 
 
+def check_room(policy: Policy, prompt: int, completion: int) -> None:
+    """Raise ModelError unless as many tokens of a prompt and its completion fit the context."""
+    if prompt < 1 or prompt + completion > policy.context_length:
+        raise ModelError(
+            f"prompt and completion must fit a context of {policy.context_length} tokens, found "
+            f"{prompt} + {completion}; lower one of the two"
+        )
+
+
 def check_finite(logprobs: Tensor) -> None:
     """Raise ModelError unless the log-probabilities of drawn tokens are finite."""
     if not bool(logprobs.isfinite().all()):
@@ -274,11 +283,7 @@ def complete(
     within rounding). `report` hears {"completions": done, "of": all} after each batch.
     Raises ModelError if prompt and completion do not fit the context together.
     """
-    if max_prompt_tokens < 1 or max_prompt_tokens + max_completion_tokens > policy.context_length:
-        raise ModelError(
-            f"prompt and completion must fit a context of {policy.context_length} tokens, found "
-            f"{max_prompt_tokens} + {max_completion_tokens}; lower one of the two"
-        )
+    check_room(policy, max_prompt_tokens, max_completion_tokens)
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(len(prompts), max_completion_tokens, generator=generator)
     encoded = encode_prompts(policy.tokenizer, prompts, max_tokens=max_prompt_tokens)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import torch
 
-from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompt
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import (
     Completion,
     check_finite,
+    check_room,
     draw,
     logits_of,
     trunk_of,
@@ -33,7 +33,6 @@ def stream(
     max_completion_tokens: int,
     max_prompt_tokens: int,
     temperature: float = 0.7,
-    top_k: int = 0,
     top_p: float = 1.0,
     seed: int,
 ) -> Iterator[str | Completion]:
@@ -43,11 +42,7 @@ def stream(
     text. Raises ModelError if prompt and completion do not fit the context together, or the model's
     logits are not finite.
     """
-    if max_prompt_tokens < 1 or max_prompt_tokens + max_completion_tokens > policy.context_length:
-        raise ModelError(
-            f"prompt and completion must fit a context of {policy.context_length} tokens, found "
-            f"{max_prompt_tokens} + {max_completion_tokens}; lower one of the two"
-        )
+    check_room(policy, max_prompt_tokens, max_completion_tokens)
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(1, max_completion_tokens, generator=generator).to(policy.device)
     ids = encode_prompt(policy.tokenizer, prompt, max_tokens=max_prompt_tokens)
@@ -61,7 +56,7 @@ def stream(
         with torch.inference_mode():
             hidden = trunk(input_ids=inputs, past_key_values=cache, use_cache=True)
             logits = logits_of(policy.model, hidden.last_hidden_state[:, -1])
-            token, logprob = draw(logits, uniforms[:, t], temperature, top_k, top_p)
+            token, logprob = draw(logits, uniforms[:, t], temperature, top_p=top_p)
         check_finite(logprob)
         written.append(int(token))
         if written[-1] == policy.eos_id:

@@ -6,7 +6,6 @@ count by how far they are believed, these are weighed first. training.py judges 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.feedback.datasets import opening_of
 from rlhf_pipeline.feedback.gold import Tally
-from rlhf_pipeline.records import PreferencePair, Progress, RewardExample
+from rlhf_pipeline.records import PreferencePair, Progress, RewardExample, hashed
 from rlhf_pipeline.reward.calibration import pair_accuracy
 from rlhf_pipeline.reward.heads import fit_heads, parts_of
 from rlhf_pipeline.reward.kinds import (
+    check_finite,
     criteria_weights,
     fit,
     fit_best,
@@ -213,7 +212,7 @@ def fit_head(
             ranked[candidate] = float((losses * counts[decided]).mean())
         ridge = min(ranked, key=lambda r: ranked[r])
     weight, curve = logistic(differences, targets, ridge, counts)
-    _check_finite(weight)
+    check_finite(weight)
     with torch.no_grad():
         model.head.weight.copy_((weight / deviation)[None])
         model.head.bias.zero_()
@@ -244,7 +243,7 @@ def fit_parts(
     kept_out = torch.tensor([int(group[:8], 16) % 5 == 0 for group in groups])
     part = torch.tensor(parts)
     found, _ = fit_heads(chosen, rejected, targets, counts, part, kept_out, model.combined)
-    _check_finite(found)
+    check_finite(found)
     plain = found / deviation
     set_heads(model, plain, features)
     scores = model.combined((features - features.mean(0)) @ plain.T)
@@ -364,13 +363,4 @@ def set_heads(model: RewardModel, weights: Tensor, features: Tensor) -> None:
 
 def opening_digest(said: PreferencePair | RewardExample) -> str:
     """Return the hex digest of how the conversation began."""
-    text = "\x1f".join(f"{m.role}\x1e{m.content}" for m in opening_of(said.prompt))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _check_finite(weight: Tensor) -> None:
-    if not bool(weight.isfinite().all()):
-        raise TrainingError(
-            "features must be finite numbers, found some that are not; the base model's weights "
-            "are damaged: load another"
-        )
+    return hashed(*(f"{m.role}\x1e{m.content}" for m in opening_of(said.prompt)))

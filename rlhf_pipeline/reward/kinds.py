@@ -494,6 +494,15 @@ def scales(features: Tensor, likelihoods: int) -> Tensor:
     return torch.cat([shared, deviation[hidden:] / 3])
 
 
+def check_finite(numbers: Tensor) -> None:
+    """Raise TrainingError unless features, or a head found from them, are finite."""
+    if not bool(numbers.isfinite().all()):
+        raise TrainingError(
+            "features must be finite numbers, found some that are not; the base model's weights "
+            "are damaged: load another"
+        )
+
+
 def fit(
     features: Tensor,
     opinions: Opinions,
@@ -501,7 +510,6 @@ def fit(
     *,
     ridge: float,
     likelihoods: int = 0,
-    mixed: bool = True,
     gold: Mapping[str, Tally] | None = None,
     head: Tensor | None = None,
 ) -> Fitted:
@@ -517,11 +525,7 @@ def fit(
             f"a reward needs feedback of the kinds {', '.join(kinds)}, found none; collect some or "
             "name other kinds in reward.kinds"
         )
-    if not bool(features.isfinite().all()):
-        raise TrainingError(
-            "features must be finite numbers, found some that are not; the base model's weights "
-            "are damaged: load another"
-        )
+    check_finite(features)
     features = features.double()
     deviation, mean = scales(features, likelihoods), features.mean(0)
     scaled = (features - mean) / deviation
@@ -537,11 +541,10 @@ def fit(
 
     weights = [*([weight] if head is None else []), *model.parameters()]
     _minimise(weights, lambda: objective(False))
-    if mixed:
-        _minimise(weights, lambda: objective(True))
+    _minimise(weights, lambda: objective(True))
     with torch.no_grad():
         scores = scaled @ weight
-        loss = float(model.loss(scores, scaled, mixed=mixed)) / opinions.count
+        loss = float(model.loss(scores, scaled, mixed=True)) / opinions.count
         careful = model.careful(scores, scaled).tolist()
     return Fitted(
         weight.detach(),

@@ -5,7 +5,7 @@ The same `Idempotency-Key` header (or `idempotency_key` field) with the same bod
 answer, with another body 409. A 2xx means committed and synced; a store that cannot be written is
 503 with Retry-After. An answer's id is out with its first words, and it is stored after its last:
 a vote that comes in between waits for that. Refused: what is not JSON (so that no page elsewhere
-can send it as a form), bodies over LONGEST_BODY, and rows that break a rule, by its name.
+can send it as a form), and rows that break a rule, by its name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from rlhf_pipeline.feedback.store import FeedbackStore
 
-LONGEST_BODY = 4 << 20  # bytes
 READ_AT_ONCE = 16 << 10  # bytes; a longer body is read in a thread, the others need not wait for it
 AGAIN_SECONDS = 0.2  # between two looks for an answer that is not stored yet
 FASTER_SECONDS = 3600.0  # that the clock of the machine whose answer it is may be ahead of this
@@ -178,15 +177,10 @@ def may_be_under_way(interaction_id: str, longest: float) -> bool:
 
 
 async def read_body(request: Request) -> bytes | JSONResponse:
-    """Return a JSON request's body, or the answer that refuses it: no JSON, or too long."""
+    """Return a JSON request's body, or the answer that refuses what is no JSON."""
     if not is_json(request):
         return answer(NOT_JSON, {"error": "needed content-type application/json"})
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LONGEST_BODY:
-            return answer(TOO_LARGE, {"error": f"needed at most {LONGEST_BODY} bytes"})
-    return bytes(body)
+    return await request.body()
 
 
 def is_json(request: Request) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import hmac
 import os
 import secrets
@@ -23,7 +22,7 @@ from typing import Literal
 from rlhf_pipeline import files
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.feedback.rules import check_agent_id
-from rlhf_pipeline.records import now
+from rlhf_pipeline.records import hashed, now
 
 Role = Literal["client", "admin"]
 
@@ -78,7 +77,7 @@ class Keys:
         key_id = secrets.token_hex(6)
         secret = f"rlhf_{key_id}_{secrets.token_urlsafe(32)}"
         ends = None if expires_at is None else expires_at.isoformat()
-        made = ApiKey(key_id, _sha256(secret), role, agent_id, name, now().isoformat(), ends)
+        made = ApiKey(key_id, hashed(secret), role, agent_id, name, now().isoformat(), ends)
         with self._changing() as known:
             known[key_id] = made
         return made, secret
@@ -110,7 +109,7 @@ class Keys:
         """Return the record of a key that holds, or None."""
         parts = secret.split("_", 2)
         found = self.holding(parts[1]) if len(parts) == 3 else None
-        if found is None or not hmac.compare_digest(found.sha256, _sha256(secret)):
+        if found is None or not hmac.compare_digest(found.sha256, hashed(secret)):
             return None
         return found
 
@@ -155,7 +154,3 @@ class Keys:
         files.make_private(self.folder.parent)
         files.make_private(self.folder)
         self.folder.chmod(0o700)
-
-
-def _sha256(secret: str) -> str:
-    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

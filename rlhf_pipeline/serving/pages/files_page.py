@@ -128,8 +128,8 @@ def _short(name: str) -> str:
 def _check_agent(agent_id: str) -> None:
     if not AGENT_ID.fullmatch(agent_id):
         raise FeedbackError(
-            f"needed an agent's name of 1 to 64 letters, digits, - and _, found {agent_id[:64]!r}; "
-            "name one"
+            "needed an agent's name of 1 to 64 letters, digits, - and _, the first a letter or "
+            f"digit, found {agent_id[:64]!r}; name one"
         )
 
 
