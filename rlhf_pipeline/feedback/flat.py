@@ -155,8 +155,9 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     with path.open("rb") as packed, _text(packed) as file:
         lines = _split(file)
         unpacked = _whole(lines, "gzip file", DAMAGE)
-        # A cell over the limit, or a quote that is not closed and takes in what follows.
-        yield from _rows(_whole(unpacked, "table", (csv.Error,)), position, named)
+        # A cell over the limit, or a quote within a text that is not doubled.
+        whole = _whole(unpacked, "table", (csv.Error,), "double the quotes within its texts")
+        yield from _rows(whole, position, named)
     position.bytes_read = position.bytes_total
 
 
@@ -212,22 +213,17 @@ def _split(file: IO[str]) -> Iterator[_Line]:
     separator = max(",;\t", key=lambda sign: len(next(csv.reader(begun[-1:], delimiter=sign), ())))
     if told := SEPARATOR.fullmatch(begun[-1]):
         separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
-    over = False
-
-    def lines() -> Iterator[str]:
-        nonlocal over
-        yield from chain(begun, file)
-        over = True
-
-    reader = csv.reader(lines(), delimiter=separator)
+    # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
+    reader = csv.reader(chain(begun, file), delimiter=separator, strict=True)
     for cells in reader:
-        if over:  # and yet more was asked for: all that follows an open quote is in one cell
-            raise csv.Error("a quote that is not closed")
         yield reader.line_num, cells
 
 
 def _whole(
-    lines: Iterable[_Line], what: str, damage: tuple[type[Exception], ...]
+    lines: Iterable[_Line],
+    what: str,
+    damage: tuple[type[Exception], ...],
+    remedy: str = "make it again",
 ) -> Iterator[_Line]:
     """Yield the lines. Raises FeedbackRefused where reading on fails as it does on damage."""
     try:
@@ -235,7 +231,7 @@ def _whole(
     except damage as error:
         raise FeedbackRefused(
             Rule.damaged_file,
-            f"needed a whole {what}, found: {_words(error)}; make it again and ingest it again",
+            f"needed a whole {what}, found: {_words(error)}; {remedy} and ingest it again",
         ) from error
 
 

@@ -1089,9 +1089,29 @@ def test_a_quote_that_is_not_closed_takes_no_row_in_silence(tmp_path: Path) -> N
     events, aside = read_all(path)
     assert [event.completion for event in events] == ["Because.", 'So, " it is.']
     assert rules_of(aside) == [(4, "damaged_file")]
-    assert "found: a quote that is not closed" in aside[0].detail
+    assert "found: unexpected end of data; double the quotes" in aside[0].detail
     path.write_text(f'{TABLE}{row}thumbs,up,Why?,No.,"cy"')
     assert len(read_all(path)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ('"Why" is it?\tBecause.', '"Who" is it?\tNobody.'),  # each with its own
+        ('"Why is it?\tBecause.', '"Who is it?\tNobody.'),  # one begins, and the next one ends it
+        ('"She said \\"why\\"?"\t"Because."', "Who?\tNobody."),  # marked as MySQL does
+    ],
+)
+def test_a_quote_within_a_text_takes_no_row_in_silence(
+    tmp_path: Path, texts: tuple[str, str]
+) -> None:
+    path, row = tmp_path / "joined.tsv", 'thumbs\tup\tA 5" pipe?\tSay "so".\tann\n'
+    rows = "".join(f"thumbs\tup\t{text}\tbob\n" for text in texts)
+    path.write_text(TABLE.replace(",", "\t") + row + rows + row)
+    events, aside = read_all(path)
+    assert [event.completion for event in events] == ['Say "so".']
+    assert rules_of(aside) == [(3, "damaged_file")]
+    assert "expected after '\"'; double the quotes within its texts" in aside[0].detail
 
 
 def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
