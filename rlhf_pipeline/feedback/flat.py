@@ -16,8 +16,9 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, time
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 # A person's number as pandas writes it where one is lacking; of more digits, two may be one.
 FLOAT_NAME = re.compile(r"[0-9]{1,15}\.0")
 SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before the names, for Excel
+LOOKED_AT = 20  # rows that show how a table is written
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -153,7 +155,7 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     csv.field_size_limit(LONGEST_ROW)
     position.bytes_total = path.stat().st_size
     with path.open("rb") as packed, _text(packed) as file:
-        lines = _split(file)
+        lines = _split(file, path)
         unpacked = _whole(lines, "gzip file", DAMAGE)
         # A cell over the limit, or a quote within a text that is not doubled.
         whole = _whole(unpacked, "table", (csv.Error,), "double the quotes within its texts")
@@ -193,7 +195,7 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
         ) from error
     try:
         lines = (
-            (number, [cell_text(cell) for cell in cells])
+            (number, _without_last_blanks([cell_text(cell) for cell in cells]))
             for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
         )
         yield from _rows(_whole(lines, "workbook", (Exception,)), position, named)
@@ -205,7 +207,14 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
 _Line = tuple[int, Sequence[str]]
 
 
-def _split(file: IO[str]) -> Iterator[_Line]:
+def _without_last_blanks(cells: list[str]) -> list[str]:
+    # A sheet's rows end where any of them does.
+    while cells and not cells[-1].strip():
+        cells.pop()
+    return cells
+
+
+def _split(file: IO[str], path: Path) -> Iterator[_Line]:
     begun = [file.readline()]
     while begun[-1].isspace():
         begun.append(file.readline())
@@ -215,8 +224,25 @@ def _split(file: IO[str]) -> Iterator[_Line]:
         separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
     # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
     reader = csv.reader(chain(begun, file), delimiter=separator, strict=True)
+    header, *rows = _first_rows(path, len(begun) - (told is None), separator) or [[]]
+    width = len(header)
+    # Every row ends in a separator, which is no comma in their texts: a blank would follow that.
+    ends = bool(rows) and all(
+        len(cells) == width + 1 and not cells[-1] and not any(cell[:1] == " " for cell in cells)
+        for cells in rows
+    )
     for cells in reader:
-        yield reader.line_num, cells
+        yield reader.line_num, cells[:-1] if ends and cells[width:] == [""] else cells
+
+
+def _first_rows(path: Path, at: int, separator: str) -> list[list[str]]:
+    """Return the first rows that say something from the line `at` on, up to a damage if any."""
+    rows: list[list[str]] = []
+    with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
+        cut = csv.reader(islice(file, at, None), delimiter=separator)
+        for cells in islice(filter(any, cut), LOOKED_AT):
+            rows.append(cells)
+    return rows
 
 
 def _whole(
@@ -255,15 +281,18 @@ def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[
             if not any(cells):
                 continue
             raw, values = _read(names, cells)
-            if said := _refusal(names, cells) or values:
+            if said := _refusal(names, cells, len(position.header)) or values:
                 position.line = line
                 yield line, raw, said
     except FeedbackRefused as refusal:
         yield position.line + 1, str(refusal.__cause__), refusal
 
 
-def _refusal(names: Sequence[str], cells: Sequence[str]) -> FeedbackRefused | None:
-    """Return why the row cannot be told; None where every cell stands under its own name."""
+def _refusal(names: Sequence[str], cells: Sequence[str], width: int) -> FeedbackRefused | None:
+    """Return why the row cannot be told; None where every cell stands under its own name.
+
+    Of `width` cells, of which the last may have no name, no row has more.
+    """
     named = [name for name in names if name]
     if len(set(named)) < len(named):
         twice = next(name for name in named if named.count(name) > 1)
@@ -271,12 +300,14 @@ def _refusal(names: Sequence[str], cells: Sequence[str]) -> FeedbackRefused | No
             Rule.repeated_field,
             f"needed each column once, found {ascii(twice)[:80]} again; rename one or leave it out",
         )
-    # A comma in a text that is not quoted moves what follows under another's name.
-    if beside := sum(cell.strip() != "" for cell in cells[len(names) :]):
+    # A comma in a text that is not quoted moves what follows under another's name; what it moves
+    # beyond them all may be blank.
+    unnamed = sum(cell.strip() != "" for cell in cells[len(names) :])
+    if beside := max(unnamed, len(cells) - width):
         return FeedbackRefused(
             Rule.unknown_field,
             f"needed a name over every cell, found {beside} beyond the {len(names)} columns; quote "
-            "the text that holds a comma, or name the column",
+            "the text that holds a comma, name the column, or leave out the cell",
         )
     return None
 

@@ -865,6 +865,8 @@ def write_sheet(path: Path, table: str) -> Path:
 @pytest.mark.parametrize("suffix", ["csv", "xlsx"])
 def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> None:
     rows = ["thumbs,up,Why?,Because, dear,bob", "thumbs,up,Why?,Because.,bob,, ", "", ",,,,,note"]
+    if suffix == "csv":  # in which nothing but a separator too many makes a cell
+        rows[1] = rows[1].removesuffix(",, ")
     text = TABLE + "\n".join(rows)
     path = tmp_path / f"f.{suffix}"
     if suffix == "csv":
@@ -876,6 +878,30 @@ def test_a_cell_beyond_the_columns_is_nobodys(tmp_path: Path, suffix: str) -> No
     assert rules_of(aside) == [(2, "unknown_field"), (5, "unknown_field")]
     assert "found 1 beyond the 5 columns" in aside[0].detail
     assert '"rater": "dear", "": "bob"' in str(aside[0].raw)
+
+
+@pytest.mark.parametrize("end", [",", ""])
+def test_a_row_that_a_comma_moved_is_set_aside_though_its_last_cell_is_blank(
+    tmp_path: Path, end: str
+) -> None:
+    path, shifted = tmp_path / "f.csv", "Hello, where is it?,On its way.,No idea.,ann,"
+    rows = ("prompt,chosen,rejected,rater,comment", "Why?,Because.,No.,bob,", shifted)
+    path.write_text("".join(f"{row}{end}\n" for row in rows))
+    events, aside = read_all(path)
+    assert [event.completion for event in events] == ["Because."]
+    assert rules_of(aside) == [(3, "unknown_field")]
+    assert "found 1 beyond the 5 columns" in aside[0].detail
+    path.write_text("".join(f"{row}{end}\n" for row in (rows[0], *[shifted] * 30)))
+    assert rules_of(read_all(path)[1]) == [(line, "unknown_field") for line in range(2, 32)]
+
+
+def test_rows_that_all_end_in_a_separator_are_read(tmp_path: Path) -> None:
+    path, row = tmp_path / "f.csv", "thumbs,up,Why?,Because {n}.,ann,\n"
+    moved = "thumbs,up,Why?,Because, dear,ann,\n"
+    path.write_text(TABLE + "".join(row.format(n=n) for n in range(30)) + moved)
+    events, aside = read_all(path)
+    assert [event.rater_id for event in events] == [hash_rater("tea", "ann")] * 30
+    assert rules_of(aside) == [(32, "unknown_field")]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "xlsx"])
