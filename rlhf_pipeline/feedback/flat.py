@@ -42,6 +42,7 @@ WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 # A person's number as pandas writes it where one is lacking; of more digits, two may be one.
 FLOAT_NAME = re.compile(r"[0-9]{1,15}\.0")
 SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before the names, for Excel
+BEFORE_QUOTE = re.compile(' +"')  # as in `"a", "b"`: the blank is the table's
 LOOKED_AT = 20  # rows that show how a table is written
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
@@ -147,7 +148,8 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
     at whichever cut the first line into most (spreadsheets of many countries write the latter), or
-    at what a first line `sep=;` tells.
+    at what a first line `sep=;` tells. Blanks after them are left out where the first rows have
+    some before a quote.
     Raises SourceError for a table that is not UTF-8 throughout: of one in another encoding, rows
     without an accent alone would go in.
     """
@@ -222,24 +224,31 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
     separator = max(",;\t", key=lambda sign: len(next(csv.reader(begun[-1:], delimiter=sign), ())))
     if told := SEPARATOR.fullmatch(begun[-1]):
         separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
-    # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
-    reader = csv.reader(chain(begun, file), delimiter=separator, strict=True)
-    header, *rows = _first_rows(path, len(begun) - (told is None), separator) or [[]]
+    at = len(begun) - (told is None)
+    plain, without = (_first_rows(path, at, separator, skips) for skips in (False, True))
+    # Where a text begins with it, it stands within the quotes, and is left out of neither.
+    skips = any(BEFORE_QUOTE.match(cell) for cell in {*chain(*plain)} - {*chain(*without)})
+    header, *rows = (without if skips else plain) or [[]]
     width = len(header)
     # Every row ends in a separator, which is no comma in their texts: a blank would follow that.
     ends = bool(rows) and all(
         len(cells) == width + 1 and not cells[-1] and not any(cell[:1] == " " for cell in cells)
         for cells in rows
     )
+    # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
+    reader = csv.reader(
+        chain(begun, file), delimiter=separator, skipinitialspace=skips, strict=True
+    )
     for cells in reader:
         yield reader.line_num, cells[:-1] if ends and cells[width:] == [""] else cells
 
 
-def _first_rows(path: Path, at: int, separator: str) -> list[list[str]]:
-    """Return the first rows that say something from the line `at` on, up to a damage if any."""
+def _first_rows(path: Path, at: int, separator: str, skips: bool) -> list[list[str]]:
+    """Return the first rows that say something, of the lines after `at`, up to a damage if any."""
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
-        cut = csv.reader(islice(file, at, None), delimiter=separator)
+        lines = islice(file, at, None)
+        cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips)
         for cells in islice(filter(any, cut), LOOKED_AT):
             rows.append(cells)
     return rows

@@ -904,6 +904,29 @@ def test_rows_that_all_end_in_a_separator_are_read(tmp_path: Path) -> None:
     assert rules_of(aside) == [(32, "unknown_field")]
 
 
+@pytest.mark.parametrize("name", ["prompt", '"prompt"'])
+@pytest.mark.parametrize("sign", [",", ";"])
+def test_a_blank_between_a_separator_and_a_quote_is_no_text(
+    tmp_path: Path, name: str, sign: str
+) -> None:
+    path, names = tmp_path / "f.csv", (name, "chosen", "rejected", "rater")
+    rows = [names, ('"Hi, you?"', ' "Good; I\nam."', '  " ""Bad"" "', ' "ann"')]
+    path.write_text("\n".join(sign.join(row) for row in rows))
+    [event], aside = read_all(path)
+    assert (event.prompt, event.completion) == (user_prompt("Hi, you?"), "Good; I\nam.")
+    assert (event.other_completion, event.rater_id) == (' "Bad" ', hash_rater("tea", "ann"))
+    assert aside == []
+
+
+def test_a_blank_that_a_text_begins_with_is_of_the_text(tmp_path: Path) -> None:
+    path, texts = tmp_path / "f.csv", [" Good.", ' "Good," he said.', "Good."]
+    frame = pd.DataFrame([THUMBS] * 3).assign(completion=texts, topic=" tea")
+    frame.to_csv(path, index=False)
+    events, aside = read_all(path)
+    assert ([event.completion for event in events], aside) == (texts, [])
+    assert {event.topic for event in events} == {" tea"}
+
+
 @pytest.mark.parametrize("suffix", ["csv", "xlsx"])
 def test_a_table_may_begin_with_blank_lines(tmp_path: Path, suffix: str) -> None:
     text, path = (
