@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
-from rlhf_pipeline.feedback.formats import LABELLED, SIGNED
+from rlhf_pipeline.feedback.formats import LABELLED, SIGNED, WHO
 from rlhf_pipeline.feedback.lines import DAMAGE, LONGEST_ROW, Position, pieces, unpacking
 from rlhf_pipeline.feedback.rules import Rule
 
@@ -47,6 +47,13 @@ LOOKED_AT = 20  # rows that show how a table is written
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
+# Columns that may be blank, and what a database's export has there. In a text it is what was said.
+OPTIONAL = (
+    *(*WHO, "idempotency_key", "interaction_id", "other_interaction_id", "shown_first"),
+    *("source", "occurred_at", "tags", "comment", "topic"),
+)
+NULLS = ("NULL", r"\N")
+
 TableRow = tuple[int, str, dict[str, Any] | FeedbackRefused]
 """Line, the row as it stands, and its values or why they cannot be told."""
 
@@ -59,7 +66,7 @@ def cell_of(value: Any) -> str:
         return ""
     if isinstance(value, str):
         # Text that reads as JSON, or as no cell at all, would come back as something else.
-        as_json = value[:1] in ("", "[", "{", '"')
+        as_json = value[:1] in ("", "[", "{", '"') or value.strip() in NULLS
         text = json.dumps(value, ensure_ascii=False) if as_json else value
     elif isinstance(value, bool):
         text = str(value).lower()
@@ -144,7 +151,7 @@ def _without_marks(cell: str) -> str:
 
 
 def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
-    """Yield every row that says something; empty cells are left out.
+    """Yield every row that says something; empty cells are left out, and a database's NULL.
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
     at whichever cut the first line into most (spreadsheets of many countries write the latter), or
@@ -322,7 +329,7 @@ def _refusal(names: Sequence[str], cells: Sequence[str], width: int) -> Feedback
 
 
 def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the row as one line, and its values by name; empty cells are left out of both.
+    """Return the row as one line, and its values by name; cells that say nothing are in neither.
 
     The line is a JSON object's, so that an erasure finds who signed it. Nothing is left out of it:
     a name may stand twice in there, and a cell that no name stands over has an empty one.
@@ -331,7 +338,7 @@ def _read(header: Sequence[str], cells: Sequence[str]) -> tuple[str, dict[str, A
     said: list[str] = []
     values: dict[str, Any] = {}
     for name, cell in zip(header, cells, strict=False):
-        if cell != "":
+        if cell != "" and not (name in OPTIONAL and cell.strip() in NULLS):
             value = value_of(name, cell, kind)
             # Text without what makes it inert: the name as the sender's other rows have it.
             said.append(_member(name, value if isinstance(value, str) else cell))

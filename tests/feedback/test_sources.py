@@ -1016,6 +1016,26 @@ def test_blanks_around_a_raters_cell_make_nobody_else(tmp_path: Path, suffix: st
     assert found == [True] * 4 + [False] * 2
 
 
+@pytest.mark.parametrize("suffix", ["csv", "xlsx"])
+@pytest.mark.parametrize("null", ["NULL", r"\N"])
+def test_what_a_database_writes_for_nothing_is_nobody_and_no_key(
+    tmp_path: Path, suffix: str, null: str
+) -> None:
+    path = tmp_path / f"f.{suffix}"
+    names = ("rater", "rater_id", "idempotency_key", "topic", "occurred_at", "source")
+    frame = pd.DataFrame([{**THUMBS, "completion": text} for text in ("A.", "B.", null)])
+    frame = frame.assign(**dict.fromkeys(names, null))
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+    events, aside = read_all(path)
+    assert ([event.completion for event in events], aside) == (["A.", "B.", null], [])
+    assert len({event.idempotency_key for event in events}) == 3
+    assert {(event.rater_id, event.topic, event.occurred_at) for event in events} == {(None,) * 3}
+    frame[["prompt", "completion", "rater", "label"]] = [["Why?", "A.", null, "true"]] * 3
+    frame = frame[["prompt", "completion", "rater", "label"]].assign(annotator_id="ann")
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_excel(path, index=False)
+    assert {event.rater_id for event in read_all(path)[0]} == {hash_rater("tea", "ann")}
+
+
 def test_a_table_is_known_by_its_columns_whatever_its_first_row_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,rejected\nWhy?,Because.,\nWhy?,Because.,No.\n")
