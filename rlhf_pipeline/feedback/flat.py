@@ -13,11 +13,13 @@ import codecs
 import csv
 import io
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -108,7 +110,8 @@ def value_of(name: str, cell: str, kind: str | None) -> Any:
 def numbers_told(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of typed columns with what numbers and truth values its texts say in theirs.
 
-    Every other text is what it is: of a typed column none was made inert, and none is JSON.
+    A DECIMAL is the number it is, and NaN is none. Every other text is what it is: of a typed
+    column none was made inert, and none is JSON.
     """
     kind = values.get("kind")
     counted = (*NUMBERS, *SWITCHES, *(("value",) if kind in NUMERIC_KINDS else ()))
@@ -117,7 +120,16 @@ def numbers_told(values: Mapping[str, Any]) -> dict[str, Any]:
         for name in counted
         if isinstance(values.get(name), str)
     }
-    return {**values, **told}
+    plain = {
+        name: _plain(values[name]) for name in (*counted, *SIGNED, *LABELLED) if name in values
+    }
+    return {**values, **plain, **told}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _need_utf8(path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,34 @@ def test_a_number_that_a_parquet_column_has_as_text_is_read_as_in_other_tables(
     pd.DataFrame({"prompt": words, "completion": words, "label": labels}).to_parquet(path)
     events, aside = read_all(path)
     assert ([event.number for event in events], rules_of(aside)) == ([1, 0], [(3, "wrong_type")])
+
+
+def test_numbers_of_a_database_are_numbers_in_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "votes.parquet"
+    rows = [
+        {**THUMBS, "kind": "rating", "value": Decimal("4.00"), "rater": Decimal(10**20 + 17)},
+        {**THUMBS, "kind": "score", "value": Decimal("0.25"), "rater": Decimal(17)},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    events, aside = read_all(path)
+    assert ([event.number for event in events], aside) == ([4, 0.25], [])
+    raters = [hash_rater("tea", f"{10**20 + 17}"), hash_rater("tea", "17")]
+    assert [event.rater_id for event in events] == raters
+    stars = Renaming(columns={"value": "stars"}, words={"4": "up"})
+    pq.write_table(pa.Table.from_pylist([{**THUMBS, "value": None, "stars": Decimal("4.0")}]), path)
+    assert [event.number for event in read_all(path, renaming=stars)[0]] == [1]
+
+
+def test_a_number_that_is_none_is_missing_in_parquet(tmp_path: Path) -> None:
+    path, nan = tmp_path / "votes.parquet", float("nan")
+    pair = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+    rows = [{**pair, "rater": nan, "chosen_score": nan}, {**pair, "rater": 7.0, "chosen_score": 1}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    events, aside = read_all(path)
+    assert [event.rater_id for event in events] == [None, hash_rater("tea", "7")]
+    assert aside == []
+    pq.write_table(pa.Table.from_pylist([{**THUMBS, "value": nan}]), path)
+    assert rules_of(read_all(path)[1]) == [(1, "value_missing")]
 
 
 @pytest.mark.parametrize("suffix", ["xlsx", "parquet"])
