@@ -188,7 +188,8 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
     """Yield every row of a workbook's first sheet that says something, by its number.
 
     `named` is as in `csv_rows`. Formulas give what they last came to. Raises SourceError where the
-    file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is not installed.
+    file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is not installed; and
+    where the first sheet has no rows and there are others, which may have them.
     """
     try:
         import openpyxl
@@ -219,7 +220,17 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
             (number, _without_last_blanks([cell_text(cell) for cell in cells]))
             for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
         )
-        yield from _rows(_whole(lines, "workbook", (Exception,)), position, named)
+        others = [ascii(other.title) for other in book.worksheets[1:]]
+        is_cover = bool(others)
+        for row in _rows(_whole(lines, "workbook", (Exception,)), position, named):
+            is_cover = False
+            yield row
+        if is_cover:
+            raise SourceError(
+                f"needed names and rows below them in the first sheet of {path}, found none in "
+                f"{sheet.title!a} and other sheets ({', '.join(others)[:300]}); move the one "
+                "that has them to the front, or save it as .csv"
+            )
     finally:
         book.close()
     position.bytes_read = position.bytes_total

@@ -1321,6 +1321,18 @@ def test_a_workbook_says_what_the_same_table_would(tmp_path: Path) -> None:
     assert '"evaluator": "ann"' in str(aside[0].raw)  # so that an erasure finds it
 
 
+def test_a_workbook_that_begins_with_a_cover_is_told_of_its_other_sheets(tmp_path: Path) -> None:
+    path = tmp_path / "votes.xlsx"
+    for cover in ([], ["Votes of May"]):
+        with pd.ExcelWriter(path) as book:
+            pd.DataFrame(columns=cover).to_excel(book, sheet_name="Cover", index=False)
+            pd.DataFrame([THUMBS]).to_excel(book, sheet_name="May", index=False)
+        with pytest.raises(SourceError, match=r"none in 'Cover' and other sheets \('May'\); move"):
+            read_all(path)
+    pd.DataFrame(columns=list(THUMBS)).to_excel(path, index=False)
+    assert read_all(path) == ([], [])
+
+
 def test_what_is_no_workbook_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
