@@ -426,6 +426,22 @@ def test_a_file_that_cannot_be_read(rlhf: Run, tmp_path: Path) -> None:
     assert "found 'csv'" in unknown.stderr
 
 
+def test_files_of_a_folder_that_are_not_read_are_named(rlhf: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "votes"
+    write(folder / "good.jsonl", THUMBS)
+    for left in (".DS_Store", "_SUCCESS", ".good.jsonl.crc", "good.crc", ".git/config"):
+        write(folder / left, "")
+    assert "passed over" not in rlhf("ingest", str(folder), "-a", "tea").stderr
+    names = ("a.txt", "deep/b.zip", "c.jsonl.zst")
+    for name in names:
+        write(folder / name, THUMBS)
+    write(folder / "state" / "feedback.db", "")
+    told = rlhf("ingest", str(folder), "-a", "tea").stderr
+    assert "passed over, as they are not named *.jsonl, *.json, " in told
+    listed = ", ".join(str(folder / name) for name in sorted(names))
+    assert f": {listed}; unpack or rename" in told
+
+
 def test_the_bar_knows_every_byte_before_the_first_is_read(tmp_path: Path) -> None:
     one = write(tmp_path / "inbox" / "a.jsonl", THUMBS)
     two = write(tmp_path / "inbox" / "deep" / "b.json", THUMBS * 3)

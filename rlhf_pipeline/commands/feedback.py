@@ -28,7 +28,7 @@ from rlhf_pipeline.commands.common import (
 from rlhf_pipeline.errors import ConfigError
 
 SHOWN = ("origin", "line", "rule", "detail", "raw", "feedback_id")
-MOST_COLUMNS, LONGEST_COLUMN = 20, 60  # names of columns that a terminal shows, characters of each
+MOST_COLUMNS, LONGEST_COLUMN = 20, 60  # names that a terminal shows, characters of a column's
 LONGEST_SHOWN = 200  # characters of a row that a terminal shows; --json has what is kept
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def ingest(
     except ConfigError as error:  # of the agent's own recipe: what came in is told all the same
         lacks = one_line(error)
     _print_summary(summary, agent, lacks)
+    _print_passed_over(paths)
     if is_new and summary.read:
         tell_new(agent, others)
     if summary.quarantined or summary.unreadable:
@@ -197,6 +198,21 @@ def _bytes_of(paths: Sequence[str]) -> int:
     files = [Path(path) for path in paths if Path(path).is_file()]
     files += [path for folder in folders for path in files_in(folder)]
     return sum(path.stat().st_size for path in files)
+
+
+def _print_passed_over(paths: Sequence[str]) -> None:
+    from rlhf_pipeline.feedback.sources import SUFFIXES, passed_over
+
+    folders = [Path(path) for path in paths if Path(path).is_dir()]
+    found = [path for folder in folders for path in passed_over(folder)]
+    if found:
+        shown = ", ".join(_printable(str(path)) for path in found[:MOST_COLUMNS])
+        more = ", …" if len(found) > MOST_COLUMNS else ""
+        typer.echo(
+            f"passed over, as they are not named {', '.join('*' + each for each in SUFFIXES)}: "
+            f"{shown}{more}; unpack or rename what holds votes",
+            err=True,
+        )
 
 
 def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> None:

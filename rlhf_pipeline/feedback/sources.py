@@ -105,13 +105,29 @@ def files_in(folder: Path) -> list[Path]:
 
     Snapshots and data sets are made of votes that its store has: read again they would count twice.
     """
+    return [path for path in _in(folder) if path.name.lower().endswith(SUFFIXES)]
+
+
+def passed_over(folder: Path) -> list[Path]:
+    """Return the files in a folder that their names say nothing is read of, but what tools leave.
+
+    Those are hidden, begin with _ as Spark's marks do, or are checksums.
+    """
+    return [
+        path
+        for path in _in(folder)
+        if not path.name.lower().endswith((*SUFFIXES, ".crc"))
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    ]
+
+
+def _in(folder: Path) -> list[Path]:
     every = list(folder.rglob("*"))
     states = [path.parent for path in every if path.name == STORE]
     return sorted(
         path
         for path in every
-        if path.name.lower().endswith(SUFFIXES)
-        and not path.name.startswith(".")
+        if not path.name.startswith(".")
         and path.is_file()
         and not any(path.is_relative_to(state) for state in states)
     )
