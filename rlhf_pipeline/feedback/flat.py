@@ -166,7 +166,7 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     """Yield every row that says something; empty cells are left out, and a database's NULL.
 
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
-    at whichever cut the first line into most (spreadsheets of many countries write the latter), or
+    at whichever cut the first rows into most (spreadsheets of many countries write the latter), or
     at what a first line `sep=;` tells. Blanks after them are left out where the first rows have
     some before a quote.
     Raises SourceError for a table that is not UTF-8 throughout: of one in another encoding, rows
@@ -250,11 +250,12 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
     begun = [file.readline()]
     while begun[-1].isspace():
         begun.append(file.readline())
-    # What cuts the first line into most: a name may hold another sign, a quoted one as well.
-    separator = max(",;\t", key=lambda sign: len(next(csv.reader(begun[-1:], delimiter=sign), ())))
+    at = len(begun) - 1
+    # What cuts all rows into most, or else the names: one of these may hold another sign.
+    separator = max(",;\t", key=lambda sign: _widths(_first_rows(path, at, sign)))
     if told := SEPARATOR.fullmatch(begun[-1]):
         separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
-    at = len(begun) - (told is None)
+        at += 1
     plain, without = (_first_rows(path, at, separator, skips) for skips in (False, True))
     # Where a text begins with it, it stands within the quotes, and is left out of neither.
     skips = any(BEFORE_QUOTE.match(cell) for cell in {*chain(*plain)} - {*chain(*without)})
@@ -273,7 +274,12 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
         yield reader.line_num, cells[:-1] if ends and cells[width:] == [""] else cells
 
 
-def _first_rows(path: Path, at: int, separator: str, skips: bool) -> list[list[str]]:
+def _widths(rows: list[list[str]]) -> tuple[int, int]:
+    """Return how many cells all of the rows have, and the first of them."""
+    return min(map(len, rows), default=0), len(rows[0]) if rows else 0
+
+
+def _first_rows(path: Path, at: int, separator: str, skips: bool = False) -> list[list[str]]:
     """Return the first rows that say something, of the lines after `at`, up to a damage if any."""
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):

@@ -988,6 +988,18 @@ def test_a_table_of_a_spreadsheet_that_splits_elsewhere_is_read(
     assert event.completion == f"Because{sign}dear"
 
 
+def test_a_columns_name_may_hold_commas_in_a_table_of_semicolons(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text("prompt;completion;value (1, 2, 3, 4, 5)\nWhy?;Because, dear.;4\nWho?;I.;5\n")
+    named = Renaming({"value": "value (1, 2, 3, 4, 5)"}, {"kind": "rating"})
+    events, aside = read_all(path, renaming=named)
+    assert [(event.completion, event.number) for event in events] == [
+        ("Because, dear.", 4),
+        ("I.", 5),
+    ]
+    assert aside == []
+
+
 @pytest.mark.parametrize("told", ["sep=;\r\n", '\n"sep=;"\n', "\ufeffSEP=|\n", "sep=\t\r\n"])
 def test_a_line_before_the_names_may_tell_where_cells_are_split(tmp_path: Path, told: str) -> None:
     path, sign = tmp_path / "f.csv", next(sign for sign in ";|\t" if sign in told)
