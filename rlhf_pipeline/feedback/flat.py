@@ -315,22 +315,23 @@ def _rows(lines: Iterator[_Line], position: Position, named: Named) -> Iterator[
 
     The last says where a file is damaged.
     """
+    last = 0
     try:
-        header: Sequence[str] = next((cells for _, cells in lines if any(cells)), ())
+        last, header = next((one for one in lines if any(one[1])), (0, ()))
         position.header = [name.strip() for name in header]
         names = named(position.header)
         while names and not names[-1]:
             names.pop()
         position.columns = names
-        for line, cells in lines:
+        for last, cells in lines:
             if not any(cells):
                 continue
             raw, values = _read(names, cells)
             if said := _refusal(names, cells, len(position.header)) or values:
-                position.line = line
-                yield line, raw, said
+                position.line = last
+                yield last, raw, said
     except FeedbackRefused as refusal:
-        yield position.line + 1, str(refusal.__cause__), refusal
+        yield last + 1, str(refusal.__cause__), refusal
 
 
 def _refusal(names: Sequence[str], cells: Sequence[str], width: int) -> FeedbackRefused | None:

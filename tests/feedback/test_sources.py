@@ -1222,6 +1222,8 @@ def test_a_quote_within_a_text_takes_no_row_in_silence(
     assert [event.completion for event in events] == ['Say "so".']
     assert rules_of(aside) == [(3, "damaged_file")]
     assert "expected after '\"'; double the quotes within its texts" in aside[0].detail
+    path.write_text("\n" + TABLE.replace(",", "\t") + "\n" + rows)
+    assert rules_of(read_all(path)[1]) == [(4, "damaged_file")]  # below names and blank lines
 
 
 def test_a_cell_nested_too_deep_is_text(tmp_path: Path) -> None:
