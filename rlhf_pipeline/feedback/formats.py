@@ -14,6 +14,8 @@ Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
 quality; in events `rater` or `rater_id` alone.
 
+Messages may stand in a text as JSON, as a column of texts has them.
+
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
 unknown field is refused: a misspelt one would lose what somebody said.
@@ -32,6 +34,7 @@ from datetime import MAXYEAR, MINYEAR, UTC, date, datetime, time, tzinfo
 from itertools import combinations
 from typing import Any
 
+from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.rules import (
     CHOICES,
     LONGEST_RATER,
@@ -78,6 +81,7 @@ EVENT_TEXTS = (
     "comment",
     "topic",
 )
+ANSWERS = ("completion", "other_completion")
 EVENT_FIELDS = {
     *EVENT_TEXTS,
     *("agent_id", "kind", "value", "number", "text", "criteria", "choice", "shown_first"),
@@ -104,6 +108,9 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_TURN = "\n\nAssistant:"
+_KEY = r"""'(?:role|content|from|value)': ['"[]"""
+# Messages as Python shows them, and so pandas in a CSV file: refused, as nobody's format.
+IN_PYTHON = re.compile(rf"\s*(?:\[\s*)?\{{{_KEY}.*{_KEY}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,8 @@ def events(row: Row) -> Iterator[Feedback]:
         refuse(Rule.other_agent, f"rows of agent {row.agent_id!r}", values["agent_id"])
     kind = _kind(values)
     fields: dict[str, Any] = {name: _text(values, name) for name in EVENT_TEXTS}
+    for name in ANSWERS:
+        fields[name] = _answer(fields[name], name)
     fields[VALUE_FIELD[kind]] = _value(values, kind)
     for name in ("prompt", "other_prompt"):
         if values.get(name) is not None:
@@ -190,6 +199,8 @@ def to_row(event: Feedback) -> dict[str, Any]:
         row["value"] = dict(event.criteria)
     for name in EVENT_TEXTS:
         row[name] = getattr(event, name)
+    for name in ANSWERS:
+        row[name] = answer_told(row[name])
     for name in ("prompt", "other_prompt"):
         prompt: Prompt | None = getattr(event, name)
         if prompt is not None:
@@ -352,6 +363,8 @@ def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
     Formats: TRL's documentation, "Dataset formats", preference and unpaired preference.
     """
     value = values.get(name)
+    if isinstance(value, str):
+        value = _messages_in(value, name) or value
     if isinstance(value, str):
         context, completion = given, value
     else:
@@ -566,7 +579,9 @@ def _last_answer(messages: Prompt) -> tuple[Prompt, str]:
 
 
 def messages_of(value: Any, name: str) -> Prompt:
-    """Return a text as one user's message, or a list of messages as it is."""
+    """Return a text as one user's message, or a list of messages, or a text of them, as it is."""
+    if isinstance(value, str):
+        value = _messages_in(value, name) or value
     if isinstance(value, str):
         return (Message("user", value),)
     if not isinstance(value, list) or not value:
@@ -582,6 +597,51 @@ def messages_of(value: Any, name: str) -> Prompt:
             refuse(Rule.wrong_type, f"{name}: each message's content as text", item.get("content"))
         messages.append(Message(_role(item.get("role", item.get("from"))), content))
     return tuple(messages)
+
+
+def _messages_in(text: str, name: str) -> list[Any] | None:
+    """Return the messages, or the one, that a text is as JSON; None where it is no such text."""
+    if IN_PYTHON.match(text):
+        raise FeedbackRefused(
+            Rule.wrong_type,
+            f"needed {name} as text or a list of messages, found messages written as Python text; "
+            "write them as JSON",
+        )
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    items = said if isinstance(said, list) else [said]
+    return items if items and all(map(_is_message, items)) else None
+
+
+def _is_message(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    return {"role", "content"} <= item.keys() or {"from", "value"} <= item.keys()
+
+
+def _answer(text: str | None, name: str) -> str | None:
+    """Return an event's answer as text, that of its one message where it is JSON of one."""
+    said = None if text is None else _messages_in(text, name)
+    if said is None:
+        return text
+    message, *more = messages_of(said, name)
+    if more or message.role != "assistant":
+        refuse(Rule.wrong_type, f"{name} as text, or as the assistant's one message", said)
+    return message.content
+
+
+def answer_told(text: str | None) -> str | None:
+    """Return an answer as an event's row holds it: one that reads as messages, in a message."""
+    try:
+        if text is None or _messages_in(text, "an answer") is None:
+            return text
+    except FeedbackRefused:
+        pass
+    return json.dumps({"role": "assistant", "content": text}, ensure_ascii=False)
 
 
 def _joined(parts: list[Any]) -> str | None:

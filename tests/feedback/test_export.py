@@ -96,6 +96,19 @@ def test_events_come_back_as_they_were(store: FeedbackStore, tmp_path: Path, nam
     assert (again.known, again.stored, dict(again.quarantined)) == (12, 0, {})
 
 
+@pytest.mark.parametrize("name", ["votes.jsonl", "votes.csv", "votes"])
+def test_an_answer_that_reads_as_messages_comes_back_as_the_text_it_was(
+    store: FeedbackStore, tmp_path: Path, name: str
+) -> None:
+    in_json = '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'
+    texts = {"completion": in_json, "other_completion": "[{'role': 'user', 'content': 'q'}]"}
+    said = [event(FeedbackKind.preference, "1", choice="left", **texts)]
+    store.append(said)
+    export(store.database, AGENT, tmp_path / name)
+    again = ingest(store, tmp_path / name, AGENT)
+    assert (again.known, again.stored, dict(again.quarantined)) == (1, 0, {})
+
+
 def _of_origin(event: Feedback, like: Any) -> Feedback:
     return dataclasses.replace(event, origin=like.origin)
 

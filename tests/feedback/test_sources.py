@@ -379,6 +379,63 @@ def test_pairs_that_cannot_be_meant_are_set_aside(tmp_path: Path) -> None:
     ]
 
 
+SPOKEN = [{"content": "Why?", "role": "user"}]
+ANSWERED = [*SPOKEN, {"content": "It's so.", "role": "assistant"}]
+REFUSED = [*SPOKEN, {"content": "No.", "role": "assistant"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_messages_as_json_text_are_read_as_messages(tmp_path: Path, suffix: str) -> None:
+    vote = {"kind": "thumbs", "value": 1.0, "prompt": json.dumps(SPOKEN)}
+    files: dict[str, list[dict[str, Any]]] = {
+        "pairs": [{"chosen": json.dumps(ANSWERED), "rejected": json.dumps(REFUSED)}],
+        "asked": [{"prompt": json.dumps(SPOKEN), "chosen": "It's so.", "rejected": "No."}],
+        "quality": [{"messages": json.dumps(ANSWERED), "quality": 1.0}],
+        "events": [
+            {**vote, "completion": json.dumps(ANSWERED[-1])},
+            {**vote, "completion": json.dumps(ANSWERED[1:])},
+        ],
+    }
+    for name, rows in files.items():
+        path = tmp_path / f"{name}.{suffix}"
+        frame = pd.DataFrame(rows)
+        if suffix == "jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        elif suffix == "parquet":
+            frame.to_parquet(path)
+        else:
+            frame.to_csv(path, index=False)
+        events, aside = read_all(path)
+        assert aside == []
+        said = {(event.prompt, event.completion, event.other_completion) for event in events}
+        other = "No." if name in ("pairs", "asked") else None
+        assert said == {(user_prompt("Why?"), "It's so.", other)}
+
+
+def test_messages_that_pandas_wrote_into_a_csv_file_as_python_does_are_refused(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "p.csv"
+    frame = pd.DataFrame([{"prompt": "Why?", "chosen": ANSWERED, "rejected": REFUSED}] * 2)
+    frame.to_csv(path, index=False)
+    frame.to_parquet(tmp_path / "p.parquet")
+    assert read_all(tmp_path / "p.parquet")[0]
+    again = tmp_path / "again.csv"  # lists of a Parquet file are written without commas
+    pd.read_parquet(tmp_path / "p.parquet").to_csv(again, index=False)
+    for file in (path, again):
+        events, aside = read_all(file)
+        assert (events, {row.rule for row in aside}) == ([], {"wrong_type"})
+        assert aside[0].detail == (
+            "needed chosen as text or a list of messages, found messages written as Python text; "
+            "write them as JSON"
+        )
+    code = [{"prompt": "[{'role': 1}]", "chosen": "{'value': '1'}", "rejected": "[1]"}]
+    events, aside = read_all(write_lines(tmp_path / "code.jsonl", code))
+    assert (len(events), aside) == (1, [])
+    two = {**THUMBS, "completion": json.dumps(ANSWERED)}
+    assert rules_of(read_all(write_lines(tmp_path / "two.jsonl", [two]))[1]) == [(1, "wrong_type")]
+
+
 def dialogue(*turns: str) -> str:
     names = ("Human", "Assistant")
     return "".join(f"\n\n{names[i % 2]}: {turn}" for i, turn in enumerate(turns))
