@@ -14,7 +14,8 @@ Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
 quality; in events `rater` or `rater_id` alone.
 
-Messages may stand in a text as JSON, as a column of texts has them.
+Messages may stand in a text as JSON, as a column of texts has them; and a text prompt that begins with
+"\\n\\nHuman:" and ends with "\\n\\nAssistant:" has turns as in hh_rlhf.
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
@@ -107,7 +108,7 @@ JUDGED = tuple(f"completion_{side}{what}" for side in "ab" for what in ("", "_is
 NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
-LAST_TURN = "\n\nAssistant:"
+FIRST_TURN, LAST_TURN = "\n\nHuman:", "\n\nAssistant:"
 _KEY = r"""'(?:role|content|from|value)': ['"[]"""
 # Messages as Python shows them, and so pandas in a CSV file: refused, as nobody's format.
 IN_PYTHON = re.compile(rf"\s*(?:\[\s*)?\{{{_KEY}.*{_KEY}", re.DOTALL)
@@ -167,7 +168,8 @@ def events(row: Row) -> Iterator[Feedback]:
     kind = _kind(values)
     fields: dict[str, Any] = {name: _text(values, name) for name in EVENT_TEXTS}
     for name in ANSWERS:
-        fields[name] = _answer(fields[name], name)
+        if (text := fields[name]) is not None:
+            fields[name] = _answer(_next_turn(values, text), name)
     fields[VALUE_FIELD[kind]] = _value(values, kind)
     for name in ("prompt", "other_prompt"):
         if values.get(name) is not None:
@@ -325,6 +327,21 @@ def split_dialogue(text: str, name: str) -> tuple[Prompt, str]:
     return prompt, completion.strip()
 
 
+def _awaits_a_turn(prompt: object) -> bool:
+    """Say whether a prompt is a dialogue up to where the assistant's answer would follow."""
+    return (
+        isinstance(prompt, str)
+        and prompt.startswith(FIRST_TURN)
+        and prompt.rstrip().endswith(LAST_TURN)
+    )
+
+
+def _next_turn(values: Values, answer: str) -> str:
+    """Return an answer; to a dialogue, without the blanks around it, which are the format's."""
+    follows = any(_awaits_a_turn(values.get(name)) for name in PROMPTS)
+    return answer.strip() if follows else answer
+
+
 def _preference(
     row: Row, chosen: tuple[Prompt, str], rejected: tuple[Prompt, str], *, tie: bool
 ) -> Feedback:
@@ -366,7 +383,7 @@ def _side(values: Values, name: str, given: Prompt) -> tuple[Prompt, str]:
     if isinstance(value, str):
         value = _messages_in(value, name) or value
     if isinstance(value, str):
-        context, completion = given, value
+        context, completion = given, _next_turn(values, value)
     else:
         *before, last = messages_of([value] if isinstance(value, dict) else value, name)
         if last.role != "assistant":
@@ -583,6 +600,8 @@ def messages_of(value: Any, name: str) -> Prompt:
     if isinstance(value, str):
         value = _messages_in(value, name) or value
     if isinstance(value, str):
+        if _awaits_a_turn(value):
+            return split_dialogue(value.rstrip(), name)[0]
         return (Message("user", value),)
     if not isinstance(value, list) or not value:
         refuse(Rule.wrong_type, f"{name} as text or a list of messages", value)
@@ -623,9 +642,9 @@ def _is_message(item: Any) -> bool:
     return {"role", "content"} <= item.keys() or {"from", "value"} <= item.keys()
 
 
-def _answer(text: str | None, name: str) -> str | None:
+def _answer(text: str, name: str) -> str:
     """Return an event's answer as text, that of its one message where it is JSON of one."""
-    said = None if text is None else _messages_in(text, name)
+    said = _messages_in(text, name)
     if said is None:
         return text
     message, *more = messages_of(said, name)

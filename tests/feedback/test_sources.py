@@ -462,6 +462,29 @@ def test_whole_dialogues_split_at_the_last_answer(tmp_path: Path) -> None:
     assert "chosen ending with the assistant's message, found 'user'" in aside[1].detail
 
 
+def test_a_prompt_of_turns_is_split_as_whole_dialogues_are(tmp_path: Path) -> None:
+    asked = f"{dialogue('a', 'b', 'c')}\n\nAssistant:"
+    rows: dict[str, dict[str, Any]] = {
+        "pairs": {"prompt": asked, "chosen": " good", "rejected": " bad"},
+        "whole": {
+            "chosen": dialogue("a", "b", "c", "good"),
+            "rejected": dialogue("a", "b", "c", "bad"),
+        },
+        "quality": {"prompt": asked, "completion": " good", "label": True},
+        "events": {**THUMBS, "prompt": f"{asked} ", "completion": " good"},
+    }
+    before = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    for name, row in rows.items():
+        [event], aside = read_all(write_lines(tmp_path / f"{name}.jsonl", [row]))
+        assert (event.prompt, event.completion, aside) == (before, "good", [])
+        assert event.other_completion in ("bad", None)
+    told = [f"As I said:{asked}", dialogue("a"), "\n\nAssistant:"]  # nobody cut these
+    plain = [{"prompt": text, "chosen": " good", "rejected": "bad"} for text in told]
+    events, _ = read_all(write_lines(tmp_path / "plain.jsonl", plain))
+    assert [event.prompt for event in events] == [user_prompt(text) for text in told]
+    assert {event.completion for event in events} == {" good"}
+
+
 def test_two_contexts_are_both_kept_and_the_prompt_ends_with_the_user(tmp_path: Path) -> None:
     cut_late = dialogue("a", "b") + "\n\nAssistant: c"
     path = write_lines(
