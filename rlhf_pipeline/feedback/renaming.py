@@ -154,19 +154,25 @@ def _value(word: str) -> str:
     return cell_text(float(word.replace(",", "."))) if NUMBER.fullmatch(word) else word
 
 
-def _found(values: Values, column: str) -> list[Any]:
-    """Return the value of a column, or at the end of a path, in a list; none where it is not."""
-    if column in values:
-        return [values[column]]
-    here: Any = values
-    for step in column.split("."):
-        if isinstance(here, Mapping) and step in here:
-            here = here[step]
-        elif isinstance(here, list) and step.removeprefix("-").isdecimal():
-            place = int(step)
-            if not -len(here) <= place < len(here):
-                return []
-            here = here[place]
-        else:
+def _found(here: Any, column: str) -> list[Any]:
+    """Return the value of a column, or at the end of a path, in a list; none where it is not.
+
+    A name may hold dots of its own: of several that the path may begin with the longest is tried
+    first.
+    """
+    steps = column.split(".")
+    if isinstance(here, list):
+        if not steps[0].removeprefix("-").isdecimal():
             return []
-    return [here]
+        place, rest = int(steps[0]), ".".join(steps[1:])
+        if not -len(here) <= place < len(here):
+            return []
+        return _found(here[place], rest) if rest else [here[place]]
+    if isinstance(here, Mapping):
+        if column in here:
+            return [here[column]]
+        for end in range(len(steps) - 1, 0, -1):
+            name, rest = ".".join(steps[:end]), ".".join(steps[end:])
+            if name in here and (found := _found(here[name], rest)):
+                return found
+    return []

@@ -223,6 +223,17 @@ def test_paths_lead_into_objects_and_lists(tmp_path: Path) -> None:
     assert json.loads(aside.raw)["trace"] == rows[2]["trace"]
 
 
+def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"  # as Argilla writes them flat
+    row = {"q": "Why?", "a": "So.", "q.responses": [None, 4], "q.responses.users": ["ann", "bob"]}
+    deep = {"q": "Why?", "a": "So.", "q.responses": {"1": 3}, "q.responses.users": {"-1": "eve"}}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(deep)}\n")
+    columns = {"prompt": "q", "completion": "a", "value": "q.responses.1"}
+    renaming = Renaming({**columns, "rater": "q.responses.users.-1"}, {"kind": "rating"})
+    votes = [(event.number, event.rater_id) for event in rows_of(path, renaming)]
+    assert votes == [(4, hash_rater("tea", "bob")), (3, hash_rater("tea", "eve"))]
+
+
 def test_numbers_switches_and_pairs_by_other_names_are_what_they_are_by_ours(
     tmp_path: Path,
 ) -> None:
