@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import MAXYEAR, MINYEAR, UTC, date, datetime, time, tzinfo
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.rules import (
@@ -73,6 +73,7 @@ VALUE_FIELD: Mapping[FeedbackKind, str] = {
     FeedbackKind.preference: "choice",
     FeedbackKind.criteria: "criteria",
 }
+SOURCES: tuple[Source, ...] = get_args(Source)
 VALUE_NAMES = ("value", *dict.fromkeys(VALUE_FIELD.values()))
 EVENT_TEXTS = (
     "interaction_id",
@@ -178,6 +179,9 @@ def events(row: Row) -> Iterator[Feedback]:
     fields["shown_first"] = "this" if first is None else first
     fields["rater_id"] = _rater(row)
     source = values.get("source")
+    if isinstance(source, str) and source not in SOURCES:
+        needed = f"a source out of {', '.join(SOURCES)}"
+        refuse_word(Rule.unknown_source, needed, source, "|".join(SOURCES))
     fields["source"] = row.source if source is None else source
     fields["occurred_at"] = _moment(values, row.zone)
     fields["tags"] = _tags(values)
@@ -224,7 +228,8 @@ def _kind(values: Values) -> FeedbackKind:
 def _value(values: Values, kind: FeedbackKind) -> Any:
     given = [name for name in VALUE_NAMES if values.get(name) is not None]
     if len(given) > 1:  # one of them would be lost
-        refuse(Rule.repeated_field, f"one value, or as many rows, of {kind}", given)
+        remedy = f"{MEND}, or, of a file, say which column is it: rlhf ingest --map value=COLUMN"
+        refuse(Rule.repeated_field, f"one value, or as many rows, of {kind}", given, remedy)
     value = values.get("value", values.get(VALUE_FIELD[kind]))
     if kind is FeedbackKind.thumbs:
         if isinstance(value, str):

@@ -3,7 +3,8 @@
 And which zone its moments are of, where they do not say.
 
 Rows come out as if the file had been written with our names, so whatever reads, refuses, keeps or
-erases rows knows no others. What is not renamed and no field of ours is left unread.
+erases rows knows no others. What is not renamed and no field of ours is left unread; so are tags
+that are no list, and beside a `value` that is told what else could be one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
-from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, WHO, Values
+from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, VALUE_NAMES, WHO, Values
 
 FIELDS = EVENT_FIELDS | {
     *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
@@ -26,7 +27,7 @@ FIELDS = EVENT_FIELDS | {
 """What may be named: the fields of `events`, `pairs`, `quality` and `judgements`."""
 NAMING = (*WHO, "interaction_id", "other_interaction_id")
 """The fields that say whose a row is, and what it is about: what an erasure looks for."""
-SAID = ("value", "label", "preference", "choice", "quality", "number")
+SAID = ("value", "label", "preference", "choice", "quality", "number", "source")
 """The fields whose words may be told."""
 
 
@@ -136,7 +137,8 @@ class Renaming:
                     named[name] = value
         kind = self.fixed.get("kind", named.get("kind"))
         if kind is not None:
-            named = {name: value for name, value in named.items() if name in EVENT_FIELDS}
+            read = EVENT_FIELDS - self._theirs(named)
+            named = {name: value for name, value in named.items() if name in read}
         for name in SAID:
             word = cell_text(named.get(name)).strip()
             ours = self.words.get(word, self._by_value.get(_value(word)))
@@ -145,6 +147,14 @@ class Renaming:
             elif is_cells and isinstance(named.get(name), str):
                 named[name] = value_of(name, named[name], kind)
         return named | {name: value_of(name, text, kind) for name, text in self.fixed.items()}
+
+    def _theirs(self, named: Values) -> set[str]:
+        """Return the fields of an event that a row has in name alone, told as none of ours."""
+        told = {*self.columns, *self.fixed}
+        theirs = set() if isinstance(named.get("tags"), list) else {"tags"}
+        if "value" in told:
+            theirs |= {*VALUE_NAMES}
+        return theirs - told
 
 
 def _value(word: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,66 @@ def test_paths_lead_into_objects_and_lists(tmp_path: Path) -> None:
     ]
     assert json.loads(aside.raw)["rater"] == "bob"
     assert json.loads(aside.raw)["trace"] == rows[2]["trace"]
+
+
+def test_scores_of_langfuse_are_read_as_the_guide_says(tmp_path: Path) -> None:
+    trace = {
+        **{"id": "t1", "userId": "ann", "tags": ["shop"], "timestamp": "2026-05-01T11:59:00Z"},
+        "input": {"messages": [{"role": "user", "content": "Where is it?"}]},
+        "output": {"role": "assistant", "content": "On its way."},
+    }
+    score = {
+        **{"id": "s1", "traceId": "t1", "name": "user-feedback", "dataType": "NUMERIC"},
+        **{"value": 0, "stringValue": None, "comment": None, "authorUserId": None},
+        **{"observationId": None, "configId": None, "queueId": None, "source": "API"},
+        "timestamp": "2026-05-01T12:00:00Z",
+    }
+    judged = {**score, "id": "s2", "name": "judge", "source": "EVAL", "value": 1}
+    path = tmp_path / "scores.jsonl"
+    path.write_text(json.dumps({**score, "trace": trace}))
+    guide = (Path(__file__).parents[2] / "docs" / "feedback.md").read_text()
+    [line] = [line for line in guide.replace("\\\n", "").splitlines() if "ingest scores" in line]
+    told: dict[str, dict[str, str]] = {"--map": {}, "--set": {}, "--means": {}}
+    for option, word in pairwise(shlex.split(line)):
+        if option in told:
+            name, _, value = word.partition("=")
+            told[option][name] = value
+    renaming = Renaming(told["--map"], told["--set"], told["--means"])
+    [event] = rows_of(path, renaming)
+    assert event.occurred_at == datetime(2026, 5, 1, 12, tzinfo=UTC)
+    expected = thumb("Where is it?", "On its way.", 0, "ann")
+    assert plain([replace(event, occurred_at=None)]) == [expected]
+    # A judge's that got in there is no person's.
+    path.write_text(json.dumps({**judged, "trace": trace}))
+    [aside] = rows_of(path, renaming)
+    assert aside.rule == "unknown_source"
+    assert aside.detail.endswith("rlhf ingest --means 'EVAL=human|model|code'")
+    words_told = {**renaming.words, "EVAL": "model"}
+    [event] = rows_of(path, replace(renaming, words=words_told))
+    assert (event.source, event.number) == ("model", 1)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_column_with_the_name_of_a_field_that_it_is_not_is_left_unread(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"survey.{suffix}"
+    row = {"q": "Why?", "a": "So.", "vote": "up", "text": "late", "tags": "shop, web", "number": 7}
+    if suffix == "csv":
+        path.write_text("q;a;vote;text;tags;number\nWhy?;So.;up;late;shop, web;7\n")
+    else:
+        path.write_text(json.dumps(row))
+    columns = {"prompt": "q", "completion": "a", "value": "vote"}
+    renaming = Renaming(columns, {"kind": "thumbs"})
+    assert plain(rows_of(path, renaming)) == [thumb("Why?", "So.", 1, None)]
+    with_tag = replace(renaming, columns={**columns, "tags": "text"})
+    [aside] = rows_of(path, with_tag)
+    assert (aside.rule, aside.detail[:29]) == ("wrong_type", "needed a list of tags, found ")
+    path.write_text("prompt;completion;value;text\nWhy?;So.;up;late\n")
+    if suffix == "csv":
+        [aside] = rows_of(path, Renaming(fixed={"kind": "thumbs"}))
+        assert aside.detail.endswith("say which column is it: rlhf ingest --map value=COLUMN")
+        assert plain(rows_of(path, Renaming({"value": "value"}, {"kind": "thumbs"})))
 
 
 def test_a_path_may_begin_with_a_name_that_holds_dots(tmp_path: Path) -> None:
