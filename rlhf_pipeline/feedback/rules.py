@@ -203,7 +203,8 @@ def _check_value(event: Feedback) -> None:
     match event.kind:
         case FeedbackKind.thumbs:
             if _number(event) not in (0, 1):
-                refuse(Rule.value_out_of_range, "value 0 (down) or 1 (up) for thumbs", event.number)
+                needed = "value 0 (down) or 1 (up) for thumbs"
+                refuse(Rule.value_out_of_range, needed, event.number, _of_stars(event))
         case FeedbackKind.rating:
             if _number(event) not in (1, 2, 3, 4, 5):
                 refuse(
@@ -214,7 +215,8 @@ def _check_value(event: Feedback) -> None:
                 )
         case FeedbackKind.score:
             if not 0 <= _number(event) <= 1:
-                refuse(Rule.value_out_of_range, "a value from 0.0 to 1.0 for a score", event.number)
+                needed = "a value from 0.0 to 1.0 for a score"
+                refuse(Rule.value_out_of_range, needed, event.number, _of_stars(event))
         case FeedbackKind.correction | FeedbackKind.comment:
             if not isinstance(event.text, str) or not event.text.strip():
                 refuse(Rule.value_missing, f"the {event.kind}'s text", event.text)
@@ -231,6 +233,19 @@ def _check_value(event: Feedback) -> None:
             _check_criteria(event.criteria)
     if event.shown_first not in ("this", "other"):  # of every kind: it is stored with each
         refuse(Rule.value_out_of_range, "shown_first: this or other", event.shown_first)
+
+
+def _of_stars(event: Feedback) -> str:
+    """Return what to do about a number that may be of a longer scale, whose 1s are its worst."""
+    if (number := _number(event)) <= 1 or number % 1:
+        return MEND
+    means = "--means 5=1 --means 4=0.75 and so on to --means 1=0"
+    told = f", or with {means}" if event.kind is FeedbackKind.score else ""
+    return (
+        f"{MEND}; of a scale as 1 to 5, the 1s of a file have passed as the best vote: take it "
+        "back (rlhf feedback withdraw --agent AGENT --file NAME), and in again as ratings (rlhf "
+        f"ingest --set kind=rating --map value=COLUMN){told}"
+    )
 
 
 def _check_criteria(criteria: object) -> None:

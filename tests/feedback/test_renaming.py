@@ -145,6 +145,36 @@ def test_who_has_another_word_for_a_vote_is_told_how_to_say_what_it_means(
         assert isinstance(event, Feedback)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "field", "ways"),
+    [
+        ({"kind": "score"}, "value", 2),
+        ({"kind": "thumbs"}, "value", 1),
+        ({}, "quality", 2),
+    ],
+)
+def test_who_sends_stars_as_something_else_is_told_that_their_1s_passed(
+    tmp_path: Path, fixed: dict[str, str], field: str, ways: int
+) -> None:
+    path = tmp_path / "stars.csv"
+    path.write_text("prompt,completion,stars\n" + "".join(f"q,a {n},{n}\n" for n in range(1, 6)))
+    stars = Renaming({field: "stars"}, fixed)
+    passed, *aside = rows_of(path, stars)
+    assert passed.number == 1
+    told = {row.detail.partition("of a scale as 1 to 5, ")[2] for row in aside}
+    assert len(told) == 1
+    [way] = told
+    assert "the 1s of a file have passed as the best vote: take it back" in way
+    assert way.count("--set kind=rating --map value=COLUMN") == 1
+    assert ("--means 5=1 --means 4=0.75 and so on to --means 1=0" in way) == (ways == 2)
+    ratings = rows_of(path, Renaming({"value": "stars"}, {"kind": "rating"}))
+    assert [event.number for event in ratings] == [1, 2, 3, 4, 5]
+    if ways == 2:
+        words = {"5": "1", "4": "0.75", "3": "0.5", "2": "0.25", "1": "0"}
+        scores = rows_of(path, replace(stars, words=words))
+        assert [event.number for event in scores] == [0, 0.25, 0.5, 0.75, 1]
+
+
 def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
     row = {"kind": "rating", "prompt": "Why?", "completion": "So.", "value": "4"}
     (tmp_path / "votes.jsonl").write_text(json.dumps(row))
