@@ -640,6 +640,9 @@ def test_who_sends_votes_that_nobody_signed_is_told_which_columns_were_left(
     assert "not read were the columns 'by', 'n '. If" in told
     assert "--map rater=COLUMN" in told
     assert "rater" not in rlhf("ingest", path, "--agent", "new", "--map", "rater=by").stdout
+    path = str(write(tmp_path / "votes.jsonl", THUMBS))
+    told = rlhf("ingest", path, "--agent", "tea").stdout
+    assert "rows name no rater: each counts as another person; no other column is there" in told
 
 
 def test_the_zone_of_dates_is_told_or_the_recipes(rlhf: Run, tmp_path: Path) -> None:

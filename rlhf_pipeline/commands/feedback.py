@@ -233,13 +233,9 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
         table.add_row(rule, f"{rows:,}", MEANINGS.get(Rule(rule), ""))
     console().print(table)
     if summary.unsigned:
-        shown = [f"{_printable(name[:LONGEST_COLUMN])!r}" for name in summary.unread[:MOST_COLUMNS]]
-        more = ", …" if len(summary.unread) > MOST_COLUMNS else ""
         typer.echo(
             f"{summary.unsigned:,} of {summary.read:,} rows name no rater: each counts as another "
-            f"person; not read were the columns {', '.join(shown)}{more}. If one of them says who "
-            "voted, take these back (`rlhf feedback withdraw`), and the file in again with --map "
-            "rater=COLUMN"
+            f"person{_unread(summary.unread)}"
         )
     if summary.read and lacks is not None:
         typer.echo(f"no reward yet: {lacks}")
@@ -251,6 +247,18 @@ def _print_summary(summary: IngestSummary, agent_id: str, lacks: str | None) -> 
         typer.echo(f"not read: {name}: {why}", err=True)
     if not summary.read and not summary.unreadable:
         typer.echo(f"no row was found in {files}: a row is a line, or an entry of a list", err=True)
+
+
+def _unread(names: Sequence[str]) -> str:
+    """Return which columns may say who voted, as the end of a sentence."""
+    if not names:
+        return "; no other column is there that may say who voted"
+    shown = [f"{_printable(name[:LONGEST_COLUMN])!r}" for name in names[:MOST_COLUMNS]]
+    more = ", …" if len(names) > MOST_COLUMNS else ""
+    return (
+        f"; not read were the columns {', '.join(shown)}{more}. If one of them says who voted, "
+        "take these back (`rlhf feedback withdraw`), and the file in again with --map rater=COLUMN"
+    )
 
 
 def export(

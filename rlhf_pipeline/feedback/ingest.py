@@ -38,9 +38,8 @@ class IngestSummary:
     files: int
     unreadable: Mapping[str, str] = field(default_factory=dict)  # of a folder: file -> why
     examples: Mapping[str, str] = field(default_factory=dict)  # rule -> where first, and what
-    # Of people's votes in files where none is signed, though a column was left that may say who.
-    unsigned: int = 0
-    unread: Sequence[str] = ()  # those columns
+    unsigned: int = 0  # of people's votes in files where none is signed, though each may be
+    unread: Sequence[str] = ()  # columns of those files that were left, of which one may say who
 
 
 def ingest(
@@ -102,7 +101,7 @@ def ingest(
                 told = _so_far(totals)
                 raise SourceError(f"{error}{told}") from error
             unreadable[str(path)] = str(error)
-        if position.unread and signed[False] and not signed[True]:
+        if position.unread is not None and signed[False] and not signed[True]:
             totals["unsigned"] += signed[False]
             unread.update(dict.fromkeys(position.unread))
     return IngestSummary(

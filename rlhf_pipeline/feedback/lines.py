@@ -39,7 +39,7 @@ class Position:
     bytes_total: int = 0
     columns: Sequence[str] = ()  # of a table: a row leaves out those it says nothing in
     header: Sequence[str] = ()  # the same as the table has them
-    unread: Sequence[str] = ()  # at the end, where rows may name their rater: what nothing read
+    unread: Sequence[str] | None = None  # at the end, where rows may name their rater: no field's
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def read(
         position.line = each[0]
         yield from _events(formats.OASST, each, agent_id, origin, source)
     if chosen is not None and chosen.fields:
-        read = {*chosen.fields, *renaming.columns.values()}
+        read = {*(chosen.fields - {*formats.LABELLED}), *renaming.columns.values()}
         position.unread = [name for name in names if not _is_read(name, read)]
 
 

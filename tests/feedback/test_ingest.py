@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import sqlalchemy as sa
 
@@ -112,7 +113,7 @@ def test_votes_that_nobody_signed_are_told_with_the_columns_that_may_say_who(
     assert (summary.unsigned, summary.unread) == (3 if unread else 0, unread)
 
 
-def test_of_votes_that_nobody_can_have_signed_nothing_is_told(
+def test_of_votes_that_somebody_signed_or_no_person_gave_nothing_is_told(
     store: FeedbackStore, tmp_path: Path
 ) -> None:
     table = tmp_path / "a.csv"
@@ -122,10 +123,24 @@ def test_of_votes_that_nobody_can_have_signed_nothing_is_told(
     assert ingest(store, table, "tea", renaming=thumbs).unread == ("rejected", "id", "user")
     plain = write(tmp_path / "b.jsonl", {**THUMBS, "tags": ["a"]}, {**THUMBS, "value": "down"})
     some = write(tmp_path / "c.jsonl", {**PAIR, "id": 1}, {**PAIR, "rater": "ann", "id": 2})
-    for path in (plain, some):
-        assert ingest(store, path, "tea").unsigned == 0
+    told = ingest(store, plain, "tea")
+    assert (told.unsigned, told.unread) == (2, ())
+    assert ingest(store, some, "tea").unsigned == 0
     assert ingest(store, table, "model", source="model").unsigned == 0
-    assert ingest(store, [table, plain, some], "all").unsigned == 1
+    assert ingest(store, [table, plain, some], "all").unsigned == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "unread"),
+    [(["u1"], "annotator_id"), ({"id": 3}, "annotator_id.id"), (b"ann", "annotator_id")],
+)
+def test_a_column_in_which_a_name_was_looked_for_and_not_found_is_told(
+    store: FeedbackStore, tmp_path: Path, found: object, unread: str
+) -> None:
+    path = tmp_path / "a.parquet"
+    pd.DataFrame([{**PAIR, "annotator_id": found}]).to_parquet(path)
+    summary = ingest(store, path, "tea")
+    assert (summary.unsigned, summary.unread) == (1, (unread,))
 
 
 def test_what_the_store_refuses_goes_to_quarantine_with_its_line(
