@@ -15,7 +15,9 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.feedback.measures import measured
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import AS_IT_IS
 from rlhf_pipeline.feedback.store import FeedbackStore
@@ -49,6 +51,22 @@ def test_the_same_file_again_stores_nothing_twice(store: FeedbackStore, tmp_path
     assert (second.read, second.stored, second.known) == (53, 0, 51)
     assert store.counts("tea") == {"thumbs": 25}
     assert store.quarantined("tea") == {"broken_json": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "votes"),
+    [({}, 1), ({"idempotency_key": "id"}, 1), ({"occurred_at": "at"}, 3), ({"rater": "id"}, 3)],
+)
+def test_rows_that_differ_in_an_id_alone_are_one_vote(
+    store: FeedbackStore, tmp_path: Path, more: dict[str, str], votes: int
+) -> None:
+    path = tmp_path / "likes.csv"
+    path.write_text("id,at,q,a\n" + "".join(f"{n},2026-05-0{n} 12:00Z,Q,A\n" for n in (1, 2, 3)))
+    columns = {"prompt": "q", "completion": "a", **more}
+    ingest(store, path, "tea", renaming=Renaming(columns, {"kind": "thumbs", "value": "up"}))
+    snapshot.take(store.database, "tea", 3, tmp_path / "votes.parquet")
+    found = measured(snapshot.read(tmp_path / "votes.parquet"))
+    assert (found["is_repeated"] == 0).sum() == votes
 
 
 def test_rows_of_a_file_whose_name_is_no_text_are_taken_in(
