@@ -248,6 +248,9 @@ def _value(values: Values, kind: FeedbackKind) -> Any:
     if value is not None and VALUE_FIELD[kind] == "number":
         if isinstance(value, str) and not _is_number(value):
             span = "1 to 5" if kind is FeedbackKind.rating else "0 to 1"
+            if value.rstrip().endswith("%"):  # one of a hundred: nobody tells what each means
+                remedy = f"{MEND}, as a score (0.8 for 80%)"
+                refuse(Rule.wrong_type, f"{kind} value as a number, {span}", value, remedy)
             refuse_word(Rule.wrong_type, f"{kind} value as a number, {span}", value, span)
         return _number(value, f"{kind} value")
     if kind is FeedbackKind.criteria and isinstance(value, str):
@@ -272,7 +275,8 @@ def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
         try:
             moment = datetime.fromisoformat(told)
         except (ValueError, TypeError):  # a number may count seconds or milliseconds
-            refuse(Rule.bad_time, "occurred_at as ISO 8601 with its zone", told)
+            which = "with its zone" if zone is None else "(2026-05-01 12:00)"
+            refuse(Rule.bad_time, f"occurred_at as ISO 8601 {which}", told)
     if moment.tzinfo is None and zone is None:
         remedy = f"{MEND}, or say of which zone such moments are: rlhf ingest --zone Europe/Berlin"
         refuse(Rule.bad_time, "occurred_at with its zone, such as a final Z", told, remedy)
@@ -580,8 +584,8 @@ def quality(row: Row) -> Iterator[Feedback]:
         kind, number = FeedbackKind.score, _number(values["quality"], "quality")
     else:
         label = values.get("label")
-        if isinstance(label, str):
-            refuse_word(Rule.wrong_type, "label as true or false", label, "true|false")
+        if isinstance(label, str | int | float) and not isinstance(label, bool):
+            refuse_word(Rule.wrong_type, "label as true or false", str(label), "true|false")
         if not isinstance(label, bool):
             refuse(Rule.wrong_type, "quality from 0 to 1, or label as true or false", label)
         kind, number = FeedbackKind.thumbs, float(label)

@@ -175,6 +175,13 @@ def test_who_sends_stars_as_something_else_is_told_that_their_1s_passed(
         assert [event.number for event in scores] == [0, 0.25, 0.5, 0.75, 1]
 
 
+def test_a_percentage_is_no_word_to_tell(tmp_path: Path) -> None:
+    row = {"kind": "score", "prompt": "Why?", "completion": "So.", "value": "80%"}
+    (tmp_path / "votes.jsonl").write_text(json.dumps(row))
+    [aside] = rows_of(tmp_path / "votes.jsonl", Renaming())
+    assert aside.detail.endswith("mend the row and send it again, as a score (0.8 for 80%)")
+
+
 def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
     row = {"kind": "rating", "prompt": "Why?", "completion": "So.", "value": "4"}
     (tmp_path / "votes.jsonl").write_text(json.dumps(row))
@@ -186,6 +193,7 @@ def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
     ("row", "remedy"),
     [
         ({"completion": "So.", "label": "bad"}, "bad=true|false"),
+        ({"completion": "So.", "label": 0}, "0=true|false"),
         (
             {"completion_a": "So.", "completion_b": "No.", "preference": "B"},
             "B=a-is-better|a-is-slightly-better|tie|b-is-slightly-better|b-is-better",
@@ -193,7 +201,7 @@ def test_a_number_written_as_text_is_no_word(tmp_path: Path) -> None:
     ],
 )
 def test_words_of_other_formats_may_be_told_too(
-    tmp_path: Path, row: dict[str, str], remedy: str
+    tmp_path: Path, row: dict[str, str | int], remedy: str
 ) -> None:
     path = tmp_path / "votes.jsonl"
     path.write_text(json.dumps({"prompt": "Why?", **row}))

@@ -153,6 +153,7 @@ def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> N
         datetime(2026, 5, 1, 16, tzinfo=UTC),
     ]
     assert rules_of(aside) == [(5, "bad_time")]
+    assert aside[0].detail.startswith("needed occurred_at as ISO 8601 (2026-05-01 12:00), found")
     _, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
     assert rules_of(aside) == [(1, "bad_time"), (2, "bad_time"), (5, "bad_time")]
     assert aside[0].detail.endswith("rlhf ingest --zone Europe/Berlin")
