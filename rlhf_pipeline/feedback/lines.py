@@ -196,7 +196,8 @@ def _rows(stream: io.BufferedReader, path: Path, longest: int) -> Iterator[RawRo
     if _PRETTY.match(_begun(beginning)):
         raise SourceError(
             f"one JSON object a line is needed, or one array of them, found an object over several "
-            f"lines in {path}; write each on one line (jq -c .)"
+            f"lines in {path}; write each on one line (jq -c ., or jq -c '.data[]' of a list in it "
+            "that is called data)"
         )
     return _lines(stream, longest)
 
