@@ -128,7 +128,7 @@ def test_what_a_function_could_not_judge_is_left_out_of_its_mean(
     [
         ({"functions": {}}, "at least 1 item"),
         ({"functions": {"learned": 1}}, "has no reward model of its own"),
-        ({"functions": {"lenght": 1}}, "needed a reward's name"),
+        ({"functions": {"lenght": 1}}, r"found 'lenght'; correct it \(the nearest is 'length'\)"),
         ({"functions": {"length": 1}, "prompt": "x"}, "unknown setting 'specialists.a.prompt'"),
     ],
 )

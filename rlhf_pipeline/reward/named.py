@@ -6,6 +6,7 @@ name only what you would run.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -78,9 +79,11 @@ def named_reward(
         return as_reward(name, device=device)
     if ":" in name:
         return _loaded(name, name, options)
+    near = difflib.get_close_matches(name, known_names(), n=1)
+    hint = f" (the nearest is {near[0]!r})" if near else ""
     raise ModelError(
         f"needed a reward's name ({', '.join(known_names())}), a reward model's folder, an address "
-        f"or module:function, found {name!r}{' with options' if options else ''}; correct it"
+        f"or module:function, found {name!r}{' with options' if options else ''}; correct it{hint}"
     )
 
 
