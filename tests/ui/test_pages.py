@@ -346,6 +346,64 @@ def test_a_message_that_cannot_be_sent_comes_back(page: Any, service: tuple[str,
     assert page.input_value("#question textarea") == "and then?"
 
 
+def loaded_again(page: Any) -> Callable[[], int]:
+    """Return what tells how often the page has been loaded since."""
+    loads: list[Any] = []
+    page.on("framenavigated", lambda frame: loads.append(frame.url))
+    return lambda: len(loads)
+
+
+def said_in_passing(page: Any, words: str) -> None:
+    """Wait for a note that lies over the page, and take it away."""
+    page.locator(".toast-body", has_text=words).first.wait_for()
+    page.locator(".toast-body button").first.click()
+
+
+def test_who_chats_while_the_network_is_away_is_told_and_loses_nothing(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    open_more(page)
+    page.fill("#better textarea", "It is 9 euros.")
+    page.fill("#question textarea", "and then?")
+    loads = loaded_again(page)
+    for button in ("#up", "#send"):
+        page.context.set_offline(True)
+        page.click(button)
+        said_in_passing(page, "Not sent: the service cannot be reached")
+        page.context.set_offline(False)
+    page.wait_for_timeout(2500)  # in which Gradio would have loaded it again
+    assert loads() == 0
+    assert "hello there" in page.inner_text("#talk")
+    assert page.input_value("#question textarea") == "and then?"
+    assert votes() == []
+    page.click("#send-better")
+    counted(page, votes, 1)
+    assert votes()[0][2] == "It is 9 euros."
+    page.click("#send")
+    eventually(lambda: "and then?" in page.inner_text("#talk"))
+
+
+def test_who_waits_for_an_answer_is_told_that_the_connection_broke_off(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    eventually(lambda: page.input_value("#seen textarea") not in ("", "…"))
+    loads = loaded_again(page)
+    page.route("**/queue/data*", lambda route: route.abort())
+    page.fill("#question textarea", "and then?")
+    page.click("#send")
+    said_in_passing(page, "Not finished: the connection to the service broke off")
+    page.unroute("**/queue/data*")
+    page.wait_for_timeout(2500)
+    assert loads() == 0
+    ask_again(page, "once more?")
+    page.click("#up")
+    counted(page, votes, 1)
+
+
 def test_a_conversation_stays_where_the_list_of_assistants_is_passed(
     page: Any, service: tuple[str, Path]
 ) -> None:
@@ -591,6 +649,25 @@ def test_a_better_answer_that_is_not_sent_yet_is_not_lost(
     page.click("#send-better")
     next_shown(page, shown)
     eventually(lambda: page.input_value("#better textarea") == "")
+    assert [vote[:3] for vote in votes()] == [("correction", None, "It is 9 euros.")]
+
+
+def test_who_reviews_while_the_network_is_away_is_told_and_loses_nothing(
+    page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    review(page, service, "Fay")
+    shown = page.input_value("#seen textarea")
+    page.fill("#better textarea", "It is 9 euros.")
+    loads = loaded_again(page)
+    page.context.set_offline(True)
+    page.click("#send-better")
+    said_in_passing(page, "Not sent: the service cannot be reached")
+    page.context.set_offline(False)
+    page.wait_for_timeout(2500)
+    kept = page.input_value("#seen textarea"), page.input_value("#better textarea")
+    assert (loads(), *kept) == (0, shown, "It is 9 euros.")
+    page.click("#send-better")
+    next_shown(page, shown)
     assert [vote[:3] for vote in votes()] == [("correction", None, "It is 9 euros.")]
 
 

@@ -61,15 +61,9 @@ window.fetch = async (address, options) => {
   const asks = text && String(address).includes('/queue/join')
     && JSON.parse(options.body).data[0] === text;
   if (asks) write(box, '');
-  const back = () => { if (asks && !box.value) write(box, text); };
-  try {
-    const answer = await join(address, options);
-    if (!answer.ok) back();
-    return answer;
-  } catch (error) {
-    back();
-    throw error;
-  }
+  const answer = await join(address, options);
+  if (asks && !answer.ok && !box.value) write(box, text);
+  return answer;
 };
 </script>"""
 """Empties the box as its message leaves, and not when the service answers: what is typed in between

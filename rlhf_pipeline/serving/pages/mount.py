@@ -94,6 +94,44 @@ setInterval(() => {
 </script>"""
 
 
+# Where a request fails, Gradio's page loads itself again once the service can be reached: nothing
+# says that the vote was not stored, and what was typed is gone. Of an answer it shows the error.
+AWAY = """<script>
+const UNSENT = 'Not sent: the service cannot be reached now; please try again.';
+const UNFINISHED = 'Not finished: the connection to the service broke off; please try again.';
+const failed = {msg: 'process_completed', output: {error: UNFINISHED, visible: true}};
+const BROKEN_OFF = [failed, {msg: 'close_stream'}].map(
+  (event) => `\\n\\ndata: ${JSON.stringify(event)}\\n\\n`).join('');
+const reach = window.fetch;
+const toItsEnd = (body) => {
+  const reader = body.getReader();
+  return new ReadableStream({
+    cancel: (why) => reader.cancel(why),
+    pull: async (page) => {
+      try {
+        const {done, value} = await reader.read();
+        if (done) page.close();
+        else page.enqueue(value);
+      } catch {
+        page.enqueue(new TextEncoder().encode(BROKEN_OFF));
+        page.close();
+      }
+    },
+  });
+};
+window.fetch = async (address, options) => {
+  const {pathname} = new URL(address.url ?? address, location);
+  const [joins, follows] = ['/queue/join', '/queue/data'].map((end) => pathname.endsWith(end));
+  if (!joins && !follows) return reach(address, options);
+  const answer = await reach(address, options).catch(() => null);
+  const away = !answer || [502, 504].includes(answer.status);  // as a proxy in front says it
+  if (away && joins) return Response.json({detail: UNSENT}, {status: 502});
+  if (away) return new Response(BROKEN_OFF);
+  return follows && answer.ok ? new Response(toItsEnd(answer.body), answer) : answer;
+};
+</script>"""
+
+
 class PageHeaders:
     """Sets the pages' headers on every answer below /ui, streams included."""
 
@@ -145,9 +183,9 @@ def mount_pages(app: FastAPI, desk: Desk) -> None:
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     theme.set(**LEGIBLE)
     for path, page, head in (
-        ("/ui/review", review_page(desk, kept_with), SPOKEN + UNREAD + SHORTCUTS),
+        ("/ui/review", review_page(desk, kept_with), SPOKEN + AWAY + UNREAD + SHORTCUTS),
         # After what lies below it.
-        ("/ui", chat_page(desk, visitors, kept_with), SPOKEN + SENT),
+        ("/ui", chat_page(desk, visitors, kept_with), SPOKEN + AWAY + SENT),
     ):
         page.queue(max_size=64, default_concurrency_limit=AT_ONCE)
         gr.mount_gradio_app(
