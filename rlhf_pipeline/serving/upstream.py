@@ -106,6 +106,8 @@ async def upstream_pieces(
             if not line.startswith(b"data:"):
                 continue
             data = line.removeprefix(b"data:").strip()
+            if not data:  # an event of no data is nobody's (WHATWG HTML, 9.2.6)
+                continue
             if data == b"[DONE]":
                 yield last
                 with suppress(TimeoutError, ModelError, httpx.HTTPError):  # the answer is whole

@@ -186,6 +186,8 @@ def pieces_of(upstream: UpstreamSettings, seconds: float = PATIENCE) -> list[str
         + DONE,
         b": ping\r\n\r\n"
         + (chunk("Hello you", "stop", error=None) + event(USAGE) + DONE).replace(b"\n", b"\r\n"),
+        # Some proxies keep a connection open so.
+        chunk("Hello ") + b"data: \n\ndata:\n\n" + chunk("you", "stop") + event(USAGE) + DONE,
     ],
 )
 def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
