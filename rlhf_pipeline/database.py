@@ -89,6 +89,7 @@ BigId = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts on
 RECIPE_CHARACTERS = 200
 CONNECT_SECONDS = 10  # for a server on PostgreSQL's side of a network to answer
 
+LOCK_SECONDS = 60.0  # that SQLite waits for who writes
 IDLE_SECONDS = 30.0  # that a writer may leave PostgreSQL waiting for its next statement
 ALONE_SECONDS = 10.0  # that one who would be alone waits: those who send votes wait as well
 LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL's word for a wait that was given up
@@ -371,7 +372,7 @@ class Database:
                 raise self._away(error) from error
         options: dict[str, Any]
         if self.is_sqlite:
-            options = {"connect_args": {"timeout": 60}}
+            options = {"connect_args": {"timeout": LOCK_SECONDS}}
             if self.url.database not in (None, "", ":memory:"):
                 # As many connections as there are threads: a few long looks keep no vote waiting
                 # for one. A PostgreSQL server has only so many for all who use it.
@@ -402,7 +403,9 @@ class Database:
         self._overtaken = self._put_away = False
 
     @contextmanager
-    def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
+    def write(
+        self, *, alone: bool = False, lock_seconds: float = LOCK_SECONDS
+    ) -> Iterator[sa.Connection]:
         """Yield a connection in a transaction that commits, synced, when the block ends well.
 
         `alone` is for what people say: of such blocks one at a time, as on SQLite all are, and none
@@ -410,10 +413,12 @@ class Database:
         that one. It raises OperationalError then, as of a database that is away, and where its turn
         does not come within ALONE_SECONDS.
 
-        On PostgreSQL a block that says nothing to the server for IDLE_SECONDS is ended by it.
+        On PostgreSQL a block that says nothing to the server for IDLE_SECONDS is ended by it. On
+        SQLite it raises OperationalError where another writes for longer than `lock_seconds`.
         """
         self.migrate()
-        asked = self._connected("READ COMMITTED", sqlite_begin="IMMEDIATE")
+        begun: dict[str, Any] = {"sqlite_begin": "IMMEDIATE", "sqlite_wait": lock_seconds}
+        asked = self._connected("READ COMMITTED", **begun)
         with asked as connection, connection.begin():
             if not self.is_sqlite:
                 connection.execute(SAID_FIRST, {"idle": _milliseconds(IDLE_SECONDS)})
@@ -600,7 +605,7 @@ def _is_read(connection: sqlite3.Connection) -> bool:
 def _set_sqlite_pragmas(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # the driver begins nothing by itself; _begin_as_asked does
     cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout=60000")
+    cursor.execute(f"PRAGMA busy_timeout={_milliseconds(LOCK_SECONDS)}")
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
@@ -633,13 +638,15 @@ def _postgresql_arguments(url: sa.URL) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a limit as PostgreSQL's settings take it."""
+    """Return a limit as PostgreSQL's settings and SQLite's take it."""
     return str(round(1000 * seconds))
 
 
 def _begin_as_asked(connection: sa.Connection) -> None:
     # A writer takes the lock at once: a reader that turns writer half-way would fail as busy.
-    mode = connection.get_execution_options().get("sqlite_begin", "DEFERRED")
+    options = connection.get_execution_options()
+    mode, wait = options.get("sqlite_begin", "DEFERRED"), options.get("sqlite_wait", LOCK_SECONDS)
+    connection.exec_driver_sql(f"PRAGMA busy_timeout={_milliseconds(wait)}")
     connection.exec_driver_sql(f"BEGIN {mode}")
 
 

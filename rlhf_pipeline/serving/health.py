@@ -11,8 +11,8 @@ whoever asks.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ def add_health_routes(
     """Add `/healthz` and `/readyz`; `champions` are the models that answer here."""
     ledger = PromotionLedger(database, settings.state_dir)
     seen: Seen = {}
-    one_at_a_time = threading.Lock()  # hashing a large model outlasts several questions
+    under_way: asyncio.Future[tuple[bool, dict[str, str]]] | None = None
 
     def is_sound(version: ModelVersion, arm: Arm) -> bool:
         if champions is not None:
@@ -67,8 +67,7 @@ def add_health_routes(
                 return False
             if not version.path.is_dir():  # until a new one is loaded, the one before it answers
                 return champions.ready(version.agent_id, arm) is not None
-        with one_at_a_time:
-            return _sound(version, seen)
+        return _sound(version, seen)
 
     async def healthz() -> dict[str, str]:
         """Say that the process answers."""
@@ -76,10 +75,14 @@ def add_health_routes(
 
     async def readyz() -> JSONResponse:
         """Say whether requests may come: 200, or 503 with what is wrong."""
-        loading = champions is not None and champions.is_preloading
-        ready, checks = await run_in_threadpool(
-            look, database, ledger, is_sound, loading, settings.state_dir
-        )
+        nonlocal under_way
+        if under_way is None or under_way.done():
+            loading = champions is not None and champions.is_preloading
+            looks = run_in_threadpool(look, database, ledger, is_sound, loading, settings.state_dir)
+            under_way = asyncio.ensure_future(looks)
+        # Who asks meanwhile shares the answer: to wait for the store, or to hash a large model,
+        # outlasts several questions, and each would hold one of the threads that votes need.
+        ready, checks = await asyncio.shield(under_way)
         headers = None if ready else {"retry-after": "5"}
         return JSONResponse({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
 
@@ -127,7 +130,7 @@ def _write(database: db.Database, state_dir: Path) -> str:
     """
     if database.is_replaced():
         return "its file was put away or replaced; end this process and start it again"
-    with database.write() as connection:
+    with database.write(lock_seconds=TURN_SECONDS) as connection:
         if (found := database.overtaken_by(connection)) is not None:
             return f"a newer release has migrated it, to {found}; start that release here"
         database.wait_for_turn(connection, TURN_SECONDS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def ask(app: FastAPI, path: str, body: Any = None, *, method: str | None = None)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             how = method or ("GET" if body is None else "POST")
             return await client.request(how, path, json=body)
+
+    return asyncio.run(asked())
+
+
+def probed(app: FastAPI, times: int) -> list[int]:
+    """Return what as many probes are answered that come at once, as to one service."""
+
+    async def asked() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answers = await asyncio.gather(*(client.get("/readyz") for _ in range(times)))
+        return [answer.status_code for answer in answers]
 
     return asyncio.run(asked())
 
@@ -145,6 +158,26 @@ def test_ready_means_that_the_store_takes_a_write(
     monkeypatch.setattr(health, "ROOM_BYTES", 1 << 62)
     full = ask(app, "/readyz")
     assert (full.status_code, "free" in full.json()["checks"]["store"]) == (503, True)
+
+
+def test_probes_wait_together_and_not_long_for_a_store_that_another_writes_to(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "TURN_SECONDS", 0.3)
+    app = FastAPI()
+    health.add_health_routes(app, database, load_settings("tiny", {"state_dir": tmp_path}))
+    assert ask(app, "/readyz").status_code == 200
+    with closing(sqlite3.connect(str(database.url.database), isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        with capture_logs() as lines:
+            assert probed(app, 50) == [503] * 50
+        assert time.monotonic() - began < 5
+        assert [line["event"] for line in lines] == ["not ready"]
+        other.execute("ROLLBACK")
+    assert ask(app, "/readyz").status_code == 200
+    with database.write() as connection:  # a vote waits as long as ever
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 60_000
 
 
 def test_a_release_that_was_overtaken_is_not_ready(database: Database, tmp_path: Path) -> None:
@@ -266,7 +299,5 @@ def test_who_asks_while_a_model_is_hashed_does_not_begin_anew(
     monkeypatch.setattr(health, "file_sha256", slowly)
     app = FastAPI()
     health.add_health_routes(app, database, load_settings("tiny", {"state_dir": tmp_path}))
-    with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, app, "/readyz") for _ in range(3)]
-    assert [answer.result().status_code for answer in answers] == [200] * 3
+    assert probed(app, 3) == [200] * 3
     assert hashed == [weights]
