@@ -7,9 +7,11 @@ inline ones must be allowed there; scripts, images and connections of other host
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+LOOK_SECONDS = 0.2  # between two looks whether the service is to end
 AT_ONCE = 16
 """Answers under way, of all visitors; who comes then waits for one of them to end. Each holds one
 of the forty threads that the whole service has for what blocks, the API's votes among it."""
@@ -182,6 +185,23 @@ def mount_pages(app: FastAPI, desk: Desk) -> None:
     kept_with = hmac.digest(secret, b"browser state", "sha256").hex()
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     theme.set(**LEGIBLE)
+
+    @asynccontextmanager
+    async def with_the_service(mounted: Any) -> AsyncIterator[None]:
+        """End the heartbeats of open pages once the service is to end, which would wait for them.
+
+        Gradio stops them so where it serves by itself; of an application around it, it knows none.
+        """
+
+        async def watch() -> None:
+            while not app.state.is_ending():
+                await asyncio.sleep(LOOK_SECONDS)
+            mounted.stop_event.set()
+
+        watching = asyncio.create_task(watch())
+        yield
+        watching.cancel()
+
     for path, page, head in (
         ("/ui/review", review_page(desk, kept_with), SPOKEN + AWAY + UNREAD + SHORTCUTS),
         # After what lies below it.
@@ -202,11 +222,12 @@ def mount_pages(app: FastAPI, desk: Desk) -> None:
             ssr_mode=False,
             mcp_server=False,
             app_kwargs={
+                "lifespan": with_the_service,
                 "exception_handlers": {
                     LookupError: _stale,
                     FnIndexInferError: _stale,
                     HTTPException: _nowhere,
-                }
+                },
             },
             enable_monitoring=False,
             pwa=False,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
+from rlhf_pipeline.serving.app import GRACE_SECONDS
+from tests.serving.kills import until_it_answers
 from tests.serving.pages.world import free_port, served
 
 ROOT = Path(__file__).parents[3]
@@ -87,6 +91,30 @@ def test_an_address_below_the_pages_at_which_there_is_none_is_a_page(
             read = visitor.get(path, headers={"accept": "text/html,*/*"})
             assert (read.status_code, "No such page" in read.text) == (404, True), path
             assert visitor.get(path).json() == {"detail": "Not Found"}
+
+
+def test_no_open_page_keeps_the_service_from_ending(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlhf_pipeline.cli", "--state", str(tmp_path), "serve"]
+    port = free_port()
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until_it_answers(port, lambda: process.poll() is None)
+        base = f"http://127.0.0.1:{port}"
+        with ExitStack() as open_pages:
+            for path in ("/ui/", "/ui/review/"):
+                address = f"{base}{path}gradio_api/heartbeat/some"
+                beats = open_pages.enter_context(httpx.stream("GET", address, timeout=60))
+                assert "ALIVE" in next(beats.iter_lines())
+            process.terminate()
+            began = time.monotonic()
+            _, said = process.communicate(timeout=60)
+            assert time.monotonic() - began < GRACE_SECONDS
+    finally:
+        process.kill()
+        process.wait()
+    assert "graceful shutdown exceeded" not in said
 
 
 def test_the_service_loads_without_gradio_and_torch() -> None:
