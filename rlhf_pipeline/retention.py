@@ -2,7 +2,8 @@
 
 Eight kinds of things pile up. Of each the newest stay, however old, and the young, however many:
   checkpoints  of turns that came to their verdict: nothing resumes from them
-  rewards      weights of the reward models of versions that never were champion; reports stay
+  rewards      weights of the reward models of versions that never were champion, and that no
+               version began from; reports stay
   turns        that came to no version: snapshot, data sets, folders, MLflow runs
   traces       of chats in MLflow
   chats, looks, events, quarantine: rows of the store (old_rows.py says which)
@@ -287,6 +288,12 @@ def _checkpoints(agent_id: str, turns: Sequence[_Turn]) -> list[Item]:
 
 def _rewards(agent_id: str, turns: Sequence[_Turn], standing: AgentStanding) -> list[Item]:
     found = []
+    # By name: the state folder may have been moved since, and an agent's turns are in one folder.
+    begun = {
+        Path(v.lineage["previous"]).name: f"version {v.version} began from them"
+        for v in standing.versions
+        if v.lineage.get("previous")
+    }
     for turn in turns:
         policy = turn.folder.resolve() / "ppo" / "policy"
         made = [v for v in standing.versions if v.path == policy]
@@ -300,6 +307,8 @@ def _rewards(agent_id: str, turns: Sequence[_Turn], standing: AgentStanding) -> 
         ]
         if turn.mark == standing.last_done:
             used.append("the last turn with a verdict")
+        if turn.folder.name in begun:
+            used.append(begun[turn.folder.name])
         found.append(_item("rewards", agent_id, turn, weights, used[0] if used else None))
     return found
 

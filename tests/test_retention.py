@@ -127,8 +127,13 @@ class State:
                 connection.execute(db.claims.insert().values(**row, **moments))
         return folder
 
-    def registered(self, agent: str, name: str, *, passed: bool = True) -> int:
-        """Register the version that a turn made, and return its number."""
+    def registered(
+        self, agent: str, name: str, *, passed: bool = True, previous: Path | None = None
+    ) -> int:
+        """Register the version that a turn made, and return its number.
+
+        `previous` is the folder of the turn whose reward models its own began from.
+        """
         mark = hashed(agent, name)
         folder = self.settings.turn_folder(agent, mark)
         data = self.settings.agent_folder(agent) / "snapshots" / mark[:16]
@@ -145,6 +150,7 @@ class State:
                 "reward_models": {},
                 "started_from": str(champion.path),
                 "baseline": str(baseline.path),
+                "previous": str(previous) if previous else None,
             },
             gate={"passed": passed, "results": []},
             fingerprint=mark,
@@ -186,6 +192,8 @@ def reachable(state: State, agent: str) -> set[Path]:
         for key in ("started_from", "baseline"):  # what `rlhf reproduce` begins from
             if key in version.lineage:
                 found |= {p for p in Path(version.lineage[key]).rglob("*") if p.is_file()}
+        if version.lineage.get("previous"):
+            found |= set(Path(version.lineage["previous"], "reward").rglob("*"))
     in_use = {entry.version for entry in standing.history}
     in_use |= {v.version for v in (standing.challenger, standing.previous) if v is not None}
     running = ExperimentBook(state.database).running(agent)
@@ -211,6 +219,7 @@ TURN = st.fixed_dictionaries(
         "registered": st.booleans(),
         "passed": st.booleans(),
         "promoted": st.booleans(),
+        "looks_back": st.booleans(),
         "days_ago": st.integers(0, 100),
     }
 )
@@ -218,7 +227,7 @@ TURN = st.fixed_dictionaries(
 
 def turn(state: str = "done", *, registered: bool = True, promoted: bool = False) -> dict[str, Any]:
     """Return a turn of long ago."""
-    wanted = {"registered": registered, "promoted": promoted}
+    wanted = {"registered": registered, "promoted": promoted, "looks_back": False}
     return {"state": state, "passed": True, "days_ago": 100, **wanted}
 
 
@@ -227,6 +236,7 @@ NOTHING_ELSE = {"rolls_back": False, "experiments": False, "trains": False, "new
 
 @example(turns=[turn(promoted=True), turn()], **NOTHING_ELSE)
 @example(turns=[turn(promoted=True), turn(registered=False)], **NOTHING_ELSE)
+@example(turns=[turn(), {**turn(), "looks_back": True}], **NOTHING_ELSE)
 @example(turns=[turn(), {**turn(), "passed": False}], **NOTHING_ELSE)  # an older challenger
 @example(turns=[turn(), turn(), turn()], **{**NOTHING_ELSE, "experiments": True})
 @example(turns=[turn(promoted=True)] * 3, **{**NOTHING_ELSE, "rolls_back": True})
@@ -263,7 +273,8 @@ def test_nothing_reachable_from_the_ledger_is_ever_removed(
             )
         state.trained(agent, str(number), state=one["state"], days_ago=one["days_ago"])
         if one["registered"]:
-            version = state.registered(agent, str(number), passed=one["passed"])
+            last = state.ledger.versions(agent)[-1].work if one["looks_back"] else None
+            version = state.registered(agent, str(number), passed=one["passed"], previous=last)
             if one["passed"] and one["promoted"]:
                 state.promote(agent, version)
     if rolls_back and state.ledger.standing(agent).previous is not None:
@@ -321,6 +332,23 @@ def test_what_is_old_and_nothing_points_at_goes(state: State) -> None:
     state.ledger.rollback(agent, actor="ann", reason="worse")
     why = {(item.kind, item.name): item.stays for item in old.prune(agent, dry_run=True)}
     assert why["rewards", mark["won"]] == "version 1 was champion"
+
+
+def test_reward_models_that_a_version_began_from_stay_in_a_folder_that_was_moved_too(
+    state: State,
+) -> None:
+    """`rlhf reproduce` of that version begins from them again."""
+    agent = state.new_agent()
+    for name in ("refused", "other", "newest"):
+        state.trained(agent, name)
+    before = Path("/of/before/agents", agent, "turns", hashed(agent, "refused")[:16])
+    for name, previous in (("refused", None), ("other", None), ("newest", before)):
+        state.registered(agent, name, passed=False, previous=previous)
+    why = {item.name: item.stays for item in state.prune(agent) if item.kind == "rewards"}
+    assert why[hashed(agent, "refused")[:16]] == "version 3 began from them"
+    assert why[hashed(agent, "other")[:16]] is None
+    weights = state.settings.agent_folder(agent) / "turns" / before.name / "reward"
+    assert len([*weights.glob("*/trunk")]) == 3
 
 
 def test_the_newest_stay_however_old(state: State) -> None:
