@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import psutil
 import yaml
 from rich.console import Console
 
@@ -165,7 +164,7 @@ class _Loop:
                 settings.state_dir, "`rlhf simulate --nights`", patience_seconds=60
             ),
         ):
-            stack.callback(_stop_with_its_children, child)
+            stack.callback(processes.stop, child)
             self.children.append(child)
         processes.wait_for(f"{self.service.url}/health", self.children[0])
 
@@ -393,17 +392,6 @@ def _line(night: Night) -> str:
 def _short(result: Mapping[str, Any]) -> str:
     number = "not measured" if result["number"] is None else f"{result['number']:.3g}"
     return f"{number}, limit {result['limit']:g}"
-
-
-def _stop_with_its_children(process: "subprocess.Popen[bytes]") -> None:
-    """End a child and what it started: a turn cut short is found dead and asked for again."""
-    started: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
-    processes.stop(process)
-    for one in psutil.wait_procs(started, timeout=5)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """The processes behind the loop: Dagster's home and daemon, its web page, MLflow's page.
 
-Each is a child that ends with its parent, on Linux with one that was killed too; each logs to
-<state>/logs/<name>.log, and what was in it before it grew large to <name>.log.1 beside it.
+Each is a child that ends with its parent, on Linux with one that was killed too; what it started
+(Dagster's code servers, a run and its stages) ends with it where `stop` ends it, and goes on where
+the parent was killed. Each logs to <state>/logs/<name>.log, and what was in it before it grew large
+to <name>.log.1 beside it.
 """
 
 import fcntl
@@ -14,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +35,8 @@ QUIET: Mapping[str, str] = {  # telemetry of every dependency is off
     "RAY_USAGE_STATS_ENABLED": "0",
     "DAGSTER_DISABLE_TELEMETRY": "1",
 }
+BY_ITSELF_SECONDS = 5.0  # for what a child started: Ctrl-C or the child's own end may do
+KILLED_SECONDS = 10.0  # the kernel's, to end what was killed; longer where it waits for a disk
 ORPHAN_SECONDS = 60.0  # a daemon whose parent was killed has ended by then, also where it is slow
 LOG_BYTES = 16 * 2**20  # twice that a child, at most; Dagster's daemon writes 30 MB on a quiet day
 # Asks Linux for SIGTERM once the parent (argv 1) is gone, then becomes the command (argv 2 on). A
@@ -194,18 +198,67 @@ def start_service(
     return start("service", command, state_dir, environment)
 
 
-def stop(*children: "subprocess.Popen[bytes]", within_seconds: float = 30.0) -> None:
-    """End children: all are asked at once, and those killed that do not listen in that time."""
+def started_by(
+    children: Iterable["subprocess.Popen[bytes] | psutil.Process"],
+) -> set[psutil.Process]:
+    """Return what these processes have started, and what that has; of one that has ended, nothing.
+
+    Dagster's daemon starts code servers, and those the runs; neither ends with it.
+    """
+    found: set[psutil.Process] = set()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # it knows its own process from another of that number
+            process = child if isinstance(child, psutil.Process) else psutil.Process(child.pid)
+            found.update(process.children(recursive=True))
+    return found
+
+
+def stop(
+    *children: "subprocess.Popen[bytes]",
+    known: Collection[psutil.Process] = (),
+    within_seconds: float = 30.0,
+) -> None:
+    """End children and what they started: all are asked, and those killed that do not listen.
+
+    The children first: what they started may have been asked already, by Ctrl-C, and a run that is
+    asked again while it frees its claim would not come to that. `known` is what had been started
+    before a child ended by itself: from then on nobody tells whose it was.
+    """
     asked = [child for child in children if child.poll() is None]
+    family = {*known, *started_by([*asked, *known])}
     for child in asked:
         child.terminate()
-    deadline = time.monotonic() + within_seconds
-    for child in asked:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    began = time.monotonic()
+    _wait(asked, family, began + min(BY_ITSELF_SECONDS, within_seconds / 2))
+    family |= started_by([*asked, *family])
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.terminate()
+    _wait(asked, family, began + within_seconds)
+    for each in (*asked, *family):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    _wait(asked, family, began + within_seconds + KILLED_SECONDS)
+
+
+def _wait(
+    children: Iterable["subprocess.Popen[bytes]"],
+    family: Iterable[psutil.Process],
+    deadline: float,
+) -> None:
+    """Return once all have ended, or at the deadline."""
+    while any(child.poll() is None for child in children) or any(map(lives, family)):
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.05)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Return whether a process still runs; one that nobody has reaped yet does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port(wanted: int) -> int:

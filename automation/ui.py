@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from automation import processes
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import open_database
@@ -53,6 +55,7 @@ def run(state: Path, *, dagster_port: int, mlflow_port: int, service_port: int) 
         processes.start_mlflow(state, mlflow_port),
         processes.start_service(state, service_port, asks_at),
     ]
+    known: set[psutil.Process] = set()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         for name, port, path, child in (
@@ -68,13 +71,14 @@ def run(state: Path, *, dagster_port: int, mlflow_port: int, service_port: int) 
         sys.stdout.write(f"state     {state}   (Ctrl-C ends all of it)\n")
         sys.stdout.flush()
         while all(child.poll() is None for child in children):
+            known = {*filter(processes.lives, known), *processes.started_by(children)}
             processes.shorten_logs(state)
             time.sleep(1)
         raise PipelineError(f"a server ended by itself; see {state / 'logs'}")
     except KeyboardInterrupt:
         pass
     finally:
-        processes.stop(*children)
+        processes.stop(*children, known=known)
 
 
 if __name__ == "__main__":

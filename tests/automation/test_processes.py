@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from assets.common import GPU
-from automation import processes
+from automation import processes, ui
 from rlhf_pipeline.errors import ConfigError, PipelineError
 
 
@@ -302,6 +302,86 @@ def test_stopping_asks_first_and_kills_who_does_not_listen(
         assert time.monotonic() - began < 4  # one grace for both
         assert [child.returncode for child in deaf] == [-9, -9]
     assert not any(psutil.pid_exists(child.pid) for child in deaf)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[bytes], int]]]:
+    """Starts a child that starts one of its own, and ends without it, as Dagster's daemon does."""
+    started: list[psutil.Process] = []
+
+    def start(code: str) -> tuple[subprocess.Popen[bytes], int]:
+        both = f'{sys.executable} -c "{code}" & echo $!; wait'
+        child = subprocess.Popen(["sh", "-c", both], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        started.extend((psutil.Process(child.pid), psutil.Process(pid)))
+        assert child.stdout.readline() == b"ready\n"
+        child.stdout.close()
+        return child, pid
+
+    yield start
+    for process in started:
+        if processes.lives(process):
+            process.kill()
+
+
+WAITS = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("before", ["", "import signal; signal.signal(15, signal.SIG_IGN); "])
+def test_what_a_child_started_ends_with_it(
+    before: str,
+    parent: Callable[[str], tuple[subprocess.Popen[bytes], int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that does not listen too: a run would train on, and promote, with nothing over it."""
+    monkeypatch.setattr(processes, "BY_ITSELF_SECONDS", 0.2)
+    child, pid = parent(before + WAITS)
+    grandchild = psutil.Process(pid)
+    processes.stop(child, within_seconds=1)
+    assert child.returncode == -signal.SIGTERM
+    assert not processes.lives(grandchild)
+
+
+def test_what_a_child_started_is_not_asked_where_it_ends_by_itself(
+    tmp_path: Path, parent: Callable[[str], tuple[subprocess.Popen[bytes], int]]
+) -> None:
+    """After Ctrl-C a run frees its claim, and asked again it would not come to that."""
+    asked = tmp_path / "asked"
+    child, pid = parent(
+        f"import signal, time; signal.signal(15, lambda *_: open('{asked}', 'w')); "
+        "print('ready', flush=True); time.sleep(1)"
+    )
+    grandchild = psutil.Process(pid)
+    processes.stop(child)
+    assert not processes.lives(grandchild)
+    assert not asked.exists()
+
+
+def test_make_ui_ends_what_its_daemon_started_where_that_died_by_itself(
+    tmp_path: Path,
+    parent: Callable[[str], tuple[subprocess.Popen[bytes], int]],
+    idle: subprocess.Popen[bytes],
+    environment: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    daemon, pid = parent(WAITS)
+    run = psutil.Process(pid)
+    monkeypatch.setattr(processes, "BY_ITSELF_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "prepare_home", lambda _: None)
+    monkeypatch.setattr(processes, "start_daemon", lambda *_: daemon)
+    for name in ("start_webserver", "start_mlflow", "start_service"):
+        monkeypatch.setattr(processes, name, lambda *_: idle)
+    monkeypatch.setattr(processes, "wait_for", lambda *_: None)
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(0.5, daemon.kill).start()
+    try:
+        with pytest.raises(PipelineError, match="a server ended by itself"):
+            ui.run(tmp_path, dagster_port=1, mlflow_port=2, service_port=3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not processes.lives(run)
+    assert idle.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("name", ["what?", "50%41"])
