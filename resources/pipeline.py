@@ -53,6 +53,7 @@ TRAINED_WITH = {  # which sections of a recipe say what a stage came to
     "reward": ("reward",),
     "ppo": ("policy", "ppo", "training"),
 }
+LEARNT_WITH = ("feedback", "policy", "sft", "reward", "ppo", "training")  # what any of them reads
 
 
 class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic only for its own value
@@ -308,6 +309,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "baseline": str(turn.baseline) if turn.baseline else None,
             "previous": str(before) if (before := stages.rewards_before(turn)) else None,
             "recipe": recipe,
+            **_stage_recipes(turn, recipe),
             "code": code_version(),
             "seed": recipe["training"]["seed"],
         }
@@ -529,7 +531,8 @@ def _recipe_of(turn: Turn) -> dict[str, Any]:
     """Return the recipe the turn went by, as `shown` tells one.
 
     Each step reads it anew, so that what a person corrects counts from the next one on. What a
-    stage trained with is what it was given, whatever stands there since.
+    stage trained with is what it was given, whatever stands there since; `_stage_recipes` tells
+    what another stage was given otherwise.
     """
     recipe = shown(turn.settings)
     for stage, sections in TRAINED_WITH.items():
@@ -538,6 +541,22 @@ def _recipe_of(turn: Turn) -> dict[str, Any]:
             settings = read_json(given)["settings"]
             recipe |= {name: settings[name] for name in sections}
     return recipe
+
+
+def _stage_recipes(turn: Turn, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, where there are any, the sections a stage was given otherwise than the recipe says.
+
+    A person may change the seed, say, between the reward models and PPO: the recipe tells PPO's.
+    """
+    found = {}
+    for stage in ("baseline", "reward", "ppo"):
+        given = turn.work / f"{stage}.spec.json"
+        if given.exists():
+            settings = read_json(given)["settings"]
+            own = {name: settings[name] for name in LEARNT_WITH if settings[name] != recipe[name]}
+            if own:
+                found[stage] = own
+    return {"stage_recipes": found} if found else {}
 
 
 def _training_of(turn: Turn) -> dict[str, Any]:

@@ -61,10 +61,12 @@ def reproduce(
     another day. Raises RegistryError where the lineage does not say enough or a file it names is
     gone, HashMismatch where one is not the one it names.
     """
-    turn = _without_what_is_never_asked(recorded_turn(ledger, settings, version, work))
+    turn = recorded_turn(ledger, settings, version, work)
     names = ("reward", "ppo") if turn.champion else ("baseline",)
     for name in names:
-        stages.STAGES[name](turn, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
+        given = _recorded_settings(version, settings, exact=True, stage=name)
+        own = _without_what_is_never_asked(replace(turn, settings=given))
+        stages.STAGES[name](own, lambda facts, name=name: report({"stage": name, **facts}), _go_on)  # type: ignore[misc]
     folder = work / "ppo" / "policy" if turn.champion else work / "sft"
     found = folder_sha256(folder)
     for name, says_the_same in (
@@ -300,8 +302,10 @@ def newest_turn(ledger: PromotionLedger, settings: Settings, agent_id: str) -> s
     return replace(turn, settings=settings, champion=champion.path, baseline=baseline.path)
 
 
-def _recorded_settings(version: ModelVersion, today: Settings, *, exact: bool) -> Settings:
-    """Return the settings of the day; places and secrets are today's.
+def _recorded_settings(
+    version: ModelVersion, today: Settings, *, exact: bool, stage: str = ""
+) -> Settings:
+    """Return the settings of the day, as a stage was given them; places and secrets are today's.
 
     Raises RegistryError where this release does not take one, and `exact` or it is not just gone.
     """
@@ -311,7 +315,8 @@ def _recorded_settings(version: ModelVersion, today: Settings, *, exact: bool) -
         "mlflow_uri": today.mlflow_uri,
         "notifications": {},
     }
-    recipe = {**version.lineage["recipe"], **here}
+    own = version.lineage.get("stage_recipes", {}).get(stage, {})
+    recipe = {**version.lineage["recipe"], **own, **here}
     try:
         return Settings.model_validate(recipe)
     except ValidationError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from resources.worker import specification
 from rlhf_pipeline import stages
 from rlhf_pipeline.errors import HashMismatch, ModelError, RegistryError
 from rlhf_pipeline.experiment import offline
@@ -210,6 +212,41 @@ def test_what_an_earlier_release_wrote_of_sampling_is_no_difference(
 
     assert different("again", {"eos_token_id": [4, 1], "pad_token_id": 0}) == ()
     assert different("others", {"eos_token_id": 4, "pad_token_id": 0}) == (told,)
+
+
+def test_each_stage_is_given_what_it_was_on_the_day(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe may be corrected between them, and no later step knows what the earlier one read."""
+    version, ledger = loop.version(first_turn.agent_id, 1), loop.pipeline.ledger
+    assert "stage_recipes" not in version.lineage  # all of it was trained with one recipe
+    turn = replace(
+        loop.pipeline._turn(loop.pipeline.claims.history(first_turn.agent_id)[0]),
+        work=tmp_path / "turn",
+    )
+    for stage, seed in (("baseline", 3), ("reward", 5)):
+        training = turn.settings.training.model_copy(update={"seed": seed})
+        given = replace(turn, settings=turn.settings.model_copy(update={"training": training}))
+        write_json(turn.work / f"{stage}.spec.json", specification(given))
+    write_json(turn.work / "ppo.spec.json", specification(turn))
+    lineage = loop.pipeline.lineage(turn)
+    assert lineage["seed"] == lineage["recipe"]["training"]["seed"] == 0
+    found: dict[str, int] = {}
+
+    def run(turn: stages.Turn, *_: object, stage: str) -> None:
+        found[stage] = turn.settings.training.seed
+
+    for stage in stages.STAGES:
+        monkeypatch.setitem(stages.STAGES, stage, partial(run, stage=stage))
+    for number in (0, 1):
+        then = loop.version(first_turn.agent_id, number)
+        told = {**then.lineage, "stage_recipes": lineage["stage_recipes"]}
+        work = tmp_path / str(number)
+        for folder in (work / "sft", work / "ppo" / "policy"):
+            folder.mkdir(parents=True)
+        settings = loop.pipeline.settings(first_turn.agent_id)
+        reproduce(ledger, settings, replace(then, lineage=told), work)
+    assert found == {"baseline": 3, "reward": 5, "ppo": 0}
 
 
 @pytest.mark.slow
