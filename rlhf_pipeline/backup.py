@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_pipeline import records
 from rlhf_pipeline.config import Settings
-from rlhf_pipeline.database import Database, snapshots
+from rlhf_pipeline.database import Database, claims, snapshots
 from rlhf_pipeline.errors import BackupError
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.files import (
@@ -163,7 +163,8 @@ def check_backup(source: Path) -> Backup:
 def restore(settings: Settings, source: Path, report: Progress = ignore_progress) -> Backup:
     """Make the settings' state folder from the backup at `source`; the folder must not be there.
 
-    Paths inside the databases are turned to the new folder, so the copy works wherever it lies.
+    Paths inside the databases are turned to the new folder, so the copy works wherever it lies. A
+    turn that was under way counts as one that died.
     Its store is brought up to this release's schema. Raises BackupError where the backup is damaged
     or the state folder exists, PipelineError where a newer release made it.
     """
@@ -189,7 +190,7 @@ def restore(settings: Settings, source: Path, report: Progress = ignore_progress
             shutil.copy(source / STATE / name, copy)
             report({"file": name, "done": done, "of": len(names)})
         _copy_modes(source / STATE, folder)
-        _turn_paths(folder, state.resolve())
+        _turn_rows(folder, state.resolve())
     return found
 
 
@@ -369,12 +370,18 @@ def moved(settings: Settings, database: Database) -> tuple[Path, ...]:
     return tuple(sorted(former | _turn_mlflow(state, state)))
 
 
-def _turn_paths(folder: Path, state: Path) -> None:
-    """Let absolute paths in a folder's databases point to what will be the state folder."""
+def _turn_rows(folder: Path, state: Path) -> None:
+    """Let absolute paths in a folder's databases point to what will be the state folder.
+
+    And let leases end: nobody trains in a copy, and whoever held the agent when it was made beats
+    for the former folder's claim, if for any.
+    """
     database = Database(sqlite_url(folder / "feedback.db"))
     try:
         with database.write() as connection:
             _turn_snapshots(connection, state)
+            held = sa.and_(claims.c.state == "held", claims.c.expires_at > records.now())
+            connection.execute(claims.update().where(held).values(expires_at=records.now()))
     finally:
         database.close()
     _turn_mlflow(folder, state)

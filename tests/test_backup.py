@@ -26,6 +26,7 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import BackupError, PipelineError, RegistryError
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.ingest import ingest
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import file_sha256, folder_sha256
@@ -276,6 +277,25 @@ def test_the_restored_ledger_finds_its_champion_in_the_new_place(
     assert champion.path == new / "agents" / "tea" / "v0"
     assert folder_sha256(champion.path) == champion.files
     database.close()
+
+
+def test_a_turn_that_was_under_way_is_at_work_in_no_restored_folder(
+    state: Path, tmp_path: Path
+) -> None:
+    database = Database(f"sqlite:///{state / 'feedback.db'}")
+    ClaimBook(database).claim("tea", "f" * 64, 7, holder="there", asked_by="sensor")
+    database.close()
+    back_up(settings_in(state), tmp_path / "copy")
+    new = tmp_path / "new" / "state"
+    restore(settings_in(new), tmp_path / "copy")
+    for folder, at_work in ((state, 0), (new, 1)):
+        database = Database(f"sqlite:///{folder / 'feedback.db'}")
+        assert len(ClaimBook(database).stale()) == at_work, folder
+        database.close()
+    database = Database(f"sqlite:///{new / 'feedback.db'}")
+    taken = ClaimBook(database).claim("tea", "f" * 64, 7, holder="here", asked_by="person")
+    database.close()
+    assert (taken.attempt, taken.holder) == (2, "here")
 
 
 def test_keys_go_along_and_open_the_restored_service_for_their_owner_alone(
