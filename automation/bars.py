@@ -29,6 +29,7 @@ class Bars:
             console=console,
         )
         self._tasks: dict[str, Any] = {}
+        self._earlier: dict[Path, int] = {}  # when an earlier attempt wrote there last
         self._began = time.monotonic()
 
     def show(self, name: str, facts: Mapping[str, Any]) -> None:
@@ -46,10 +47,18 @@ class Bars:
             self._tasks[name] = self.progress.add_task(name, total=total, facts="")
         self.progress.update(self._tasks[name], completed=done, total=total, facts=words[:60])
 
+    def pass_over(self, folder: Path) -> None:
+        """Show nothing of what an earlier attempt at this turn has reported."""
+        for path in folder.glob("*.progress.jsonl"):
+            self._earlier[path] = path.stat().st_mtime_ns
+
     def look(self, folder: Path) -> None:
         """Show the newest line of every stage at work in a turn's folder."""
         for stage in STAGES:
-            facts = _last_line(folder / f"{stage}.progress.jsonl")
+            path = folder / f"{stage}.progress.jsonl"
+            if not path.exists() or path.stat().st_mtime_ns == self._earlier.get(path):
+                continue
+            facts = _last_line(path)
             if facts is not None:
                 self.show(f"{stage} {facts['model']}" if "model" in facts else stage, facts)
 
@@ -58,6 +67,7 @@ class Bars:
 def looking(bars: Bars, folder: Path) -> Iterator[None]:
     """Look at a turn's files from a thread while the block works."""
     stop = threading.Event()
+    bars.pass_over(folder)
 
     def look() -> None:
         while not stop.wait(0.5):
@@ -94,8 +104,6 @@ def _done_of(facts: Mapping[str, Any]) -> tuple[float, float | None]:
 
 
 def _last_line(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         lines = [line for line in file.read().split(b"\n") if line.startswith(b"{")]
