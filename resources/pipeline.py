@@ -288,6 +288,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             for job in JOBS
             if (turn.work / "reward" / job).is_dir()
         }
+        before = stages.rewards_before(turn)
+        if before is not None and not (before / "reward").is_dir():
+            before = None  # it only trained version 0
         recipe = _recipe_of(turn)
         places = [datasets.place_of(turn.data / name) for name in stages.DATA_SETS]
         lines = {path.name: path for path in places if path.exists()}
@@ -307,7 +310,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             "base": recipe["policy"]["base"],
             "started_from": str(turn.champion) if turn.champion else None,
             "baseline": str(turn.baseline) if turn.baseline else None,
-            "previous": str(before) if (before := stages.rewards_before(turn)) else None,
+            "previous": str(before) if before else None,
             "recipe": recipe,
             **_stage_recipes(turn, recipe),
             "code": code_version(),

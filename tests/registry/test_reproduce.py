@@ -329,6 +329,18 @@ def test_reward_models_of_the_turn_before_are_found_or_said_to_be_gone(
         turn(previous=str(before))
 
 
+def test_a_turn_after_one_that_only_trained_version_0_began_from_no_reward_models(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    turn = loop.pipeline._turn(loop.pipeline.claims.history(first_turn.agent_id)[0])
+    reward = turn.settings.reward.model_copy(update={"warm_start": True})
+    settings = turn.settings.model_copy(update={"reward": reward})
+    second = replace(turn, settings=settings, previous=tmp_path)
+    assert loop.pipeline.lineage(second)["previous"] is None
+    (tmp_path / "reward").mkdir()
+    assert loop.pipeline.lineage(second)["previous"] == str(tmp_path)
+
+
 def test_a_policy_it_began_from_that_is_another_is_said_before_anything_is_trained(
     loop: Loop, first_turn: FirstTurn, tmp_path: Path
 ) -> None:
