@@ -91,7 +91,8 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.not_utf8: "the line is not UTF-8 text",
     Rule.not_finite: "NaN or Infinity stands where a number is needed",
     Rule.line_too_long: "the row is longer than a reader holds in memory",
-    Rule.damaged_file: "the file breaks off or its compression is damaged; what came before is in",
+    Rule.damaged_file: "the file breaks off, its compression is damaged, or a quote in a table is "
+    "not doubled; what came before is in",
     Rule.missing_field: "a field the format needs is not there",
     Rule.unknown_field: "a field our event format does not know, so perhaps a misspelt one; in a "
     "table a cell under no name",
@@ -102,7 +103,8 @@ MEANINGS: Mapping[Rule, str] = {
     Rule.other_agent: "the row names another agent than it was sent to",
     Rule.no_prompt: "a completion without the prompt it answers",
     Rule.orphan_message: "a message whose parent is not in its tree",
-    Rule.bad_agent: "an agent id that is not 1 to 64 letters, digits, - and _",
+    Rule.bad_agent: "an agent id that is not 1 to 64 letters, digits, - and _, the first a letter "
+    "or digit",
     Rule.bad_key: "an idempotency key that is empty or too long",
     Rule.unknown_kind: "a kind of feedback that does not exist",
     Rule.unknown_source: "a source other than human, model and code",
