@@ -404,7 +404,7 @@ class Database:
 
     @contextmanager
     def write(
-        self, *, alone: bool = False, lock_seconds: float = LOCK_SECONDS
+        self, *, alone: bool = False, lock_seconds: float | None = None
     ) -> Iterator[sa.Connection]:
         """Yield a connection in a transaction that commits, synced, when the block ends well.
 
@@ -414,7 +414,8 @@ class Database:
         does not come within ALONE_SECONDS.
 
         On PostgreSQL a block that says nothing to the server for IDLE_SECONDS is ended by it. On
-        SQLite it raises OperationalError where another writes for longer than `lock_seconds`.
+        SQLite it raises OperationalError where another writes for longer than `lock_seconds`
+        (None: LOCK_SECONDS).
         """
         self.migrate()
         begun: dict[str, Any] = {"sqlite_begin": "IMMEDIATE", "sqlite_wait": lock_seconds}
@@ -645,7 +646,7 @@ def _milliseconds(seconds: float) -> str:
 def _begin_as_asked(connection: sa.Connection) -> None:
     # A writer takes the lock at once: a reader that turns writer half-way would fail as busy.
     options = connection.get_execution_options()
-    mode, wait = options.get("sqlite_begin", "DEFERRED"), options.get("sqlite_wait", LOCK_SECONDS)
+    mode, wait = options.get("sqlite_begin", "DEFERRED"), options.get("sqlite_wait") or LOCK_SECONDS
     connection.exec_driver_sql(f"PRAGMA busy_timeout={_milliseconds(wait)}")
     connection.exec_driver_sql(f"BEGIN {mode}")
 

@@ -28,7 +28,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from rlhf_pipeline import backup
+from rlhf_pipeline import backup, database
 from rlhf_pipeline.cli import app
 from rlhf_pipeline.commands import conversation, models
 from rlhf_pipeline.commands.batch import read_prompts
@@ -477,17 +477,16 @@ def test_a_damaged_database_of_mlflows_costs_no_vote(
     assert "rlhf restore" not in told
 
 
-def test_a_database_that_somebody_holds_is_told_by_its_name(rlhf: Run, tmp_path: Path) -> None:
+def test_a_database_that_somebody_holds_is_told_by_its_name(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rlhf("ingest", str(write(tmp_path / "votes.jsonl", THUMBS)), "--agent", "tea")
     file = tmp_path / "state" / "feedback.db"
-    store = open_database(f"sqlite:///{file}")
-    with store.read() as connection:
-        connection.exec_driver_sql("PRAGMA busy_timeout=1")
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.001)
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         told = rlhf("pause", "--agent", "tea", code=1).stderr
     assert told.startswith(f"error: needed {file} to be free, found: database is locked; end the")
-    store.close()
 
 
 def test_a_path_that_the_system_refuses_is_told_in_one_line(rlhf: Run, tmp_path: Path) -> None:
