@@ -41,6 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files that share the first turn to one process: no other has to train it too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # untyped
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "the first turn" if "first_turn" in (ROOT / file).read_text() else file
+
+    return Scheduling(config, log)
+
+
 def pytest_runtest_teardown() -> None:
     """Let log lines be caught again: a command shows them in its own way from then on."""
     structlog.reset_defaults()
