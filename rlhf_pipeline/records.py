@@ -371,6 +371,11 @@ def age_of(made: str) -> float | None:
     return time.time() - (value.int >> 80) / 1000
 
 
+def this_won(choice: str | None, shown_first: str) -> bool:
+    """Say of a preference for the left or right completion whether it is for `completion`."""
+    return (choice == "left") == (shown_first != "other")
+
+
 def now() -> datetime:
     """Return the time in UTC, with its zone."""
     return datetime.now(UTC)

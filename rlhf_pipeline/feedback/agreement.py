@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.records import FeedbackKind
+from rlhf_pipeline.records import FeedbackKind, this_won
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,8 +94,9 @@ def units_of(frame: pd.DataFrame) -> dict[str, list[Unit]]:
         elif kind == FeedbackKind.preference:
             better: Hashable = choice
             if choice in ("left", "right"):
-                is_this = (choice == "left") == (first != "other")
-                better = "first" if is_this == (str(this) < str(other)) else "second"
+                better = (
+                    "first" if this_won(choice, first) == (str(this) < str(other)) else "second"
+                )
             pairs[prompt, frozenset((this, other))][voter] = better
     return {"pairs": list(pairs.values()), "thumbs": list(thumbs.values())}
 

@@ -32,6 +32,7 @@ from rlhf_pipeline.errors import FeedbackError
 from rlhf_pipeline.feedback import flat
 from rlhf_pipeline.feedback.formats import answer_told
 from rlhf_pipeline.files import new_file, new_folder
+from rlhf_pipeline.records import this_won
 
 What = Literal["events", "pairs"]
 CHUNK_ROWS = 5_000
@@ -132,8 +133,8 @@ def pairs(database: db.Database, agent_id: str) -> Iterator[dict[str, Any]]:
         else:
             if row.choice not in ("left", "right") or row.other_prompt not in (None, row.prompt):
                 continue
-            this_won = (row.choice == "left") == (row.shown_first == "this")
-            chosen, rejected = (this, other) if this_won else (other, this)
+            won = this_won(row.choice, row.shown_first)
+            chosen, rejected = (this, other) if won else (other, this)
         if not chosen or not rejected or chosen.strip() == rejected.strip():
             continue
         yield {

@@ -22,7 +22,14 @@ from rlhf_pipeline.feedback.lines import Position
 from rlhf_pipeline.feedback.privacy import NATIONAL, redact
 from rlhf_pipeline.feedback.sources import read
 from rlhf_pipeline.files import write_text
-from rlhf_pipeline.records import Feedback, FeedbackKind, Message, QuarantinedRow, prompt_to_json
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Message,
+    QuarantinedRow,
+    prompt_to_json,
+    this_won,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,8 +105,8 @@ def set_apart(
         known = better.get((row.prompt, frozenset((row.completion, row.other_completion))))
         if known is None or row.choice not in ("left", "right"):
             continue
-        this_is_left = row.shown_first != "other"
-        chosen = row.completion if (row.choice == "left") == this_is_left else row.other_completion
+        won = this_won(row.choice, row.shown_first)
+        chosen = row.completion if won else row.other_completion
         answers.append(GoldAnswer(row.feedback_id, row.voter, chosen == known))
     return frame[~asked].reset_index(drop=True), answers
 
@@ -131,6 +138,5 @@ def _question(row: Feedback, redacts: bool, regions: Sequence[str]) -> tuple[Que
 
     prompt = tuple(Message(m.role, seen(m.content)) for m in row.prompt or ())
     this, other = seen(row.completion), seen(row.other_completion)
-    this_is_left = row.shown_first != "other"
-    chosen = this if (row.choice == "left") == this_is_left else other
+    chosen = this if this_won(row.choice, row.shown_first) else other
     return (prompt_to_json(prompt), frozenset((this, other))), chosen

@@ -33,6 +33,7 @@ from rlhf_pipeline.records import (
     now,
     prompt_from_json,
     prompt_to_json,
+    this_won,
     uuid7,
 )
 
@@ -666,8 +667,8 @@ def _pair_of(event: Feedback) -> tuple[object, ...] | None:
     if event.choice not in ("left", "right") or event.other_prompt not in (None, event.prompt):
         return None
     sides = (event.completion, event.other_completion)
-    this_won = (event.choice == "left") == (event.shown_first == "this")
-    return (event.prompt, *(sides if this_won else sides[::-1]))
+    won = this_won(event.choice, event.shown_first)
+    return (event.prompt, *(sides if won else sides[::-1]))
 
 
 def _with_texts(

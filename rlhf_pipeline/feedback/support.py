@@ -48,7 +48,7 @@ from rlhf_pipeline.experiment.assignment import counted_as
 from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 from rlhf_pipeline.feedback.rules import MEANINGS, Rule
 from rlhf_pipeline.feedback.validation import CheckResult, SetAside, ValidationReport
-from rlhf_pipeline.records import FeedbackKind
+from rlhf_pipeline.records import FeedbackKind, this_won
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -409,8 +409,8 @@ def _decided(frame: pd.DataFrame) -> Iterator[tuple[int, str, str]]:
         if kind == FeedbackKind.correction:
             yield place, text, this
         elif kind == FeedbackKind.preference and choice in ("left", "right"):
-            first_wins = (choice == "left") == (shown_first != "other")
-            yield place, this if first_wins else other, other if first_wins else this
+            won = this_won(choice, shown_first)
+            yield place, this if won else other, other if won else this
 
 
 def _shares(voters: pd.Series[Any]) -> Array:
