@@ -30,7 +30,6 @@ import sqlalchemy as sa
 from rlhf_pipeline import database as db
 from rlhf_pipeline.errors import FeedbackError
 from rlhf_pipeline.feedback import flat
-from rlhf_pipeline.feedback.formats import answer_told
 from rlhf_pipeline.files import new_file, new_folder
 from rlhf_pipeline.records import this_won
 
@@ -110,11 +109,11 @@ def events(
         if by_interaction and row.interaction_id is not None:
             told["interaction_id"] = row.interaction_id
         else:
-            told |= {"prompt": _messages(row.prompt), "completion": answer_told(row.completion)}
+            told |= {"prompt": _messages(row.prompt), "completion": row.completion}
         if by_interaction and row.other_interaction_id is not None:
             told["other_interaction_id"] = row.other_interaction_id
         elif row.kind == "preference":
-            told["other_completion"] = answer_told(row.other_completion)
+            told["other_completion"] = row.other_completion
             was_sent = row.other_interaction_id is None  # and is part of what its key stands for
             if was_sent or row.other_prompt != row.prompt:
                 told["other_prompt"] = _messages(row.other_prompt)

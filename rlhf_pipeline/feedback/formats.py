@@ -14,8 +14,9 @@ Whoever voted is `rater`, `annotator`, `evaluator`, `annotator_id`, `labeler`, `
 `worker_id` (any text, hashed here), or `rater_id` (hashed already): in pairs, hh_rlhf, judgements and
 quality; in events `rater` or `rater_id` alone.
 
-Messages may stand in a text as JSON, as a column of texts has them; and a text prompt that begins with
-"\\n\\nHuman:" and ends with "\\n\\nAssistant:" has turns as in hh_rlhf.
+Messages may stand in a text as JSON, as a column of texts has them, but for an event's answer, which
+is text; and a text prompt that begins with "\\n\\nHuman:" and ends with "\\n\\nAssistant:" has turns
+as in hh_rlhf.
 
 `text` without turns has no prompt, so its quality says nothing a reward model could condition on: it
 is refused as `no_prompt`. Fields a format does not name are ignored, but in our own events an
@@ -110,9 +111,12 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,9}(?:[.,][0-9]{1,9})?")
 HASHED_RATER = re.compile(r"[0-9a-f]{32}")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 FIRST_TURN, LAST_TURN = "\n\nHuman:", "\n\nAssistant:"
-_KEY = r"""'(?:role|content|from|value)': ['"[]"""
 # Messages as Python shows them, and so pandas in a CSV file: refused, as nobody's format.
-IN_PYTHON = re.compile(rf"\s*(?:\[\s*)?\{{{_KEY}.*{_KEY}", re.DOTALL)
+IN_PYTHON = re.compile(
+    rf"\s*\[?\s*\{{(?=.*'(?:role|from)': '(?:{'|'.join(ROLES)})')"
+    r"""'(?:role|content|from|value)': ['"[].*\}\s*\]?\s*""",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def events(row: Row) -> Iterator[Feedback]:
     fields: dict[str, Any] = {name: _text(values, name) for name in EVENT_TEXTS}
     for name in ANSWERS:
         if (text := fields[name]) is not None:
-            fields[name] = _answer(_next_turn(values, text), name)
+            fields[name] = _next_turn(values, text)
     fields[VALUE_FIELD[kind]] = _value(values, kind)
     for name in ("prompt", "other_prompt"):
         if values.get(name) is not None:
@@ -205,8 +209,6 @@ def to_row(event: Feedback) -> dict[str, Any]:
         row["value"] = dict(event.criteria)
     for name in EVENT_TEXTS:
         row[name] = getattr(event, name)
-    for name in ANSWERS:
-        row[name] = answer_told(row[name])
     for name in ("prompt", "other_prompt"):
         prompt: Prompt | None = getattr(event, name)
         if prompt is not None:
@@ -629,7 +631,7 @@ def messages_of(value: Any, name: str) -> Prompt:
 
 def _messages_in(text: str, name: str) -> list[Any] | None:
     """Return the messages, or the one, that a text is as JSON; None where it is no such text."""
-    if IN_PYTHON.match(text):
+    if IN_PYTHON.fullmatch(text):
         raise FeedbackRefused(
             Rule.wrong_type,
             f"needed {name} as text or a list of messages, found messages written as Python text; "
@@ -646,30 +648,14 @@ def _messages_in(text: str, name: str) -> list[Any] | None:
 
 
 def _is_message(item: Any) -> bool:
+    """Say whether it can be but a message: an answer may be JSON of something else."""
     if not isinstance(item, dict):
         return False
-    return {"role", "content"} <= item.keys() or {"from", "value"} <= item.keys()
-
-
-def _answer(text: str, name: str) -> str:
-    """Return an event's answer as text, that of its one message where it is JSON of one."""
-    said = _messages_in(text, name)
-    if said is None:
-        return text
-    message, *more = messages_of(said, name)
-    if more or message.role != "assistant":
-        refuse(Rule.wrong_type, f"{name} as text, or as the assistant's one message", said)
-    return message.content
-
-
-def answer_told(text: str | None) -> str | None:
-    """Return an answer as an event's row holds it: one that reads as messages, in a message."""
-    try:
-        if text is None or _messages_in(text, "an answer") is None:
-            return text
-    except FeedbackRefused:
-        pass
-    return json.dumps({"role": "assistant", "content": text}, ensure_ascii=False)
+    who, said = (item.get("role"), item.get("content")), (item.get("from"), item.get("value"))
+    return any(
+        isinstance(role, str) and role in ROLES and isinstance(content, str | list)
+        for role, content in (who, said)
+    )
 
 
 def _joined(parts: list[Any]) -> str | None:

@@ -18,7 +18,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from rlhf_pipeline.errors import SourceError
 from rlhf_pipeline.feedback.flat import cell_text, value_of
-from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, VALUE_NAMES, WHO, Values
+from rlhf_pipeline.feedback.formats import EVENT_FIELDS, NUMBER, SOURCES, VALUE_NAMES, WHO, Values
 
 FIELDS = EVENT_FIELDS | {
     *("chosen", "rejected", "messages", "tie", "chosen_score", "rejected_score"),
@@ -142,6 +142,8 @@ class Renaming:
         for name in SAID:
             word = cell_text(named.get(name)).strip()
             ours = self.words.get(word, self._by_value.get(_value(word)))
+            if name == "source" and ours not in SOURCES:
+                ours = None  # a word for a vote, which a source may be as well
             if name in named and ours is not None:
                 named[name] = value_of(name, ours, kind)
             elif is_cells and isinstance(named.get(name), str):

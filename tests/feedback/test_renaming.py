@@ -300,6 +300,14 @@ def test_scores_of_langfuse_are_read_as_the_guide_says(tmp_path: Path) -> None:
     assert (event.source, event.number) == ("model", 1)
 
 
+def test_a_word_for_a_vote_is_none_for_its_source(tmp_path: Path) -> None:
+    row = {"kind": "thumbs", "prompt": "Why?", "completion": "So.", "value": "human"}
+    path = tmp_path / "votes.jsonl"
+    path.write_text(json.dumps({**row, "source": "human"}))
+    [event] = rows_of(path, Renaming(words={"human": "up", "model": "down"}))
+    assert (event.source, event.number) == ("human", 1)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_a_column_with_the_name_of_a_field_that_it_is_not_is_left_unread(
     tmp_path: Path, suffix: str

@@ -387,15 +387,12 @@ REFUSED = [*SPOKEN, {"content": "No.", "role": "assistant"}]
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_messages_as_json_text_are_read_as_messages(tmp_path: Path, suffix: str) -> None:
-    vote = {"kind": "thumbs", "value": 1.0, "prompt": json.dumps(SPOKEN)}
+    vote = {"kind": "thumbs", "value": 1.0, "prompt": json.dumps(SPOKEN), "completion": "It's so."}
     files: dict[str, list[dict[str, Any]]] = {
         "pairs": [{"chosen": json.dumps(ANSWERED), "rejected": json.dumps(REFUSED)}],
         "asked": [{"prompt": json.dumps(SPOKEN), "chosen": "It's so.", "rejected": "No."}],
         "quality": [{"messages": json.dumps(ANSWERED), "quality": 1.0}],
-        "events": [
-            {**vote, "completion": json.dumps(ANSWERED[-1])},
-            {**vote, "completion": json.dumps(ANSWERED[1:])},
-        ],
+        "events": [vote],
     }
     for name, rows in files.items():
         path = tmp_path / f"{name}.{suffix}"
@@ -433,8 +430,29 @@ def test_messages_that_pandas_wrote_into_a_csv_file_as_python_does_are_refused(
     code = [{"prompt": "[{'role': 1}]", "chosen": "{'value': '1'}", "rejected": "[1]"}]
     events, aside = read_all(write_lines(tmp_path / "code.jsonl", code))
     assert (len(events), aside) == (1, [])
-    two = {**THUMBS, "completion": json.dumps(ANSWERED)}
-    assert rules_of(read_all(write_lines(tmp_path / "two.jsonl", [two]))[1]) == [(1, "wrong_type")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"from": "EUR", "to": "USD", "value": 1.08}',
+        "{'from': 'EUR', 'to': 'USD', 'value': '1.08'}",
+        '[{"from": "Berlin", "to": "Bonn", "value": "478"}]',
+        '{"role": "editor", "content": "x"}',
+        "[{'role': 'user', 'content': 'hi'}] gives me a 400, why?",
+    ],
+)
+def test_what_is_json_or_python_of_something_else_is_the_text_it_is(
+    tmp_path: Path, text: str
+) -> None:
+    pair = {"prompt": text, "chosen": text, "rejected": "No."}
+    [told], aside = read_all(write_lines(tmp_path / "pairs.jsonl", [pair]))
+    assert (told.prompt, told.completion, aside) == (user_prompt(text), text, [])
+    # An answer of an event is text, whatever it reads as.
+    for answer in (text, json.dumps(ANSWERED), repr(ANSWERED)):
+        vote = {**THUMBS, "prompt": text, "completion": answer}
+        [told], aside = read_all(write_lines(tmp_path / "votes.jsonl", [vote]))
+        assert (told.prompt, told.completion, aside) == (user_prompt(text), answer, [])
 
 
 def dialogue(*turns: str) -> str:
