@@ -6,9 +6,10 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import dagster as dg
 import pytest
@@ -95,15 +96,23 @@ class World:
         kept = KeptSettings(newest=newest, days=days)
         return Settings(state_dir=self.state, retention=RetentionSettings(runs=kept))
 
-    def prune(self, *agents: str, newest: int = 0, days: float = 30, **wishes: Any) -> Any:
+    def prune(
+        self,
+        *agents: str,
+        newest: int = 0,
+        days: float = 30,
+        at: datetime = LATER,
+        dry_run: bool = False,
+    ) -> dict[str, str | None]:
         """Return {run: why it stays} of these agents' runs, sixty days from now."""
-        items = prune_runs(
-            self.instance,
-            self.ledger,
-            lambda _: self.settings(newest, days),
-            agents=agents,
-            **{"at": LATER, **wishes},
-        )
+        with patch("automation.old_runs.now", lambda: at):
+            items = prune_runs(
+                self.instance,
+                self.ledger,
+                lambda _: self.settings(newest, days),
+                agents=agents,
+                dry_run=dry_run,
+            )
         return {item.name: item.stays for item in items}
 
     def indexed(self, run: str) -> int:
