@@ -385,14 +385,46 @@ def test_who_chats_while_the_network_is_away_is_told_and_loses_nothing(
     eventually(lambda: "and then?" in page.inner_text("#talk"))
 
 
-def test_who_waits_for_an_answer_is_told_that_the_connection_broke_off(
+def of_a_proxy(route: Any) -> None:
+    """Answer as one does that stands in front of a service which is away."""
+    route.fulfill(status=503, content_type="text/html", body="<html>503</html>")
+
+
+def test_who_votes_while_a_proxy_finds_no_service_is_told_and_loses_nothing(
     page: Any, service: tuple[str, Path], votes: Votes
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    loads = loaded_again(page)
+    page.route("**/queue/join*", of_a_proxy)
+    page.click("#up")
+    said_in_passing(page, "Not sent: the service cannot be reached")
+    page.unroute("**/queue/join*")
+    page.click("#up")
+    counted(page, votes, 1)
+    assert loads() == 0
+
+
+def test_what_a_page_is_refused_is_shown_in_the_words_of_who_refuses(
+    page: Any, service: tuple[str, Path]
+) -> None:
+    ask(page, service[0], "hello there")
+    page.wait_for_selector("#up")
+    stale = {"detail": "load the page again"}
+    page.route("**/queue/join*", lambda route: route.fulfill(status=404, json=stale))
+    page.click("#up")
+    said_in_passing(page, "load the page again")
+
+
+@pytest.mark.parametrize("away", [lambda route: route.abort(), of_a_proxy])
+def test_who_waits_for_an_answer_is_told_that_the_connection_broke_off(
+    away: Callable[[Any], None], page: Any, service: tuple[str, Path], votes: Votes
 ) -> None:
     ask(page, service[0], "hello there")
     page.wait_for_selector("#up")
     eventually(lambda: page.input_value("#seen textarea") not in ("", "…"))
     loads = loaded_again(page)
-    page.route("**/queue/data*", lambda route: route.abort())
+    page.route("**/queue/data*", away)
     page.fill("#question textarea", "and then?")
     page.click("#send")
     said_in_passing(page, "Not finished: the connection to the service broke off")

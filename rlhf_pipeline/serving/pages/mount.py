@@ -127,10 +127,12 @@ window.fetch = async (address, options) => {
   const [joins, follows] = ['/queue/join', '/queue/data'].map((end) => pathname.endsWith(end));
   if (!joins && !follows) return reach(address, options);
   const answer = await reach(address, options).catch(() => null);
-  const away = !answer || [502, 504].includes(answer.status);  // as a proxy in front says it
-  if (away && joins) return Response.json({detail: UNSENT}, {status: 502});
-  if (away) return new Response(BROKEN_OFF);
-  return follows && answer.ok ? new Response(toItsEnd(answer.body), answer) : answer;
+  if (follows && answer?.ok) return new Response(toItsEnd(answer.body), answer);
+  if (follows) return new Response(BROKEN_OFF);
+  // Proxies say so by 500, 502, 503, 504 or 404 in words of their own; Gradio refuses in JSON.
+  const fails = !answer || answer.status >= 500 || answer.status === 404;
+  const refused = answer?.headers.get('content-type')?.includes('json');
+  return fails && !refused ? Response.json({detail: UNSENT}, {status: 502}) : answer;
 };
 </script>"""
 
