@@ -29,7 +29,9 @@ from rlhf_pipeline.stages import Turn
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.3  # between looks at a stage and at what it reports
 OBSERVE_SECONDS = 5.0  # between observations: the UI plots them, the event log keeps them
-TERMINATE_SECONDS = 60.0  # a checkpoint in the making may finish
+# For a launcher, to end its processes; a stage alone ends at once. automation/processes.py's `stop`
+# asks a run after 5 s and kills it after 30: what is left is for the run to free its claim.
+TERMINATE_SECONDS = 20.0
 FOLLOWED = ("reward", "ppo")  # stages that another stage comes after, in every turn
 # The last line of a traceback, to which torch may add whose it is of several processes.
 OUR_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?rlhf_pipeline\.errors\.\w+: (.+)$", re.MULTILINE)
@@ -256,10 +258,11 @@ def _end_ahead(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a stage that still runs, at once where the run is asked again: none is left behind."""
     if process.poll() is None:
         process.terminate()
         try:
             process.wait(TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, dg.DagsterExecutionInterruptedError):
             process.kill()
             process.wait()

@@ -4,6 +4,7 @@ python tests/resources/launch.py -m resources.worker STAGE SPEC.json
 """
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -53,9 +54,17 @@ def ignore_everything(turn: Turn, report: Progress, keep_going: KeepGoing) -> di
     return {}
 
 
+def end_slowly(turn: Turn, report: Progress, keep_going: KeepGoing) -> dict[str, Any]:
+    """Say which process this is, work for ever, and when asked to end no more than note it."""
+    signal.signal(signal.SIGTERM, lambda *_: (turn.work / "asked").touch())
+    (turn.work / "pid").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.05)
+
+
 def main() -> None:
     """Do what the worker does, with more stages."""
-    extra = (count, fall_over, refuse, hang, ignore_everything)
+    extra = (count, fall_over, refuse, hang, ignore_everything, end_slowly)
     stages.STAGES.update({stage.__name__: stage for stage in extra})  # type: ignore[attr-defined]  # a dict
     del sys.argv[1:3]  # -m resources.worker
     worker.IMPORTED_AHEAD = ()  # these stages need none of it

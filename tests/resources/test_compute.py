@@ -244,6 +244,28 @@ def test_ctrl_c_ends_the_stage_and_is_no_reason_to_try_again(
     assert not psutil.pid_exists(int(pid.read_text()))
 
 
+def test_who_interrupts_again_leaves_no_stage_behind(loop: Loop, launcher: list[str]) -> None:
+    """As automation's stop does, while the run waits for the stage to end."""
+    turn = begun(loop, "interrupted-twice")
+    pid = turn.work / "pid"
+
+    def interrupt() -> None:
+        for file in (pid, turn.work / "asked"):
+            while not (file.exists() and pid.read_text()):
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    result, _ = run(loop, launcher, "end_slowly", turn)
+    thread.join()
+    assert attempts(loop, result) == 1
+    assert why_failed(result.all_events) == (
+        "trained: interrupted; asked for again, its stage begins anew"
+    )
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
 @pytest.mark.parametrize(
     ("stage", "estimator", "words"),
     [
