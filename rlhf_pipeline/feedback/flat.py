@@ -16,6 +16,7 @@ import json
 import math
 import re
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time
@@ -168,7 +169,7 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     `named` says by which names the columns are read. Cells are split at commas, semicolons or tabs,
     at whichever cut the first rows into most (spreadsheets of many countries write the latter), or
     at what a first line `sep=;` tells. Blanks after them are left out where the first rows have
-    some before a quote.
+    some before a quote, and blanks after a quoted cell everywhere.
     Raises SourceError for a table that is not UTF-8 throughout: of one in another encoding, rows
     without an accent alone would go in.
     """
@@ -267,9 +268,8 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
         for cells in rows
     )
     # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
-    reader = csv.reader(
-        chain(begun, file), delimiter=separator, skipinitialspace=skips, strict=True
-    )
+    lines = _without_blanks_after_quotes(chain(begun, file), separator, skips)
+    reader = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=True)
     for cells in reader:
         yield reader.line_num, cells[:-1] if ends and cells[width:] == [""] else cells
 
@@ -283,11 +283,28 @@ def _first_rows(path: Path, at: int, separator: str, skips: bool = False) -> lis
     """Return the first rows that say something, of the lines after `at`, up to a damage if any."""
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
-        lines = islice(file, at, None)
+        lines = _without_blanks_after_quotes(islice(file, at, None), separator, skips)
         cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips)
         for cells in islice(filter(any, cut), LOOKED_AT):
             rows.append(cells)
     return rows
+
+
+def _without_blanks_after_quotes(
+    lines: Iterable[str], separator: str, skips: bool
+) -> Iterator[str]:
+    """Yield the lines without the blanks between the quote that ends a cell and what follows it.
+
+    Strictly read they are damage. A quoted cell is matched whole, so that none are within a text.
+    """
+    before, after = rf"(?:^|[{separator}]){' *' if skips else ''}", rf"(?=[{separator}\r\n]|\Z)"
+    quoted = re.compile(rf'({before}"[^"]*(?:""[^"]*)*)(?:(") *{after}|\Z)')
+    opened = ""  # the quote of a cell that goes on in the next line, which is matched with it
+    for line in lines:
+        whole = opened + line
+        last = deque(quoted.finditer(whole), maxlen=1)
+        yield quoted.sub(r"\1\2", whole)[len(opened) :]
+        opened = '"' if last and last[0][2] is None else ""
 
 
 def _whole(

@@ -1046,6 +1046,24 @@ def test_a_blank_between_a_separator_and_a_quote_is_no_text(
     assert aside == []
 
 
+@pytest.mark.parametrize("begins", ["", " "])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_blank_after_a_quoted_cell_is_no_text(tmp_path: Path, begins: str, end: str) -> None:
+    path, texts = (
+        tmp_path / "f.csv",
+        ["Hi, you", 'A ""b"" , c""', f'x,"" ,{end}"" ,{end}"",y "" '],
+    )
+    rows = [f'"{text}" ,{begins}"Good",thumbs,{begins}"up"  ,"ann" ' for text in texts]
+    names = f'"prompt","completion" ,{begins}"kind","value","rater"'
+    path.write_bytes(end.join([names, *rows]).encode())
+    events, aside = read_all(path)
+    assert aside == []
+    assert [event.prompt for event in events] == [
+        user_prompt(text.replace('""', '"')) for text in texts
+    ]
+    assert {event.rater_id for event in events} == {hash_rater("tea", "ann")}
+
+
 def test_a_blank_that_a_text_begins_with_is_of_the_text(tmp_path: Path) -> None:
     path, texts = tmp_path / "f.csv", [" Good.", ' "Good," he said.', "Good."]
     frame = pd.DataFrame([THUMBS] * 3).assign(completion=texts, topic=" tea")
