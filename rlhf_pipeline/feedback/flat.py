@@ -46,6 +46,7 @@ WITHIN = re.compile(rf"([;,|\t][^\S\t]*)('*{FORMULA})")
 FLOAT_NAME = re.compile(r"[0-9]{1,15}\.0")
 SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before the names, for Excel
 BEFORE_QUOTE = re.compile(' +"')  # as in `"a", "b"`: the blank is the table's
+QUOTE_WITHIN = "expected after '\"'"  # csv's words; a table cut off has other ones
 LOOKED_AT = 20  # rows that show how a table is written
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
@@ -179,8 +180,8 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     with path.open("rb") as packed, _text(packed) as file:
         lines = _split(file, path)
         unpacked = _whole(lines, "gzip file", DAMAGE)
-        # A cell over the limit, or a quote within a text that is not doubled.
-        whole = _whole(unpacked, "table", (csv.Error,), "double the quotes within its texts")
+        # A cell over the limit, one cut off, or a quote within a text that is not doubled.
+        whole = _whole(unpacked, "table", (csv.Error,))
         yield from _rows(whole, position, named)
     position.bytes_read = position.bytes_total
 
@@ -308,15 +309,14 @@ def _without_blanks_after_quotes(
 
 
 def _whole(
-    lines: Iterable[_Line],
-    what: str,
-    damage: tuple[type[Exception], ...],
-    remedy: str = "make it again",
+    lines: Iterable[_Line], what: str, damage: tuple[type[Exception], ...]
 ) -> Iterator[_Line]:
     """Yield the lines. Raises FeedbackRefused where reading on fails as it does on damage."""
     try:
         yield from lines
     except damage as error:
+        undoubled = QUOTE_WITHIN in str(error)
+        remedy = "double the quotes within its texts" if undoubled else "make it again"
         raise FeedbackRefused(
             Rule.damaged_file,
             f"needed a whole {what}, found: {_words(error)}; {remedy} and ingest it again",

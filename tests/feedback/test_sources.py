@@ -1306,6 +1306,7 @@ def test_a_table_with_a_cell_too_long_gives_what_came_before(tmp_path: Path) -> 
     assert [event.rater_id for event in events] == [hash_rater("tea", "ann")]
     assert rules_of(aside) == [(3, "damaged_file")]
     assert "needed a whole table, found: field larger than" in aside[0].detail
+    assert "; make it again and ingest it again" in aside[0].detail
 
 
 def test_a_quote_that_is_not_closed_takes_no_row_in_silence(tmp_path: Path) -> None:
@@ -1316,7 +1317,7 @@ def test_a_quote_that_is_not_closed_takes_no_row_in_silence(tmp_path: Path) -> N
     events, aside = read_all(path)
     assert [event.completion for event in events] == ["Because.", 'So, " it is.']
     assert rules_of(aside) == [(4, "damaged_file")]
-    assert "found: unexpected end of data; double the quotes" in aside[0].detail
+    assert "found: unexpected end of data; make it again" in aside[0].detail
     path.write_text(f'{TABLE}{row}thumbs,up,Why?,No.,"cy"')
     assert len(read_all(path)[0]) == 2
 
