@@ -259,8 +259,10 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
         separator, begun[-1] = told[1], "\n"  # a line still, for the numbers of those below
         at += 1
     plain, without = (_first_rows(path, at, separator, skips) for skips in (False, True))
-    # Where a text begins with it, it stands within the quotes, and is left out of neither.
-    skips = any(BEFORE_QUOTE.match(cell) for cell in {*chain(*plain)} - {*chain(*without)})
+    # Where a text begins with it, it stands within the quotes, and is left out of neither. Or
+    # it stands in none, where lines were joined: what follows ` "Yes"` would then be damage.
+    told_by = plain[: len(without)]
+    skips = any(BEFORE_QUOTE.match(cell) for cell in {*chain(*told_by)} - {*chain(*without)})
     header, *rows = (without if skips else plain) or [[]]
     width = len(header)
     # Every row ends in a separator, which is no comma in their texts: a blank would follow that.
@@ -281,11 +283,14 @@ def _widths(rows: list[list[str]]) -> tuple[int, int]:
 
 
 def _first_rows(path: Path, at: int, separator: str, skips: bool = False) -> list[list[str]]:
-    """Return the first rows that say something, of the lines after `at`, up to a damage if any."""
+    """Return the first rows that say something, of the lines after `at`, up to a damage if any.
+
+    What follows a quoted cell's end is damage where blanks before the quote are skipped.
+    """
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
         lines = _without_blanks_after_quotes(islice(file, at, None), separator, skips)
-        cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips)
+        cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=skips)
         for cells in islice(filter(any, cut), LOOKED_AT):
             rows.append(cells)
     return rows

@@ -1073,6 +1073,21 @@ def test_a_blank_that_a_text_begins_with_is_of_the_text(tmp_path: Path) -> None:
     assert {event.topic for event in events} == {" tea"}
 
 
+def test_a_text_that_begins_with_a_blank_and_a_quote_hides_no_row(tmp_path: Path) -> None:
+    path, texts = tmp_path / "f.tsv", ["Fine.", ' "Yes" is right.', "Good.", ' "No"']
+    rows = [TABLE.strip().split(","), *(["thumbs", "up", "Why?", text, "ann"] for text in texts)]
+    path.write_text("\n".join("\t".join(row) for row in rows))
+    events, aside = read_all(path)
+    assert ([event.completion for event in events], aside) == (texts, [])
+
+
+def test_a_quote_that_is_not_doubled_leaves_no_blank_before_others(tmp_path: Path) -> None:
+    path, row = tmp_path / "f.csv", '"thumbs", "up", "Why?", "{text}", "ann"\n'
+    path.write_text(TABLE + "".join(row.format(text=text) for text in ("Hi, you", 'A "b" c')))
+    [event], aside = read_all(path)
+    assert (event.completion, rules_of(aside)) == ("Hi, you", [(3, "damaged_file")])
+
+
 @pytest.mark.parametrize("suffix", ["csv", "xlsx"])
 def test_a_table_may_begin_with_blank_lines(tmp_path: Path, suffix: str) -> None:
     text, path = (
