@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -270,6 +270,8 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
         len(cells) == width + 1 and not cells[-1] and not any(cell[:1] == " " for cell in cells)
         for cells in rows
     )
+    # Nor is it the comma of 0,7 in each of them.
+    ends &= not all(any(a.isdigit() and b.isdigit() for a, b in pairwise(row)) for row in rows)
     # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
     lines = _without_blanks_after_quotes(chain(begun, file), separator, skips)
     reader = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=True)

@@ -1032,6 +1032,15 @@ def test_rows_that_all_end_in_a_separator_are_read(tmp_path: Path) -> None:
     assert rules_of(aside) == [(32, "unknown_field")]
 
 
+def test_a_decimal_comma_in_every_row_is_no_separator_too_many(tmp_path: Path) -> None:
+    path, row = tmp_path / "f.csv", "Why?,Because {n}.,score,0,{n},\n"
+    names = "prompt,completion,kind,value,comment\n"
+    path.write_text(names + "".join(row.format(n=n) for n in range(30)))
+    events, aside = read_all(path)
+    assert events == []
+    assert rules_of(aside) == [(line, "unknown_field") for line in range(2, 32)]
+
+
 @pytest.mark.parametrize("name", ["prompt", '"prompt"'])
 @pytest.mark.parametrize("sign", [",", ";"])
 def test_a_blank_between_a_separator_and_a_quote_is_no_text(
