@@ -46,6 +46,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.baselines = {0}
         self.out: set[int] = set()  # models that were gone back from, or lost
         self.running: Experiment | None = None
+        self.met_another = False  # the one that runs: another champion, as it began with
         self.told: list[Promotion] = []
         made: dict[str, Any] = {"label": "v0", "path": Path("/m/0"), "files": {"m": "0"}}
         self.ledger.add_baseline(self.agent, lineage={}, actor="ann", **made)
@@ -79,6 +80,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self.line.pop()
         if self.champion != version:
             self.line.append(version)
+        self.met_another = True
         self.out.discard(self.model[version])
 
     def refused(self, call: Callable[[], Outcome], error: type[Exception]) -> None:
@@ -188,6 +190,7 @@ class Lifecycle(RuleBasedStateMachine):
     def an_experiment_begins(self, which: int) -> None:
         challenger = which % len(self.passed)
         if challenger != self.champion:
+            self.met_another = False
             self.running = self.book.start(
                 self.agent, champion=self.champion, challenger=challenger, share=0.5, actor="ann"
             )
@@ -196,6 +199,8 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(state=st.sampled_from(["rolled_back", "timed_out", "stopped"]))
     def the_experiment_ends(self, state: Any) -> None:
         assert self.running is not None
+        if self.met_another:
+            state = "stopped"  # whoever looks at it finds so, and nobody lost to that one
         # It took days, by which no clock is set back: what came before and after it is no question.
         self.moment[0] = self.earliest = self.latest
         assert self.book.end(self.running, state, "the numbers")
