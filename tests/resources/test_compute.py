@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,41 +225,32 @@ def test_ctrl_c_ends_the_stage_and_is_no_reason_to_try_again(
     loop: Loop, launcher: list[str]
 ) -> None:
     """Dagster, by itself, starts a step with retries again when a person interrupts it."""
-    turn = begun(loop, "interrupted")
-    pid = turn.work / "pid"
-
-    def interrupt() -> None:
-        while not (pid.exists() and pid.read_text()):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    result, _ = run(loop, launcher, "hang", turn)
-    thread.join()
-    assert not result.success
-    assert attempts(loop, result) == 1
-    assert why_failed(result.all_events) == (
-        "trained: interrupted; asked for again, its stage begins anew"
-    )
-    assert not psutil.pid_exists(int(pid.read_text()))
+    interrupted(loop, launcher, "hang", {"pid": signal.SIGINT})
 
 
 def test_who_interrupts_again_leaves_no_stage_behind(loop: Loop, launcher: list[str]) -> None:
     """As automation's stop does, while the run waits for the stage to end."""
-    turn = begun(loop, "interrupted-twice")
+    interrupted(loop, launcher, "end_slowly", {"pid": signal.SIGTERM, "asked": signal.SIGTERM})
+
+
+def interrupted(
+    loop: Loop, launcher: list[str], stage: str, when: Mapping[str, signal.Signals]
+) -> None:
+    """Run a stage, send a signal as each of its files is there; it ends once, its process too."""
+    turn = begun(loop, f"interrupted-{stage.replace('_', '-')}")
     pid = turn.work / "pid"
 
     def interrupt() -> None:
-        for file in (pid, turn.work / "asked"):
-            while not (file.exists() and pid.read_text()):
+        for name, ask in when.items():
+            while not ((turn.work / name).exists() and pid.read_text()):
                 time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), ask)
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    result, _ = run(loop, launcher, "end_slowly", turn)
+    result, _ = run(loop, launcher, stage, turn)
     thread.join()
+    assert not result.success
     assert attempts(loop, result) == 1
     assert why_failed(result.all_events) == (
         "trained: interrupted; asked for again, its stage begins anew"
