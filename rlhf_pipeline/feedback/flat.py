@@ -310,6 +310,9 @@ def _without_blanks_after_quotes(
     opened = ""  # the quote of a cell that goes on in the next line, which is matched with it
     for line in lines:
         whole = opened + line
+        if '"' not in whole:  # as most lines of most tables
+            yield line
+            continue
         last = deque(quoted.finditer(whole), maxlen=1)
         yield quoted.sub(r"\1\2", whole)[len(opened) :]
         opened = '"' if last and last[0][2] is None else ""
