@@ -270,7 +270,7 @@ def aliases_moved_by_hand(context: dg.SensorEvaluationContext, pipeline: Pipelin
         if pipeline.ledger.champion(agent_id) is None:
             continue
         try:
-            said += pipeline.registry.reconcile(agent_id).changes
+            said += pipeline.registry.reconcile(agent_id)
         except RegistryAway as error:  # its tries take seconds of a tick's minute, for each agent
             failed.append(f"{agent_id}: {error}; the next tick looks at the agents after it")
             break

@@ -19,6 +19,7 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, RegistryError
+from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -350,8 +351,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"version {version.version} passed against version {began.version}, but version "
                 f"{champion.version} is the champion now, so a person decides"
             )
-        gate = version.gate or {}
-        if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
+        if version.gate and (pauses := GateDecision.from_json(version.gate).pauses):
             return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
         if not self.promotes_by_itself(turn.agent_id, turn.settings):
             return (

@@ -1111,7 +1111,7 @@ def test_a_person_of_a_real_turn_is_in_no_file_afterwards(
         recorded_turn(ledger, settings, version, tmp_path / "again")
     turn = newest_turn(ledger, settings, agent)  # tuning goes on with what is left
     assert stages.training_prompts(turn)
-    assert registry.reconcile(agent).changes == ()
+    assert registry.reconcile(agent) == []
     # Every registered file is as it was, the others' too.
     for other in aside.iterdir():
         if other.name != agent:

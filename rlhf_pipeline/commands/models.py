@@ -314,7 +314,7 @@ def _reads_the_clock(policy: Path) -> bool:
 def _reconcile(here: Workspace, agent_id: str) -> None:
     """Bring MLflow's aliases after the ledger; the ledger holds whether or not that works."""
     try:
-        changes = here.registry.reconcile(agent_id).changes
+        changes = here.registry.reconcile(agent_id)
     except RegistryError as error:
         typer.echo(
             f"warning: the ledger has it, MLflow's aliases will follow: {one_line(error)}", err=True

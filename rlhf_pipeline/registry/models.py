@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import structlog
 from rlhf_pipeline.errors import HashMismatch, RegistryAway, RegistryError, StalePromotion
 from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
-from rlhf_pipeline.registry.ledger import ModelVersion, Outcome, PromotionLedger, Standing
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger, Standing
 from rlhf_pipeline.registry.tracking import (
     FINGERPRINT,
     Ended,
@@ -57,15 +56,6 @@ PROJECTION_SECONDS = 60.0  # for the aliases; uploads take what they take
 def model_name(agent_id: str) -> str:
     """Return the registered model's name of an agent."""
     return f"rlhf-{agent_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reconciled:
-    """What one reconciliation found and did; no changes where all was as it should be."""
-
-    agent_id: str
-    changes: tuple[str, ...]
-    adopted: Outcome | None = None  # a person's move that the ledger took over
 
 
 class ModelRegistry:
@@ -186,10 +176,11 @@ class ModelRegistry:
 
     # ---- aliases
 
-    def reconcile(self, agent_id: str) -> Reconciled:
+    def reconcile(self, agent_id: str) -> list[str]:
         """Make MLflow say what the ledger says, having heard whoever moved the champion alias.
 
         Run it after each promotion and on every sensor tick: where nothing differs it only reads.
+        Returns what was changed, in words.
         """
         changes: list[str] = []
         with (
@@ -198,12 +189,12 @@ class ModelRegistry:
         ):
             standing = self.ledger.standing(agent_id)
             if standing.champion is None:
-                return Reconciled(agent_id, ())
+                return changes
             changes += self._register_missing(standing)
             deadline = time.monotonic() + PROJECTION_SECONDS
             model = self.client.get_registered_model(model_name(agent_id))
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            adopted = self._hear(standing, aliases.get("champion"), model.tags, changes)
+            changes += self._hear(standing, aliases.get("champion"), model.tags)
             if changes:  # an upload took its time, or the ledger took over a person's move
                 standing = self.ledger.standing(agent_id)
             changes += self._set_aliases(standing, aliases, deadline)
@@ -211,7 +202,7 @@ class ModelRegistry:
                 self._tag_model(agent_id, PROJECTED, str(standing.entry))
         if changes:
             log.info("registry reconciled", agent_id=agent_id, changes=changes)
-        return Reconciled(agent_id, tuple(changes), adopted)
+        return changes
 
     def _set_aliases(
         self, standing: Standing, found: Mapping[str, str], deadline: float
@@ -241,24 +232,18 @@ class ModelRegistry:
             changes.append(f"{alias}: {found.get(alias)} -> {wanted}")
         return changes
 
-    def _hear(
-        self,
-        standing: Standing,
-        found: str | None,
-        tags: Mapping[str, str],
-        changes: list[str],
-    ) -> Outcome | None:
+    def _hear(self, standing: Standing, found: str | None, tags: Mapping[str, str]) -> list[str]:
         """Adopt a person's move of the champion alias, or note why it is about to be set back."""
         champion = standing.champion
         if champion is None or found is None or found == self._number(champion):
-            return None
+            return []
         projected = int(tags[PROJECTED]) if tags.get(PROJECTED, "").isdecimal() else 0
         agent_id = champion.agent_id
         by_number = {v.mlflow_version: v for v in self.ledger.versions(agent_id)}
         chosen = by_number.get(found)
         ours = {e.version for e in standing.history if e.entry >= projected}
         if chosen is not None and chosen.version in ours:
-            return None  # a projection that was cut short, not a person
+            return []  # a projection that was cut short, not a person
         try:
             if chosen is None:
                 raise RegistryError(f"MLflow version {found} is not in the ledger")
@@ -286,10 +271,8 @@ class ModelRegistry:
             reason = f"the champion alias on MLflow version {found} was set back: {error}"
             self._tag_model(agent_id, "rlhf.set_back", as_tag(f"{now():%F %T} UTC: {reason}"))
             log.warning("alias set back", agent_id=agent_id, reason=reason)
-            changes.append(reason)
-            return None
-        changes.append(f"adopted from the MLflow page: {outcome.words}")
-        return outcome
+            return [reason]
+        return [f"adopted from the MLflow page: {outcome.words}"]
 
     # ---- files
 

@@ -104,8 +104,8 @@ def test_the_registry_works_through_a_server(server: str, tmp_path: Path) -> Non
         run_id=run.run_id,
     )
     registry.client.set_registered_model_alias("rlhf-a", "champion", version.mlflow_version)
-    assert registry.reconcile("a").adopted is not None
-    assert registry.reconcile("a").changes == ()
+    assert registry.reconcile("a")[0].startswith("adopted from the MLflow page")
+    assert registry.reconcile("a") == []
     (tmp_path / "candidate").rename(tmp_path / "gone")
     cached = registry.resolve("models:/rlhf-a@champion")
     assert cached == tmp_path / "mlflow" / "cache" / "rlhf-a" / "1"
