@@ -49,6 +49,8 @@ def page() -> TestClient:
         ("GET", ASKED, {"sec-fetch-site": "cross-site"}, 403),  # a picture's address
         ("GET", ASKED, {}, 403),
         ("GET", ASKED.replace("?", "/?"), {}, 403),
+        ("GET", ASKED.replace("query", "q%75ery"), {}, 403),
+        ("GET", ASKED.replace("?", "?x=1&"), {}, 403),
         ("POST", "/report_asset_materialization/x", {"origin": "https://evil.example"}, 403),
         ("GET", "/runs", {"host": "evil.example:3000"}, 400),  # a name that was pointed here
         ("POST", "/graphql", {"host": "evil.example", "origin": "http://evil.example"}, 400),
