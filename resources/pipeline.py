@@ -19,7 +19,6 @@ from rlhf_pipeline import stages
 from rlhf_pipeline.config import Settings, load_settings, own_settings, shown
 from rlhf_pipeline.database import Database, open_database
 from rlhf_pipeline.errors import ClaimRefused, ConfigError, PipelineError, RegistryError
-from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.report import GATE_SCORE
 from rlhf_pipeline.experiment.assignment import percent
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
@@ -351,7 +350,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"version {version.version} passed against version {began.version}, but version "
                 f"{champion.version} is the champion now, so a person decides"
             )
-        if version.gate and (pauses := GateDecision.from_json(version.gate).pauses):
+        gate = version.gate or {}
+        if pauses := [r["words"] for r in gate["results"] if r["verdict"] == "pause"]:
             return f"version {version.version} passed; {'; '.join(pauses)}, so a person decides"
         if not self.promotes_by_itself(turn.agent_id, turn.settings):
             return (
@@ -359,15 +359,15 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 f"rlhf promote {version.version} --agent {turn.agent_id}, or the service's "
                 f"/candidates/{turn.agent_id}"
             )
+        book = ExperimentBook(self.database)
+        if running := book.running(turn.agent_id):  # a person may have begun one where none is due
+            if running.challenger == version.version:  # an earlier attempt began it
+                return _meets(running)
+            return (
+                f"version {version.version} passed; version {running.challenger} is in an "
+                "experiment, so this one waits for a person"
+            )
         if turn.settings.experiments.enabled:
-            book = ExperimentBook(self.database)
-            if running := book.running(turn.agent_id):
-                if running.challenger == version.version:  # an earlier attempt began it
-                    return _meets(running)
-                return (
-                    f"version {version.version} passed; version {running.challenger} is in an "
-                    "experiment, so this one waits for a person"
-                )
             met = [e for e in book.history(turn.agent_id) if e.challenger == version.version]
             if met:  # begun by an attempt that died before it could say so
                 return (

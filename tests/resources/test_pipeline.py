@@ -240,6 +240,30 @@ def test_a_retried_promotion_finds_the_experiment_it_began(
     assert pipeline.promote_if_due(turn) == words
 
 
+def test_no_turn_ends_an_experiment_that_a_person_began_meanwhile(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    other = pipeline.ledger.add_version(
+        "a",
+        label="v9",
+        path=tmp_path / "9",
+        files={"w": "9"},
+        lineage={},
+        gate=PASSED,
+        fingerprint="e" * 64,
+    )
+    book = ExperimentBook(pipeline.database)
+    book.start("a", champion=0, challenger=other.version, share=0.5, actor="ann")
+    assert not turn.settings.experiments.enabled
+    assert pipeline.promote_if_due(turn) == (
+        f"version 1 passed; version {other.version} is in an experiment, so this one waits for a "
+        "person"
+    )
+    assert book.running("a") is not None
+
+
 def test_what_beat_another_champion_than_todays_is_a_persons_to_promote(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
