@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ READ_AT_MOST = 10  # times the answers looked at: others were asked of the basel
 STILL_LOADING = "still_loading"  # the rule where an answer's time passed while its model loaded
 NOT_ITS_FAULT = frozenset({"unsafe_request", STILL_LOADING})
 """Rules that say nothing of the champion: it was not asked, or could not be in time."""
+EVER = datetime.min.replace(tzinfo=UTC)  # answers older than the first champion's entry are its own
 SOON = timedelta(minutes=1)  # so far ahead of a look a service may date what it answered
 _FOUND: dict[tuple[str, str, int], datetime] = {}
 """By database, agent and entry: when a promotion was found first that is dated later than that."""
@@ -98,21 +100,21 @@ def failures(
     agent_id: str,
     *,
     most: int,
-    since: datetime | None = None,
-    until: datetime | None = None,
+    times: Iterable[tuple[datetime, datetime]],
 ) -> Failures:
-    """Return how the latest `most` answers went that were asked of the champion of that time.
+    """Return how the latest `most` answers went that were asked of the champion of those times.
 
-    Whoever gave no name counts as one person together.
+    A time is after when until when. Whoever gave no name counts as one person together.
     """
     i = db.interactions.c
     query = sa.select(i.user_id, i.session_id, i.arm, i.sampling).where(
-        i.agent_id == agent_id, i.arm.is_distinct_from("challenger")
+        i.agent_id == agent_id,
+        i.arm.is_distinct_from("challenger"),
+        sa.or_(
+            *(sa.and_(i.created_at > after, i.created_at <= until) for after, until in times),
+            sa.false(),
+        ),
     )
-    if since is not None:
-        query = query.where(i.created_at > since)
-    if until is not None:
-        query = query.where(i.created_at <= until)
     query = query.order_by(i.created_at.desc()).limit(READ_AT_MOST * most)
     answers: list[tuple[str | None, bool]] = []
     rules = Counter[str]()
@@ -151,7 +153,8 @@ def go_back_if_failing(
     meanwhile.
     """
     ledger = registry.ledger
-    promoted = made_champion(ledger.history(agent_id))
+    history = ledger.history(agent_id)
+    promoted = made_champion(history)
     if promoted is None or promoted.action == "rollback" or agent_id in settings.serving.upstreams:
         return None  # an upstream that is away says nothing about a version
     if at - promoted.created_at > timedelta(days=settings.promotion.watch_days):
@@ -160,11 +163,12 @@ def go_back_if_failing(
     most, share = rules.trouble_answers, rules.trouble_share
     database = ledger.database
     since, until = its_time(database, promoted, at)
-    found = failures(database, agent_id, most=most, since=since, until=until)
+    found = failures(database, agent_id, most=most, times=[(since, until)])
     previous = ledger.standing(agent_id).previous
     if previous is None or not is_trouble(found, most=most, share=share):
         return None
-    before = failures(database, agent_id, most=USUAL * most, until=since)
+    its = _times_before(history, previous.version, since)
+    before = failures(database, agent_id, most=USUAL * most, times=its)
     if not is_trouble(found, most=most, share=share, usual=before.usual):
         return None
     registry.folder_of(previous)
@@ -194,5 +198,22 @@ def its_time(database: db.Database, promoted: Promotion, at: datetime) -> tuple[
 
 def made_champion(history: Sequence[Promotion]) -> Promotion | None:
     """Return the entry since which the champion is champion; None where there is none yet."""
-    moves = [e for e in history if e.action != "baseline" or e.previous_version is None]
-    return moves[-1] if moves else None
+    return moves[-1] if (moves := _moves(history)) else None
+
+
+def _moves(history: Sequence[Promotion]) -> list[Promotion]:
+    """Return the entries that made a version champion."""
+    return [e for e in history if e.action != "baseline" or e.previous_version is None]
+
+
+def _times_before(
+    history: Sequence[Promotion], version: int, since: datetime
+) -> list[tuple[datetime, datetime]]:
+    """Return when a version was champion, from when until when, before the one that is `since`.
+
+    Not when others were: one that was rolled back for its failures would excuse the next.
+    """
+    moves = _moves(history)
+    edges = [EVER, *(entry.created_at for entry in moves[1:-1]), since]
+    times = zip(moves, pairwise(edges), strict=False)
+    return [time for entry, time in times if entry.version == version]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
 from rlhf_pipeline.experiment.watch import (
+    EVER,
     NOT_ITS_FAULT,
     STILL_LOADING,
     USUAL,
@@ -141,7 +143,7 @@ def test_one_persons_questions_do_not_bring_it_down(
 ) -> None:
     answers(store, 20)
     answers(store, 30, failed=30, user="one")
-    assert failures(store.database, AGENT, most=50).people_failed == 1
+    assert failures(store.database, AGENT, most=50, times=[(EVER, now())]).people_failed == 1
     assert looked(ledger) is None
     answers(store, 50, failed=50, user=None)  # who gave no name is one person, here the only one
     assert looked(ledger) == "rolled back from 1 to 0"
@@ -164,13 +166,37 @@ def test_what_few_people_met_before_counts_also_where_their_latest_answers_were_
     for user in users:
         answers(store, 6, failed=6, before=True, user=user, at=LONG_AGO - timedelta(hours=1))
         answers(store, 54, before=True, user=user)
-    before = failures(store.database, AGENT, most=500)
+    before = failures(store.database, AGENT, most=500, times=[(EVER, now())])
     assert (before.people, before.people_failed) == (len(users), 0)
     assert before.usual == pytest.approx(0.1)
     answers(store, 50, failed=14, user=users[0])  # by chance, of many windows
     assert looked(ledger) is None
     answers(store, 50, failed=30, user=users[0])
     assert looked(ledger) == "rolled back from 1 to 0"
+
+
+def test_what_was_rolled_back_for_its_failures_excuses_no_later_version(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    answers(store, 30, before=True)
+    answers(store, 50, failed=50)
+    time.sleep(0.05)  # the last of them is dated as much ahead
+    assert looked(ledger) == "rolled back from 1 to 0"
+    answers(store, 15, user="again-{}")
+    time.sleep(0.02)
+    second = ledger.add_version(
+        AGENT,
+        label="v2",
+        path=tmp_path / "2",
+        files={"w": "2"},
+        lineage={},
+        gate={"passed": True, "results": []},
+        fingerprint="e" * 64,
+    )
+    ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=0)
+    answers(store, 50, failed=30, user="later-{}")
+    assert looked(ledger) == "rolled back from 2 to 0"
+    assert ledger.history(AGENT)[-1].reason.endswith("the champion before it at 0 of 45")
 
 
 def test_what_one_person_met_before_hides_no_failures(
