@@ -63,6 +63,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.terminate()
 
 
+def test_a_folder_that_it_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    state = tmp_path / "new"
+    start = [str(ROOT / "mlflow" / "start"), str(state)]
+    subprocess.run(start, env=os.environ | {"PYTHON": "true"}, check=True)
+    assert state.stat().st_mode & 0o777 == 0o700
+
+
 def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
