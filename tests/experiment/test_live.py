@@ -425,19 +425,19 @@ def test_who_comes_again_and_again_as_somebody_else_is_as_many_as_one_network_ma
     """The challenger is no better and no worse: the crowd of one network would have it either."""
     book, experiment = begin(store, 0.5)
     settings = SETTINGS.model_copy(update={"people_per_network": most})
-    meet(store, experiment, range(240), likes=(0.6, 0.6))
-    meet(store, experiment, range(1000, 1240), likes=likes, answers=1, network="a mark")
+    meet(store, experiment, range(400), likes=(0.6, 0.6))
+    meet(store, experiment, range(1000, 1400), likes=likes, answers=1, network="a mark")
     verdict, _ = look(book, ledger, experiment, settings)
     found = verdict.differences["satisfaction"]
     if most is None:
         assert (verdict.action, book.history(AGENT)[0].state) == (end, state)
         return
     assert verdict.action == "continue", verdict.reasons
-    honest = sum(challenged(experiment, n) for n in range(240))
+    honest = sum(challenged(experiment, n) for n in range(400))
     counted = found.challenger_users, found.champion_users
-    assert counted == (honest + most, 240 - honest + most)
+    assert counted == (honest + most, 400 - honest + most)
     _, [step] = measured(store.database, experiment, settings)
-    assert step.challenger + step.champion == 480  # each met an arm, whoever they are
+    assert step.challenger + step.champion == 800  # each met an arm, whoever they are
 
 
 def test_people_of_one_network_are_heard_as_their_mean(store: FeedbackStore) -> None:

@@ -68,18 +68,46 @@ def test_users_who_all_agree_give_no_certainty() -> None:
     assert found.low < 0
 
 
-def test_an_arm_has_one_pretended_user_with_a_fair_coins_variance() -> None:
-    def radius(variance: float) -> float:
-        arm = Sample(100, 0.5, variance)
-        found = difference(arm, arm, alpha_low=0.05, alpha_high=0.00125, tuned_for=600)
-        return -found.low
+def test_the_smaller_arm_has_pretended_users_with_a_fair_coins_variance() -> None:
+    def radius(variance: float, more: int) -> float:
+        arms = Sample(100, 0.5, variance), Sample(more, 0.5, variance)
+        return -difference(*arms, alpha_low=0.05, alpha_high=0.00125, tuned_for=600).low
 
-    # Of 101 users one has the variance 1/4, so the mean's is 1/4 / 101 / 100, in either arm.
-    assert radius(0.0) == pytest.approx(
-        math.sqrt(200 * 2 * 0.25 / 101 / 100) * boundary(200, 0.05, 600)
+    # Of 112 users 12 have the variance 1/4, so the mean's is 12 * 1/4 / 112 / 100, in one arm.
+    for more in (100, 900):
+        pretended = (100 + more) * 12 * 0.25 / 112 / 100
+        assert radius(0.0, more) == pytest.approx(
+            math.sqrt(pretended) * boundary(100 + more, 0.05, 600)
+        )
+    # As all others have it, it is what it would be without them.
+    assert radius(0.25, 100) == pytest.approx(
+        math.sqrt(200 * 2 * 0.25 / 100) * boundary(200, 0.05, 600)
     )
-    assert radius(0.0) == pytest.approx(0.02008, abs=1e-5)
-    assert radius(0.25) == pytest.approx(math.sqrt(101) * radius(0.0))  # as all others have it
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("margin", [0.02, 0.05])
+def test_what_rarely_fails_is_not_found_within_a_margin_it_is_beyond(
+    share: float, margin: float
+) -> None:
+    """The challenger fails by the margin, the champion never: a look after every tenth more."""
+    rng, alpha, experiments = np.random.default_rng(0), 0.01, 400
+    users = np.unique(np.geomspace(FEWEST, 1500, 30).astype(int))
+    strayed = 0
+    for _ in range(experiments):
+        failed = np.cumsum(rng.random(users[-1]) < margin)[users - 1]
+        strayed += any(
+            difference(
+                Sample(n, -rate, rate * (1 - rate)),
+                Sample(round(n * (1 - share) / share), 0.0, 0.0),
+                alpha_low=alpha,
+                alpha_high=alpha,
+                tuned_for=600,
+            ).low
+            > -margin
+            for n, rate in zip(users.tolist(), (failed / users).tolist(), strict=True)
+        )
+    assert strayed <= experiments * alpha + 3 * math.sqrt(experiments * alpha)
 
 
 def test_a_small_arm_of_contented_people_is_not_taken_for_the_better_one() -> None:
