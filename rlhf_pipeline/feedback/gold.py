@@ -96,19 +96,24 @@ def read_questions(
 def set_apart(
     frame: pd.DataFrame, better: Mapping[Question, str]
 ) -> tuple[pd.DataFrame, list[GoldAnswer]]:
-    """Return the rows that are on no gold question's prompt, and the answers among the others."""
+    """Return the rows that are on no gold question's prompt, and the answers among the others.
+
+    Of a rater's answers to one question, which come by other votes than one of its own words too
+    (interactions whose answers are these), the last counts. `frame` is in the order of voting.
+    """
     prompts = {prompt for prompt, _ in better}
     asked = frame["prompt"].isin(prompts)
-    answers = []
+    answers: dict[tuple[str, Question], GoldAnswer] = {}
     rows: Iterable[Any] = frame[asked & (frame["kind"] == FeedbackKind.preference)].itertuples()
     for row in rows:
-        known = better.get((row.prompt, frozenset((row.completion, row.other_completion))))
+        question = (row.prompt, frozenset((row.completion, row.other_completion)))
+        known = better.get(question)
         if known is None or row.choice not in ("left", "right"):
             continue
         won = this_won(row.choice, row.shown_first)
         chosen = row.completion if won else row.other_completion
-        answers.append(GoldAnswer(row.feedback_id, row.voter, chosen == known))
-    return frame[~asked].reset_index(drop=True), answers
+        answers[row.voter, question] = GoldAnswer(row.feedback_id, row.voter, chosen == known)
+    return frame[~asked].reset_index(drop=True), list(answers.values())
 
 
 def tallies(answers: Iterable[GoldAnswer]) -> dict[str, Tally]:

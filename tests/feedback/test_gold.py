@@ -69,6 +69,14 @@ def test_answers_are_told_right_from_wrong_however_they_were_shown(tmp_path: Pat
     assert rest["prompt"].tolist() == [PLAIN]
 
 
+def test_a_question_answered_often_is_one_answer_the_last(tmp_path: Path) -> None:
+    better = read_questions(asked(tmp_path, *QUESTIONS), "tea", redacts=True)
+    often = [("ann", SUM, "5", "4", choice, "this") for choice in ("right", "right", "left")]
+    _, answers = set_apart(votes(*often, ("bob", SUM, "4", "5", "left", "this")), better)
+    assert tallies(answers) == {"ann": Tally(0, 1), "bob": Tally(1, 0)}
+    assert answers[0].feedback_id == "id-2"
+
+
 @pytest.mark.parametrize(
     ("choice", "first", "better"),
     [
