@@ -227,20 +227,18 @@ class FeedbackStore:
         return [None] * len(interactions)
 
     def quarantine(self, rows: Sequence[QuarantinedRow]) -> int:
-        """Set the rows aside and return how many were not there yet; their agents become known."""
-        added = 0
+        """Set the rows aside and return how many were not there yet; their agents become known.
+
+        What is said of those that are there is what is said now.
+        """
+        q, added = db.quarantine.c, 0
         with self.database.write(alone=True) as connection:  # two files may hold one bad line
             for agent_id in {row.agent_id for row in rows}:
                 _make_known(connection, agent_id, now())
             for some in db.chunks(rows):
                 by_id = {_quarantine_id(row): row for row in some}
-                known = set(
-                    connection.execute(
-                        sa.select(db.quarantine.c.quarantine_id).where(
-                            db.quarantine.c.quarantine_id.in_(list(by_id))
-                        )
-                    ).scalars()
-                )
+                said = sa.select(q.quarantine_id, q.detail).where(q.quarantine_id.in_(by_id))
+                known = dict(connection.execute(said).all())
                 fresh = [
                     {
                         "quarantine_id": key,
@@ -261,6 +259,10 @@ class FeedbackStore:
                 if fresh:
                     connection.execute(db.quarantine.insert(), fresh)
                 added += len(fresh)
+                for key, detail in known.items():
+                    if detail != (now_said := db.storable(by_id[key].detail)):
+                        row = db.quarantine.update().where(q.quarantine_id == key)
+                        connection.execute(row.values(detail=now_said))
         return added
 
     def release(self, agent_id: str, watermark: int, aside: Sequence[QuarantinedRow]) -> int:

@@ -607,6 +607,14 @@ def test_the_same_dirt_is_set_aside_once(store: FeedbackStore) -> None:
     assert store.quarantined("tea") == {"broken_json": 2}
 
 
+def test_a_vote_set_aside_for_another_word_than_before_says_so(store: FeedbackStore) -> None:
+    [stored] = store.append([vote("key")])
+    row = QuarantinedRow("tea", "narrow_support", "zib", "api", feedback_id=stored.feedback_id)
+    assert store.quarantine([row]) == 1
+    assert store.quarantine([replace(row, detail="moon")]) == 0
+    assert [found.detail for found in store.quarantined_rows("tea")] == ["moon"]
+
+
 @pytest.mark.parametrize("rule", ["damaged_file", "line_too_long"])
 def test_damage_of_another_place_is_other_damage(store: FeedbackStore, rule: str) -> None:
     row = QuarantinedRow("tea", rule, "needed the end", "a.jsonl", 3, raw="{")
