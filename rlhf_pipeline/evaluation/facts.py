@@ -99,8 +99,8 @@ def support_facts(support: Mapping[str, Any]) -> dict[str, float]:
 def drift_facts(drift: Mapping[str, Any]) -> dict[str, float]:
     """Return the largest PSI among the features that drifted, 0 where none did.
 
-    Nothing where there was no turn before to compare with.
+    Nothing where there was no turn before to compare with, or too few votes.
     """
-    if drift.get("compared_with") is None:
+    if drift.get("compared_with") is None or not drift["psi"]:
         return {}
     return {"drift/psi": max((drift["psi"][f] for f in drift["features"]), default=0.0)}

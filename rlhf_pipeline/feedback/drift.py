@@ -71,7 +71,7 @@ class FeatureDrift:
 class DriftReport:
     """What changed between two frames of votes; any drifted feature makes the whole drifted."""
 
-    features: Mapping[str, FeatureDrift]  # those of which both sides have values
+    features: Mapping[str, FeatureDrift]  # those of which both sides have values, and enough
     html_path: str
 
     @property
@@ -114,7 +114,7 @@ def feedback_drift(
     for features, versions in zip((now, before), on, strict=True):
         features.loc[versions != version, OF_ANSWERS] = None
     now, before = _binned(now, before)
-    compared = [name for name in FEATURES if now[name].count() and before[name].count()]
+    compared = [name for name in FEATURES if _tells(now[name], before[name])]
     thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
     snapshot = _compare(now[compared], before[compared], thresholds)
     document = json.loads(snapshot.json())
@@ -199,6 +199,11 @@ def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
         for side in (now, before):
             side[name] = side[name].mask(side[name].isin(rare), OTHERS)
     return now, before
+
+
+def _tells(now: pd.Series[Any], before: pd.Series[Any]) -> bool:
+    """Say whether the feature's PSI says anything: not where too few have it for bins of it."""
+    return all(side.count() and set(side.dropna()) != {OTHERS} for side in (now, before))
 
 
 def _edges(reference: pd.Series[Any], bins: int) -> np.ndarray[Any, Any]:

@@ -88,6 +88,7 @@ def test_only_what_drifted_beyond_chance_counts() -> None:
     assert drift_facts(drift) == {"drift/psi": 0.3}
     assert drift_facts({**drift, "features": []}) == {"drift/psi": 0.0}
     assert drift_facts({"compared_with": None, "drifted": False}) == {}
+    assert drift_facts({"compared_with": "a", "psi": {}, "features": []}) == {}
 
 
 def test_facts_come_from_the_turns_folders(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_facts_come_from_the_turns_folders(tmp_path: Path) -> None:
     assert gate_facts(data, work, previous) == {}
     write_json(work / "reward" / "gate" / "report.json", judged(200, 0.8, 0.74, 0.85))
     write_json(previous / "reward" / "gate" / "report.json", judged(200, 0.8, 0.74, 0.85))
-    write_json(data / "drift.json", {"compared_with": "b", "psi": {}, "features": []})
+    write_json(data / "drift.json", {"compared_with": "b", "psi": {"kind": 0.1}, "features": []})
     write_json(data / "support.json", {"raters": 101, "top_share": 0.75})
     facts = gate_facts(data, work, previous)
     assert facts["votes/top_share"] == 0.75

@@ -158,6 +158,17 @@ def test_a_few_new_votes_of_another_kind_are_seen_beside_a_long_history() -> Non
         assert psi(p, q) > drift._threshold(now, then, feature, 0.2)
 
 
+def test_so_few_new_votes_that_nothing_can_be_told_are_told_as_that(tmp_path: Path) -> None:
+    """Not as a PSI of 0, whatever they are."""
+    before = snapshot(1000, 1, topic="green")
+    new = snapshot(10, 2, topic="football", source="model")
+    found = feedback_drift(new, before, html_path=tmp_path / "d.html")
+    assert found.features == {}
+    assert not found.drifted
+    more = feedback_drift(snapshot(20, 2, topic="football"), before, html_path=tmp_path / "d.html")
+    assert set(more.psi) == {"source", "prompt_asks", "prompt_digit_share"}  # the same in all
+
+
 def test_what_a_better_champion_says_and_is_liked_for_is_no_drift(tmp_path: Path) -> None:
     page, better = tmp_path / "d.html", {"kind": "thumbs", "number": 1.0, "completion": "tea!"}
     before = snapshot(1200, 1, kind="thumbs", number=np.arange(1200) % 2.0)
@@ -184,7 +195,7 @@ def test_that_another_of_two_versions_has_most_votes_now_is_no_drift(tmp_path: P
         on = pd.Series(version, dtype="Int64")
         return snapshot(rows, seed, kind="thumbs", number=up, completion=said, model_version=on)
 
-    before = votes(1200, 1, 0.1)
+    before = votes(2000, 1, 0.1)
     for challenged in (0.5, 0.95):
         found = feedback_drift(votes(800, 2, challenged), before, html_path=tmp_path / "d.html")
         assert not found.drifted
