@@ -66,12 +66,18 @@ EMAIL = re.compile(
     rf"(?:[\w{RUN_ON}-]{{1,63}}\.){{1,8}}"  # whose vowels may be no \w
     rf"(?:(?:[Xx][Nn]--[A-Za-z0-9-]{{1,59}}|[^\W\d_{RUN_ON}]{{2,24}})(?!{LETTER})|{RUN_ON_DOMAINS})"
 )
-DIGITS_IN = r"(?=[A-Za-z0-9_-]*[0-9])"
+# Many keys may begin within one word (__pk__pk__pk), so none of them looks at all that is left of
+# it: among MOST_LOOKED_AT random signs there are a digit and a capital.
+MOST_LOOKED_AT = 1000
+DIGITS_IN = rf"(?=[A-Za-z_-]{{0,{MOST_LOOKED_AT}}}+[0-9])"
+CAPITALS_IN = rf"(?=[a-z0-9_-]{{0,{MOST_LOOKED_AT}}}+[A-Z])"
 SECRET = (  # primary keys of tables are called pk_customerorderitems
     rf"(?:sk|(?:pk|rk){DIGITS_IN})[-_](?:"
     r"(?:[A-Za-z0-9]{1,12}[-_])*[A-Za-z0-9]{16,}[A-Za-z0-9_-]*"
-    rf"|{DIGITS_IN}(?=[A-Za-z0-9_-]*[A-Z])[A-Za-z0-9_-]{{20,}})"
+    rf"|{DIGITS_IN}{CAPITALS_IN}[A-Za-z0-9_-]{{20,}})"
 )
+# The header of a JSON Web Token may hold certificates: at a word's beginning it has any length.
+HEADER = rf"eyJ(?:(?<![\w-]eyJ)[\w-]{{8,}}+|[\w-]{{8,{MOST_LOOKED_AT}}}+)"
 KEY = re.compile(
     rf"{BEFORE}(?<!-)(?:{SECRET}"
     + r"""
@@ -84,9 +90,9 @@ KEY = re.compile(
         | pypi-[\w-]{40,} | dckr_pat_[\w-]{20,} | whsec_[A-Za-z0-9+/]{20,}=*
         | GOCSPX-[\w-]{20,} | ya29\.[\w-]{20,} | (?:AC|SK)[0-9a-f]{32}
         | (?<=[Bb]earer\ )(?=[^\s]*[0-9])[\w.~+/-]{20,}=*
-        | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}
         | rlhf_[0-9a-f]{12}_[\w-]{43}
-    )(?![A-Za-z0-9])""",
+        | """
+    + rf"{HEADER}\.[\w-]{{8,}}\.[\w-]{{8,}})(?![A-Za-z0-9])",
     re.VERBOSE | re.ASCII,
 )
 PRIVATE = "[A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"  # PGP's is a block
