@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ votes for ever. Readers find out by themselves what a file is packed with."""
 PROMPTS = ("prompt", "other_prompt")  # JSON of messages
 TEXTS = ("completion", "other_completion", "text", "comment", "topic")
 TAGS = ("tags",)  # JSON list of texts
+CRITERIA = ("criteria",)  # JSON object: a value by each criterion's name
 REDACTED = "rlhf.redacted"  # in the file's metadata: {kind: how many}
 
 
@@ -192,7 +194,16 @@ def _redact(frame: pd.DataFrame, counts: Counts, regions: Sequence[str]) -> None
     def clean_tags(text: str) -> str:
         return json.dumps([clean(tag) for tag in json.loads(text)])
 
-    for names, cleaner in ((PROMPTS, clean_prompt), (TEXTS, clean), (TAGS, clean_tags)):
+    def clean_criteria(text: str) -> str | None:
+        told = [(clean(name), value) for name, value in json.loads(text).items()]
+        times = Counter(name for name, _ in told)
+        # Of names that have become one nobody can say whose value is whose: none of them stays, and
+        # a vote that is left with none has no value.
+        kept = {name: value for name, value in told if times[name] == 1}
+        return json.dumps(kept) if kept else None
+
+    cleaners = ((PROMPTS, clean_prompt), (TEXTS, clean), (TAGS, clean_tags))
+    for names, cleaner in (*cleaners, (CRITERIA, clean_criteria)):
         for name in names:
             frame[name] = [cleaner(v) if isinstance(v, str) else v for v in frame[name]]
 

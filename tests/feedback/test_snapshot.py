@@ -226,6 +226,27 @@ def test_tags_are_a_list_whatever_was_taken_out_of_them(
     assert wished_shares(path, lambda voter: True) == {}  # it is read, and one is too few
 
 
+def test_names_of_criteria_say_nobodys_address(store: FeedbackStore, tmp_path: Path) -> None:
+    names: list[dict[str, float]] = [
+        {"helpful": 0.5, "as ann@example.org is": 1},
+        # Which of the two is 0.2 nobody could say any more.
+        {"ann@example.org": 0.2, "bob@example.org": 0.8, "polite": 0.4, "[phone]": 0.1},
+        {"ann@example.org": 0.2, "bob@example.org": 0.8},
+    ]
+    rated = {"kind": FeedbackKind.criteria, "number": None}
+    store.append(
+        [vote(f"{n}", rater_id=f"r{n}", criteria=told, **rated) for n, told in enumerate(names)]
+    )
+    path = tmp_path / "feedback.parquet"
+    snapshot.take(store.database, "tea", 9, path)
+    assert pq.read_table(path)["criteria"].to_pylist() == [
+        '{"helpful": 0.5, "as [email] is": 1}',
+        '{"polite": 0.4, "[phone]": 0.1}',
+        None,  # a vote without a value, which validation sets aside
+    ]
+    assert snapshot.redacted_in(path) == {"email": 5}
+
+
 def test_without_feedback_there_is_nothing_to_freeze(store: FeedbackStore, tmp_path: Path) -> None:
     assert snapshot.newest_seq(store.database, "tea") == 0
     with pytest.raises(NotEnoughData, match="rlhf ingest"):
