@@ -31,16 +31,17 @@ LEAST_ROOM = 2**20  # bytes free on a disk that is not called full
 
 
 @contextmanager
-def new_folder(directory: str | Path) -> Iterator[Path]:
+def new_folder(directory: str | Path, *, private: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `directory` that takes its place when the block ends well.
 
-    If the block raises, the folder is removed and `directory` is left as it was. Where safetensors
-    could not write, on a full disk for one, it raises OSError as every other writer does.
+    One that is `private` its owner alone may enter. If the block raises, the folder is removed and
+    `directory` is left as it was. Where safetensors could not write, on a full disk for one, it
+    raises OSError as every other writer does.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
-    aside.mkdir()
+    aside.mkdir(mode=0o700 if private else 0o777)
     try:
         yield aside
         _sync_tree(aside)
@@ -53,16 +54,19 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_file(path: str | Path, *, may_stay: bool = False) -> Iterator[Path]:
+def new_file(path: str | Path, *, may_stay: bool = False, private: bool = False) -> Iterator[Path]:
     """Yield where to write a file that takes the place of `path` when the block ends well.
 
-    If the block raises, `path` is as it was; so it is where it `may_stay` and the block leaves no
-    file there. Raises FileNotFoundError for one that is gone otherwise: it would be lost unseen.
+    One that is `private` its owner alone may read, from before there is anything in it. If the
+    block raises, `path` is as it was; so it is where it `may_stay` and the block leaves no file
+    there. Raises FileNotFoundError for one that is gone otherwise: it would be lost unseen.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
     try:
+        if private:
+            aside.touch(mode=0o600)
         yield aside
         if not may_stay or aside.exists():
             _sync_file(aside)

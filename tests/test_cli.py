@@ -1446,6 +1446,16 @@ def test_an_export_replaces_nothing_unless_it_is_told_to(rlhf: Run, tmp_path: Pa
     assert told.stderr == "1 events of agent tea in -\n"
 
 
+@pytest.mark.parametrize("name", ["votes.jsonl", "votes.csv", "votes"])
+def test_an_export_is_read_by_its_owner_alone(rlhf: Run, tmp_path: Path, name: str) -> None:
+    rlhf("ingest", str(write(tmp_path / "taken.jsonl", THUMBS)), "--agent", "tea")
+    out = tmp_path / "out" / name
+    for more in ((), ("--force",)):
+        rlhf("feedback", "export", str(out), "--agent", "tea", *more)
+        assert out.stat().st_mode & 0o077 == 0
+        out.chmod(0o755)
+
+
 def test_ingest_is_refused_where_feedback_is_switched_off(tmp_path: Path) -> None:
     recipe = tmp_path / "closed.yaml"
     recipe.write_text("feedback: {enabled: false}\n")

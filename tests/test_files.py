@@ -59,6 +59,16 @@ def test_a_file_takes_its_place_only_when_the_block_ends_well_and_left_one(tmp_p
     assert [p.name for p in target.parent.iterdir()] == ["votes"]
 
 
+def test_what_is_private_is_so_before_anything_is_in_it(tmp_path: Path) -> None:
+    with new_file(tmp_path / "votes", private=True) as aside:
+        assert aside.stat().st_mode & 0o777 == 0o600
+        aside.write_text("up")
+    with new_folder(tmp_path / "data", private=True) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "votes").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):

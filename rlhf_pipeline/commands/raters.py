@@ -37,7 +37,7 @@ def export(
     in those yourself.
     """
     from rlhf_pipeline.erasure import held_about, tables_beside
-    from rlhf_pipeline.files import write_text
+    from rlhf_pipeline.files import new_file
 
     here = workspace()
     if out is not None:
@@ -52,8 +52,8 @@ def export(
     if out is None:
         typer.echo(text)
         return
-    write_text(out, text + "\n")
-    out.chmod(0o600)
+    with new_file(out, private=True) as aside:
+        aside.write_text(text + "\n", encoding="utf-8")
     rows = sum(len(one["feedback"]) + len(one["interactions"]) for one in told["agents"])
     typer.echo(f"{rows:,} rows in {out}")
 

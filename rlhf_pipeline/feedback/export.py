@@ -21,9 +21,10 @@ import codecs
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import sqlalchemy as sa
 
@@ -56,7 +57,8 @@ def export(
 ) -> int:
     """Write the agent's feedback, whole or not at all, and return how many rows there are.
 
-    The votes that count; with `history` also those that later ones replaced (events only). Raises
+    What people said is for whoever writes it alone to read, until they say otherwise (chmod). The
+    votes that count; with `history` also those that later ones replaced (events only). Raises
     FeedbackError where there is nothing to write or the file's kind is not known.
     """
     if what == "events":
@@ -72,15 +74,15 @@ def export(
     if out == STDOUT:
         return _write_lines(codecs.getwriter("utf-8")(sys.stdout.buffer), rows)
     if out.suffix == ".jsonl":
-        with new_file(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        with _lines_of(out) as file:
             return _write_lines(file, rows)
     if out.suffix == ".csv" and what == "events":
-        with new_file(out) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        with _lines_of(out) as file:
             return flat.write_csv(file, rows)
     if out.suffix:
         kinds = ".jsonl, .csv or a folder" if what == "events" else ".jsonl or a folder"
         raise FeedbackError(f"{what} go to {kinds}, found {out.name!r}; choose another name")
-    with new_folder(out) as folder:
+    with new_folder(out, private=True) as folder:
         (folder / "data").mkdir()
         count = _write_parquet(folder / "data" / "train.parquet", rows, what)
         card = CARD.format(agent_id=agent_id, what=what, rows=count)
@@ -195,6 +197,15 @@ def _messages(prompt_json: str | None) -> list[dict[str, str]] | None:
     if prompt_json is None:
         return None
     return [{"role": role, "content": content} for role, content in json.loads(prompt_json)]
+
+
+@contextmanager
+def _lines_of(out: Path) -> Iterator[TextIO]:
+    with (
+        new_file(out, private=True) as aside,
+        aside.open("w", encoding="utf-8", newline="") as file,
+    ):
+        yield file
 
 
 def _with_first(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
