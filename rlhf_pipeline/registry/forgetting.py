@@ -142,17 +142,23 @@ def _delete_files(registry: ModelRegistry, kept: Any) -> None:
 
 
 def runs_of(registry: ModelRegistry, agent_id: str, mark: str) -> list[str]:
-    """Return the ids of the runs of the turns whose fingerprint begins with `mark`."""
+    """Return the ids of the runs of the turns whose fingerprint begins with `mark`, deleted too."""
     with mlflow_refusals(f"finding the runs of {mark}"):
         return [str(run.info.run_id) for run in _runs(registry, agent_id, mark)]
 
 
 def _runs(registry: ModelRegistry, agent_id: str, mark: str) -> Sequence[Any]:
+    """Return those runs, deleted ones too: MLflow keeps their files, and its page restores them.
+
+    It lets files be written and deleted there as before, so a deleted run stays deleted.
+    """
+    from mlflow.entities import ViewType
+
     experiment = registry.known_experiment(agent_id)
     if experiment is None:
         return ()
     wanted = f"tags.`{FINGERPRINT}` LIKE '{mark}%'"
-    found: Sequence[Any] = registry.client.search_runs([experiment], wanted)
+    found: Sequence[Any] = registry.client.search_runs([experiment], wanted, ViewType.ALL)
     return found
 
 
@@ -160,7 +166,7 @@ def forget_runs(registry: ModelRegistry, run_ids: Sequence[str]) -> None:
     """Delete the runs with their files; MLflow keeps their rows, marked, until `mlflow gc`."""
     for run_id in run_ids:
         with mlflow_refusals(f"deleting run {run_id}"):
-            # The files first: a run that is marked is not found again.
+            # MLflow marks a run as deleted and leaves its files.
             _delete_files(registry, registry.client._tracking_client._get_artifact_repo(run_id))
             registry.client.delete_run(run_id)
 

@@ -50,11 +50,18 @@ def bytes_under(folder: Path) -> list[str]:
     ]
 
 
-def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(loop: Loop) -> None:
-    agent = loop.agent("forgotten")
+@pytest.mark.parametrize("deleted", ["nothing", "run", "experiment"])
+def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(
+    loop: Loop, deleted: str
+) -> None:
+    """So they do from what was deleted on MLflow's page, which keeps it to be restored."""
+    agent = loop.agent(f"forgotten-{deleted}")
     pipeline = loop.pipeline
     registry, store, database = pipeline.registry, pipeline.store, pipeline.database
-    theirs, other = said("f-ann", "ann", SECRET, agent), said("f-bob", "bob", "pear", agent)
+    theirs, other = (
+        said(f"f-{name}-{deleted}", name, text, agent)
+        for name, text in (("ann", SECRET), ("bob", "pear"))
+    )
     store.add_interactions([theirs, other])
     log_interaction(registry, theirs)
     kept = log_interaction(registry, other)
@@ -73,7 +80,7 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
                 rater_id=rater,
                 topic=topic,
             )
-            for key, topic in (("f-ann", SECRET), ("f-bob", "pears"))
+            for key, topic in ((theirs.interaction_id, SECRET), (other.interaction_id, "pears"))
         ]
     )
     newest = snapshot.newest_seq(database, agent)
@@ -97,6 +104,11 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
         run.log_text("drift/drift.html", json.dumps(topics))
     folder = settings.state_dir / "mlflow"
     assert len(bytes_under(folder)) == 7
+    client = registry.client
+    if deleted == "run":
+        client.delete_run(run.run_id)
+    elif deleted == "experiment":
+        client.delete_experiment(registry.experiment(agent))
 
     [shown] = held_about(registry, "ann", agent)["agents"]
     assert (len(shown["traces"]), len(shown["assessments"])) == (1, 1)
@@ -109,7 +121,8 @@ def test_traces_assessments_and_logged_examples_of_a_person_go_and_others_stay(l
     assert [a.source.source_id for a in left.info.assessments] == ["bob"]
     events = read_assessments(registry, agent).events
     assert {event.rater_id for event in events} == {rater}  # hers do not come in again
-    client = registry.client
+    if deleted == "run":
+        assert client.get_run(run.run_id).info.lifecycle_stage == "deleted"
     table = json.loads(Path(client.download_artifacts(run.run_id, "ppo/samples.json")).read_text())
     assert table["data"] == [[0, "pear?", "pear?"]]
     result = json.loads(Path(client.download_artifacts(run.run_id, "ppo/result.json")).read_text())

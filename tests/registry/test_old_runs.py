@@ -123,9 +123,22 @@ def test_runs_of_a_turn_go_with_their_files(registry: ModelRegistry, tmp_path: P
     assert len(files) == 1
     forget_runs(registry, [made["a"]])
     assert not files[0].exists()
-    assert runs_of(registry, "old", "a" * 16) == []
+    assert registry.client.get_run(made["a"]).info.lifecycle_stage == "deleted"
     assert runs_of(registry, "old", "b" * 16) == [made["b"]]
     assert runs_of(registry, "nobody", "a" * 16) == []
+
+
+def test_a_run_deleted_on_mlflows_page_goes_with_its_turn_and_its_files(
+    registry: ModelRegistry,
+) -> None:
+    """Once the turn's snapshot has gone, no erasure knows any more what to look for in them."""
+    with registry.run("old", fingerprint="d" * 64, stage="turn", parameters={"x": 1}) as run:
+        run.log_text("ppo/samples.json", "quoted")
+    registry.client.delete_run(run.run_id)
+    assert runs_of(registry, "old", "d" * 16) == [run.run_id]
+    forget_runs(registry, [run.run_id])
+    assert [p for p in registry.folder.rglob("samples.json") if run.run_id in p.parts] == []
+    assert registry.client.get_run(run.run_id).info.lifecycle_stage == "deleted"
 
 
 def test_what_mlflow_could_not_write_stands_in_no_error(

@@ -17,9 +17,14 @@ import pytest
 
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
-from rlhf_pipeline.records import Interaction, now, user_prompt
+from rlhf_pipeline.records import Interaction, now, prompt_to_json, user_prompt
 from rlhf_pipeline.registry.bases import base_folder
-from rlhf_pipeline.registry.forgetting import forget_traces, traces_of
+from rlhf_pipeline.registry.forgetting import (
+    forget_runs,
+    forget_samples,
+    forget_traces,
+    traces_of,
+)
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.traces import log_interaction, trace_files
@@ -166,4 +171,23 @@ def test_a_trace_goes_to_the_server_and_from_it_whatever_the_process_tracks(
     assert forget_traces(registry, "c", ["i1"], "nobody")["traces"] == 1
     assert files.list_artifacts() == []
     assert traces_of(registry, "c", ["i1"], "nobody")[0] == []
+    database.close()
+
+
+@pytest.mark.slow
+def test_a_deleted_run_is_cleaned_and_emptied_through_a_server(server: str, tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/store.db")
+    registry = ModelRegistry(PromotionLedger(database), server, tmp_path / "mlflow")
+    samples = [{"prompt": text} for text in ("theirs?", "another's?")]
+    with registry.run("d", fingerprint="d" * 64, stage="turn", parameters={}) as run:
+        run.log_table("ppo/samples.json", samples)
+    client = registry.client
+    client.delete_run(run.run_id)
+    theirs = prompt_to_json(user_prompt("theirs?"))
+    assert forget_samples(registry, "d", "d" * 16, [theirs], [], None) == 1
+    left = client.download_artifacts(run.run_id, "ppo/samples.json", str(tmp_path))
+    assert json.loads(Path(left).read_text())["data"] == [["another's?"]]
+    forget_runs(registry, [run.run_id])
+    assert client.list_artifacts(run.run_id) == []
+    assert client.get_run(run.run_id).info.lifecycle_stage == "deleted"
     database.close()
