@@ -8,6 +8,7 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.feedback.store import FeedbackStore
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import (
     file_sha256,
     folder_sha256,
@@ -205,7 +207,10 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
 
     @contextmanager
     def turn(self, context: dg.AssetExecutionContext) -> Iterator[Turn]:
-        """Yield the turn this run holds, its claim kept alive from here to the run's end."""
+        """Yield the turn this run holds, its claim kept alive from here to the run's end.
+
+        Once another has taken the claim over, what the block still writes is refused.
+        """
         claim = self._claim_of(context.run)
         if claim is None:
             raise dg.Failure(
@@ -216,7 +221,8 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             )
         try:
             self._keep_alive(claim.token)
-            yield self._turn(claim, context.run.tags)
+            with writing_while(partial(self.claims.check, claim.token)):
+                yield self._turn(claim, context.run.tags)
         except PipelineError as error:
             # What the engine refuses it would refuse again; crashes stay retryable.
             raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error

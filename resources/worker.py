@@ -27,6 +27,7 @@ from rlhf_pipeline.config import ExperimentSettings, Settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.datasets import place_of
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import file_sha256, read_json, write_json
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -177,10 +178,11 @@ def run(stage: str, spec: Mapping[str, Any]) -> dict[str, Any]:
             claims.check(turn.token)
 
         keep_going()  # before seconds of imports
-        result = STAGES[stage](turn, report, keep_going)
-        keep_going()
-        if is_main:
-            write_json(result_path, {"work": work, "result": result})
+        with writing_while(keep_going):
+            result = STAGES[stage](turn, report, keep_going)
+            keep_going()
+            if is_main:
+                write_json(result_path, {"work": work, "result": result})
     return result
 
 

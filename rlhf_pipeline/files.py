@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote
 import yaml
 
 from rlhf_pipeline.errors import PipelineError, TrainingError
+from rlhf_pipeline.fence import need_right_to_write
 
 SQLITE = "sqlite:///"  # before a path, in a URL
 LEAST_ROOM = 2**20  # bytes free on a disk that is not called full
@@ -45,6 +46,7 @@ def new_folder(directory: str | Path, *, private: bool = False) -> Iterator[Path
     try:
         yield aside
         _sync_tree(aside)
+        need_right_to_write()
         _move_into_place(aside, target)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -70,6 +72,7 @@ def new_file(path: str | Path, *, may_stay: bool = False, private: bool = False)
         yield aside
         if not may_stay or aside.exists():
             _sync_file(aside)
+            need_right_to_write()
             aside.replace(target)
             _sync_directory(target.parent)
     finally:

@@ -12,7 +12,8 @@ import yaml
 
 from automation import processes
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ClaimLost, PipelineError
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import (
     folder_sha256,
     new_file,
@@ -39,6 +40,28 @@ def test_a_folder_takes_its_place_only_when_the_block_ends_well(tmp_path: Path) 
         (folder / "b.txt").write_text("third")
     assert sorted(p.name for p in target.iterdir()) == ["b.txt"]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_nothing_takes_its_place_once_its_writer_may_not_write_any_more(tmp_path: Path) -> None:
+    claim = ["held"]
+
+    def check() -> None:
+        if claim == ["lost"]:
+            raise ClaimLost("another took over")
+
+    with writing_while(check):
+        write_text(tmp_path / "votes", "first")
+        with new_folder(tmp_path / "model") as aside:
+            (aside / "first").touch()
+        claim[:] = ["lost"]
+        with pytest.raises(ClaimLost):
+            write_text(tmp_path / "votes", "late")
+        with pytest.raises(ClaimLost), new_folder(tmp_path / "model") as aside:
+            (aside / "late").touch()
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["model", "model/first", "votes"]
+    assert (tmp_path / "votes").read_text() == "first"
+    write_text(tmp_path / "votes", "another's")  # who holds no claim may
 
 
 def test_a_file_takes_its_place_only_when_the_block_ends_well_and_left_one(tmp_path: Path) -> None:

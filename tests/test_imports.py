@@ -159,7 +159,7 @@ def test_ppo_can_be_lifted_onto_a_bare_gpu_machine() -> None:
                 used[name] = path
                 queue.append(path)
     parts = {name.split(".")[1] for name in used}
-    assert parts == {"ppo", "policy", "evaluation", "records", "errors", "files"}
+    assert parts == {"ppo", "policy", "evaluation", "records", "errors", "fence", "files"}
     # Of evaluation only what counts repetition in texts: numpy and no models.
     assert [n for n in used if ".evaluation." in n] == ["rlhf_pipeline.evaluation.metrics"]
     allowed = BARE_GPU | COMES_WITH_TRANSFORMERS | sys.stdlib_module_names | {"rlhf_pipeline"}

@@ -3,9 +3,10 @@
 Whoever asks for training (sensor, schedule, API, person) claims first. One claim per agent is held
 at a time; the database's unique index says so, not this code. A holder that stops its heartbeat
 loses the claim to the next one, whose token is higher; everything the old holder still tries is
-refused by `check`. Protects against two trainings of one fingerprint and against a run that wakes
-up late. Does not stop the late run's computing, only its writing. A holder's clock may be behind
-that of whoever looks by two minutes, and AHEAD of it.
+refused by `check`, which fence.py asks before whatever becomes visible. Protects against two
+trainings of one fingerprint and against a run that wakes up late. Does not stop the late run's
+computing, only its writing. A holder's clock may be behind that of whoever looks by two minutes,
+and AHEAD of it.
 """
 
 from __future__ import annotations

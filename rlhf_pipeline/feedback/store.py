@@ -23,6 +23,7 @@ from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, Id
 from rlhf_pipeline.feedback.raters import marks_of
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.together import GroupCommit, Ticket
+from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.records import (
     LIVE,
     Feedback,
@@ -233,6 +234,7 @@ class FeedbackStore:
         """
         q, added = db.quarantine.c, 0
         with self.database.write(alone=True) as connection:  # two files may hold one bad line
+            need_right_to_write()
             for agent_id in {row.agent_id for row in rows}:
                 _make_known(connection, agent_id, now())
             for some in db.chunks(rows):

@@ -24,6 +24,7 @@ import sqlalchemy as sa
 import structlog
 
 from rlhf_pipeline.errors import ClaimLost, RegistryAway, RegistryError
+from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.files import file_identity, sqlite_path
 from rlhf_pipeline.records import hashed
 
@@ -222,11 +223,13 @@ class TrackedRun:
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a file, e.g. a plot, with the run."""
+        need_right_to_write()
         with mlflow_refusals(f"keeping {path.name} with run {self.run_id}"):
             self.client.log_artifact(self.run_id, str(path), folder or None)
 
     def log_json(self, name: str, value: Any) -> None:
         """Keep a value as a JSON file with the run."""
+        need_right_to_write()
         with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
             self.client.log_dict(self.run_id, value, name)
 
@@ -244,6 +247,7 @@ class TrackedRun:
 
     def log_text(self, name: str, text: str) -> None:
         """Keep a text, e.g. a markdown table, with the run."""
+        need_right_to_write()
         with mlflow_refusals(f"keeping {name} with run {self.run_id}"):
             self.client.log_text(self.run_id, text, name)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ import pytest
 from automation.dead import ASSETS
 from resources.compute import Compute
 from resources.pipeline import MAX_STEPS, Pipeline, bootstrap_mark
+from rlhf_pipeline import database as db
 from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.evaluation.facts import DRIFT
-from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback import datasets, snapshot, validation
 from rlhf_pipeline.feedback.claims import Claim
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
@@ -496,12 +500,74 @@ def test_a_step_whose_claim_was_taken_over_writes_nothing(
         result = loop.run("retrain", agent, compute=compute)
     finally:
         patch.undo()
-    assert failed_steps(result)[0] == "evaluation_report"
+    assert failed_steps(result)[0] == "ppo_policy"
     assert "ClaimLost" in failures(result)
     assert [v.version for v in loop.pipeline.ledger.versions(agent)] == [0]
     held = loop.pipeline.claims.held(agent)
     assert held is not None  # the failed run did not close what is another's
     assert held.holder == "another run"
+
+
+@pytest.mark.parametrize(
+    ("step", "module", "name"),
+    [("validated_feedback", validation, "validate"), ("training_data", datasets, "build")],
+)
+def test_a_step_that_stood_still_through_an_erasure_brings_nobody_back(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, step: str, module: Any, name: str
+) -> None:
+    """As on a machine that was suspended for longer than the lease, with the rows in memory."""
+    agent, pipeline = loop.agent("suspended"), loop.pipeline
+    chat(pipeline.store, agent, 80)
+    person = hash_rater(agent, "ann")
+    pipeline.store.append(
+        [
+            Feedback(
+                agent,
+                FeedbackKind.correction,
+                uuid7(),
+                prompt=user_prompt(f"{n} nougats?"),
+                completion=completion,
+                text="Nougat.",
+                rater_id=person,
+            )
+            for n, completion in enumerate(("Marzipan.", "\x07" * 20))  # the last is set aside
+        ]
+    )
+    inner, began, erased = getattr(module, name), threading.Event(), threading.Event()
+
+    def erase_her() -> None:
+        with pipeline.database.write() as connection:
+            late = db.claims.update().where(db.claims.c.agent_id == agent)
+            connection.execute(late.values(expires_at=now() - timedelta(minutes=1)))
+        erase(pipeline.settings(), pipeline.registry, person, agent)
+        erased.set()
+
+    def stands_still(*given: Any, **named: Any) -> Any:
+        made = inner(*given, **named)
+        if not began.is_set():
+            began.set()
+            elsewhere = threading.Thread(target=erase_her)  # nothing of the step holds for it
+            elsewhere.start()
+            elsewhere.join()
+        return made
+
+    monkeypatch.setattr(module, name, stands_still)
+    only = [SNAPSHOT, "validated_feedback", "feedback_profile", *DATA]
+    result = loop.run("retrain", agent, only=only)
+    assert erased.is_set()
+    files = [p for p in pipeline.settings().agent_folder(agent).rglob("*") if p.is_file()]
+    assert [p.name for p in files if person in read(p) or "nougat" in read(p)] == []
+    assert pipeline.store.quarantined(agent) == {}
+    assert failed_steps(result) == [step]
+    assert "ClaimLost" in failures(result)
+
+
+def read(path: Path) -> str:
+    """Return what stands in a file of a turn, unpacked."""
+    if path.suffix == ".parquet":
+        return str(snapshot.read(path).to_dict())
+    content = path.read_bytes()
+    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
 
 
 def test_training_alone_is_refused_without_a_turn(loop: Loop, first_turn: FirstTurn) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,19 @@ from structlog.testing import capture_logs
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline.database import Database
-from rlhf_pipeline.errors import ConfigError, FeedbackError, FeedbackRefused, IdempotencyConflict
+from rlhf_pipeline.errors import (
+    ClaimLost,
+    ConfigError,
+    FeedbackError,
+    FeedbackRefused,
+    IdempotencyConflict,
+)
 from rlhf_pipeline.feedback import snapshot
+from rlhf_pipeline.feedback.claims import ClaimBook
 from rlhf_pipeline.feedback.export import events as events_of
 from rlhf_pipeline.feedback.formats import Row, events
 from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Opinion, Stored, target_of
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import (
     Feedback,
@@ -613,6 +622,17 @@ def test_a_vote_set_aside_for_another_word_than_before_says_so(store: FeedbackSt
     assert store.quarantine([row]) == 1
     assert store.quarantine([replace(row, detail="moon")]) == 0
     assert [found.detail for found in store.quarantined_rows("tea")] == ["moon"]
+
+
+def test_nothing_is_set_aside_by_a_run_whose_claim_was_taken_over(store: FeedbackStore) -> None:
+    claims = ClaimBook(store.database)
+    token = claims.claim("tea", "f" * 64, 1, holder="late", asked_by="person").token
+    with writing_while(partial(claims.check, token)):
+        assert store.quarantine([QuarantinedRow("tea", "empty_prompt", "", "api")]) == 1
+        claims.finish(token, "failed", "its lease ran out")
+        with pytest.raises(ClaimLost):
+            store.quarantine([QuarantinedRow("tea", "empty_completion", "", "api")])
+    assert store.quarantined("tea") == {"empty_prompt": 1}
 
 
 @pytest.mark.parametrize("rule", ["damaged_file", "line_too_long"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -18,6 +19,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from rlhf_pipeline.database import model_versions
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import folder_sha256, sqlite_path
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
@@ -613,6 +615,26 @@ def test_who_lost_the_claim_leaves_the_newer_holders_run_alone(
         stall()
     [run] = registry.client.search_runs([registry.experiment(agent)])
     assert run.info.status == "FINISHED"
+
+
+def test_a_run_keeps_nothing_of_who_lost_the_claim(
+    registry: ModelRegistry, agent: str, tmp_path: Path
+) -> None:
+    def lost() -> None:
+        raise ClaimLost("another took over")
+
+    (tmp_path / "page.html").touch()
+    with registry.run(agent, fingerprint="f8", stage="turn", parameters={}) as run:
+        late: list[tuple[Callable[..., None], Any]] = [
+            (run.log_json, ("a.json", {})),
+            (run.log_table, ("b.json", [{"a": 1}])),
+            (run.log_text, ("c.md", "")),
+            (run.log_file, (tmp_path / "page.html",)),
+        ]
+        for log, given in late:
+            with writing_while(lost), pytest.raises(ClaimLost):
+                log(*given)
+    assert registry.client.list_artifacts(run.run_id) == []
 
 
 def test_a_run_keeps_files_texts_and_what_it_read(

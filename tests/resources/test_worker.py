@@ -275,17 +275,20 @@ def test_nothing_is_trained_under_a_claim_that_was_lost(
     assert calls == []
 
 
-def test_a_result_is_not_written_when_the_claim_is_lost_meanwhile(
-    turn: Turn, book: ClaimBook, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writes", [False, True])
+def test_nothing_is_written_when_the_claim_is_lost_meanwhile(
+    turn: Turn, book: ClaimBook, monkeypatch: pytest.MonkeyPatch, writes: bool
 ) -> None:
     def losing(turn: Turn, *_: object) -> dict[str, Any]:
         book.finish(turn.token, "failed", "taken over")
+        if writes:
+            write_json(turn.work / "ppo" / "result.json", {"late": True})
         return {"late": True}
 
     monkeypatch.setitem(STAGES, "losing", losing)
     with pytest.raises(ClaimLost):
         worker.run("losing", specification(turn))
-    assert not (turn.work / "losing.json").exists()
+    assert [p.name for p in turn.work.rglob("*.json")] == []
 
 
 def test_the_worker_ends_when_its_parent_is_killed(turn: Turn) -> None:
