@@ -203,7 +203,7 @@ def _binned(now: pd.DataFrame, before: pd.DataFrame) -> tuple[pd.DataFrame, pd.D
 
 def _tells(now: pd.Series[Any], before: pd.Series[Any]) -> bool:
     """Say whether the feature's PSI says anything: not where too few have it for bins of it."""
-    return all(side.count() and set(side.dropna()) != {OTHERS} for side in (now, before))
+    return bool(now.count() and before.count()) and {*now.dropna(), *before.dropna()} != {OTHERS}
 
 
 def _edges(reference: pd.Series[Any], bins: int) -> np.ndarray[Any, Any]:

@@ -158,6 +158,16 @@ def test_a_few_new_votes_of_another_kind_are_seen_beside_a_long_history() -> Non
         assert psi(p, q) > drift._threshold(now, then, feature, 0.2)
 
 
+@pytest.mark.parametrize(("new", "old"), [(60, 1), (1, 60)])
+def test_topics_that_none_had_before_are_a_change_however_many_they_are(
+    tmp_path: Path, new: int, old: int
+) -> None:
+    before = snapshot(1200, 1, topic=[f"old {n % old}" for n in range(1200)])
+    now = snapshot(200, 2, topic=[f"new {n % new}" for n in range(200)])
+    found = feedback_drift(now, before, html_path=tmp_path / "d.html")
+    assert found.features["topic"].drifted
+
+
 def test_so_few_new_votes_that_nothing_can_be_told_are_told_as_that(tmp_path: Path) -> None:
     """Not as a PSI of 0, whatever they are."""
     before = snapshot(1000, 1, topic="green")
