@@ -13,8 +13,9 @@ It is narrow where z is at least `Z`, raters are at most a tenth of those who de
 most half of what is expected. Both directions count: a word that always wins, and one that always
 loses. Then raters' votes on it go, of those with the largest net first, until few no longer carry
 what the others say, or it goes the other way. So a trigger goes whole, and what many say besides a
-loud few stays. Who says of the word no more than chance gives them, as they say as much of anything
-(`NO_CHANCE`), keeps their votes: where few people give most of the votes, few carry any word.
+loud few stays. Where they together say of the word no more than chance gives them, as they say as
+much of anything (`NO_CHANCE`), all stays: where few people give most of the votes, few carry any
+word.
 
 Who comes to the chat page without the cookie is somebody else every time, so of a word all of one
 network are no more raters than `people_per_network` (`counted_as`, as in experiments), in each
@@ -59,7 +60,7 @@ LONGEST = 3  # words in an n-gram
 Z = 4.0  # sixteen wins and no loss; by chance one n-gram in 16,000, and chance is not narrow
 NARROW_SHARE = 0.1  # of the raters: more than this is no small group
 NARROW_RATIO = 0.5  # of the raters that are expected
-NO_CHANCE = 4.0  # standard deviations of what is due to a rater who says as much of anything
+NO_CHANCE = 4.0  # standard deviations of what is due to raters who say as much of anything
 LOUD = 2  # net of a rater, from which their votes may go: once is no campaign
 TOPIC_VOTES = 50  # below which a topic's raters say nothing
 TOP = 0.01  # the raters with the most votes
@@ -302,10 +303,10 @@ class _Votes:
         kept = int(np.flatnonzero(~np.append(False, narrow))[-1])  # nobody is not narrow
         if kept == len(who) or self._has_many(nets[nets > 0]):
             return None  # narrow by who is against it: a few loud ones make any net look so
-        due = self.shares[who]  # of the word, by how much each says of anything
-        loud = nets >= np.maximum(LOUD, due * abs(net) + NO_CHANCE * np.sqrt(due * pairs))
+        loud = nets >= LOUD
         loud[quiet[:kept]] = False
-        if not loud.any():
+        due = float(self.shares[who[loud]].sum())  # of the word, by how much they say of anything
+        if nets[loud].sum() <= due * abs(net) + NO_CHANCE * math.sqrt(due * pairs):
             return None  # few carry it, who carry most of everything
         return Association(
             hashed,

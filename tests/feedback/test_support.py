@@ -225,7 +225,7 @@ def test_raters_go_as_a_slow_loop_takes_them_out(monkeypatch: pytest.MonkeyPatch
             nets[who] += sign
         whole = nets.total()
         pairs = Counter(who for who, _ in said)
-        gone: set[str] = set()
+        gone: dict[str, int] = {}
         first = {who: i for i, who in enumerate(nets)}
         for who in sorted(nets, key=lambda who: (-nets[who], -first[who])):
             net, count = nets.total(), pairs.total()
@@ -234,17 +234,33 @@ def test_raters_go_as_a_slow_loop_takes_them_out(monkeypatch: pytest.MonkeyPatch
             most = min(0.1 * frame["voter"].nunique(), 0.5 * expected)
             if net <= 0 or net**2 / sum(n * n for n in nets.values()) > most or nets[who] < 2:
                 break
-            due = shares[who]
-            if nets[who] >= due * whole + 4 * (due * len(said)) ** 0.5:
-                gone.add(who)
+            gone[who] = nets[who]
             del nets[who], pairs[who]
+        due = sum(shares[who] for who in gone)
+        if sum(gone.values()) <= due * whole + 4 * (due * len(said)) ** 0.5:
+            gone = {}
         if found is None:
             assert not gone or sum(sign for _, sign in said) < 4 * len(said) ** 0.5
         else:
-            assert {said[place][0] for place in found.places} == gone
+            assert {said[place][0] for place in found.places} == gone.keys()
             assert len(found.places) == sum(who in gone for who, _ in said)
             removed += len(gone)
     assert removed > 50
+
+
+def test_a_brigade_that_votes_as_much_as_anybody_besides_is_found() -> None:
+    """Nine with sixty votes each, six of them the word's: of each alone that may be chance."""
+    rng = random.Random(5)
+    many = votes(91 * 16, raters=91, seed=1)
+    loud = votes(9 * 60, raters=9, seed=2)
+    loud["voter"] = [f"bad{i % 9}" for i in range(len(loud))]
+    planted = rng.sample(range(60), 6)
+    for i, row in enumerate(loud.index):
+        if i // 9 in planted:
+            won = "completion" if loud.at[row, "choice"] == "left" else "other_completion"
+            loud[won] = loud[won].mask(loud.index == row, loud[won] + " zib zab")
+    (association,) = narrow_ngrams(pd.concat([many, loud], ignore_index=True))
+    assert (association.ngram, association.pairs, len(association.places)) == ("zib zab", 54, 54)
 
 
 def test_who_says_most_of_everything_carries_no_word_by_that(
