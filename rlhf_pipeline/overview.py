@@ -126,7 +126,7 @@ def overview(
     experiment = next(iter(book.history(agent_id)), None)
     history = ledger.history(agent_id)
     made = made_champion(history)
-    times = [] if made is None else [its_time(database, made, now())]
+    since, until = (None, None) if made is None else its_time(database, made, now())
     waits, network_share = _newest_answers(database, agent_id)
     return Overview(
         agent_id=agent_id,
@@ -143,7 +143,7 @@ def overview(
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
         enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
-        failures=failures(database, agent_id, most=latest, times=times),
+        failures=failures(database, agent_id, most=latest, since=since, until=until),
         moved=history[-1] if history else None,
         network_share=network_share,
         champion=ledger.champion(agent_id),

@@ -2,7 +2,7 @@
 
 A version may be promoted without ever having met people, and one that met a few may fail many. In
 its first days a champion that fails as often as ends an experiment at once is rolled back: far
-oftener than the champion before it, else the trouble is not the version's. One step is gone back
+oftener than the champions before it, else the trouble is not the version's. One step is gone back
 and no second; from there a person looks. What this does not see: answers that reach people and are
 bad, which satisfaction by version shows (overview.py) and only an experiment proves.
 """
@@ -10,10 +10,10 @@ bad, which satisfaction by version shows (overview.py) and only an experiment pr
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ READ_AT_MOST = 10  # times the answers looked at: others were asked of the basel
 STILL_LOADING = "still_loading"  # the rule where an answer's time passed while its model loaded
 NOT_ITS_FAULT = frozenset({"unsafe_request", STILL_LOADING})
 """Rules that say nothing of the champion: it was not asked, or could not be in time."""
-EVER = datetime.min.replace(tzinfo=UTC)  # answers older than the first champion's entry are its own
 SOON = timedelta(minutes=1)  # so far ahead of a look a service may date what it answered
 _FOUND: dict[tuple[str, str, int], datetime] = {}
 """By database, agent and entry: when a promotion was found first that is dated later than that."""
@@ -100,21 +99,25 @@ def failures(
     agent_id: str,
     *,
     most: int,
-    times: Iterable[tuple[datetime, datetime]],
+    since: datetime | None = None,
+    until: datetime | None = None,
+    without: Iterable[tuple[datetime, datetime]] = (),
 ) -> Failures:
-    """Return how the latest `most` answers went that were asked of the champion of those times.
+    """Return how the latest `most` answers went that were asked of the champion of that time.
 
-    A time is after when until when. Whoever gave no name counts as one person together.
+    `without` are times, after when until when, whose answers do not count. Whoever gave no name
+    counts as one person together.
     """
     i = db.interactions.c
     query = sa.select(i.user_id, i.session_id, i.arm, i.sampling).where(
-        i.agent_id == agent_id,
-        i.arm.is_distinct_from("challenger"),
-        sa.or_(
-            *(sa.and_(i.created_at > after, i.created_at <= until) for after, until in times),
-            sa.false(),
-        ),
+        i.agent_id == agent_id, i.arm.is_distinct_from("challenger")
     )
+    if since is not None:
+        query = query.where(i.created_at > since)
+    if until is not None:
+        query = query.where(i.created_at <= until)
+    for start, end in without:
+        query = query.where(sa.or_(i.created_at <= start, i.created_at > end))
     query = query.order_by(i.created_at.desc()).limit(READ_AT_MOST * most)
     answers: list[tuple[str | None, bool]] = []
     rules = Counter[str]()
@@ -163,19 +166,20 @@ def go_back_if_failing(
     most, share = rules.trouble_answers, rules.trouble_share
     database = ledger.database
     since, until = its_time(database, promoted, at)
-    found = failures(database, agent_id, most=most, times=[(since, until)])
-    previous = ledger.standing(agent_id).previous
+    found = failures(database, agent_id, most=most, since=since, until=until)
+    standing = ledger.standing(agent_id)
+    previous = standing.previous
     if previous is None or not is_trouble(found, most=most, share=share):
         return None
-    its = _times_before(history, previous.version, since)
-    before = failures(database, agent_id, most=USUAL * most, times=its)
+    back = _times_of(standing.withdrawn, history)
+    before = failures(database, agent_id, most=USUAL * most, until=since, without=back)
     if not is_trouble(found, most=most, share=share, usual=before.usual):
         return None
     registry.folder_of(previous)
     return ledger.rollback(
         agent_id,
         actor=WATCH,
-        reason=f"version {promoted.version} {found.words}; the champion before it at "
+        reason=f"version {promoted.version} {found.words}; the champions before it at "
         f"{before.failed} of {before.answers}",
         expected_champion=promoted.version,
     ).words
@@ -206,14 +210,15 @@ def _moves(history: Sequence[Promotion]) -> list[Promotion]:
     return [e for e in history if e.action != "baseline" or e.previous_version is None]
 
 
-def _times_before(
-    history: Sequence[Promotion], version: int, since: datetime
+def _times_of(
+    versions: Collection[int], history: Sequence[Promotion]
 ) -> list[tuple[datetime, datetime]]:
-    """Return when a version was champion, from when until when, before the one that is `since`.
+    """Return when one of the versions was champion and another became it, from when until when.
 
-    Not when others were: one that was rolled back for its failures would excuse the next.
+    What was rolled back for its failures must not excuse the next that fails.
     """
-    moves = _moves(history)
-    edges = [EVER, *(entry.created_at for entry in moves[1:-1]), since]
-    times = zip(moves, pairwise(edges), strict=False)
-    return [time for entry, time in times if entry.version == version]
+    return [
+        (entry.created_at, after.created_at)
+        for entry, after in pairwise(_moves(history))
+        if entry.version in versions
+    ]

@@ -17,7 +17,6 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.errors import HashMismatch
 from rlhf_pipeline.experiment.watch import (
-    EVER,
     NOT_ITS_FAULT,
     STILL_LOADING,
     USUAL,
@@ -109,7 +108,7 @@ def test_a_champion_that_fails_after_its_promotion_is_gone_back_from(
     assert (entry.action, entry.version, entry.actor) == ("rollback", 0, "watch")
     assert entry.reason == (
         "version 1 failed at 14 of its latest 31 answers, and at 14 of 31 people's latest "
-        "(HashMismatch 14); the champion before it at 2 of 60"
+        "(HashMismatch 14); the champions before it at 2 of 60"
     )
     assert looked(ledger) is None  # and no second step
     standing = ledger.standing(AGENT)
@@ -143,7 +142,7 @@ def test_one_persons_questions_do_not_bring_it_down(
 ) -> None:
     answers(store, 20)
     answers(store, 30, failed=30, user="one")
-    assert failures(store.database, AGENT, most=50, times=[(EVER, now())]).people_failed == 1
+    assert failures(store.database, AGENT, most=50).people_failed == 1
     assert looked(ledger) is None
     answers(store, 50, failed=50, user=None)  # who gave no name is one person, here the only one
     assert looked(ledger) == "rolled back from 1 to 0"
@@ -166,7 +165,7 @@ def test_what_few_people_met_before_counts_also_where_their_latest_answers_were_
     for user in users:
         answers(store, 6, failed=6, before=True, user=user, at=LONG_AGO - timedelta(hours=1))
         answers(store, 54, before=True, user=user)
-    before = failures(store.database, AGENT, most=500, times=[(EVER, now())])
+    before = failures(store.database, AGENT, most=500)
     assert (before.people, before.people_failed) == (len(users), 0)
     assert before.usual == pytest.approx(0.1)
     answers(store, 50, failed=14, user=users[0])  # by chance, of many windows
@@ -196,7 +195,25 @@ def test_what_was_rolled_back_for_its_failures_excuses_no_later_version(
     ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=0)
     answers(store, 50, failed=30, user="later-{}")
     assert looked(ledger) == "rolled back from 2 to 0"
-    assert ledger.history(AGENT)[-1].reason.endswith("the champion before it at 0 of 45")
+    assert ledger.history(AGENT)[-1].reason.endswith("the champions before it at 0 of 45")
+
+
+def test_what_failed_before_a_champion_that_met_nobody_counts(
+    store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
+) -> None:
+    answers(store, 500, failed=75, before=True)
+    second = ledger.add_version(
+        AGENT,
+        label="v2",
+        path=tmp_path / "2",
+        files={"w": "2"},
+        lineage={},
+        gate={"passed": True, "results": []},
+        fingerprint="e" * 64,
+    )
+    ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=1)
+    answers(store, 50, failed=13)
+    assert looked(ledger) is None
 
 
 def test_what_one_person_met_before_hides_no_failures(
@@ -258,7 +275,7 @@ def test_one_that_was_promoted_while_a_clock_was_ahead_is_watched_from_the_first
     assert looked(ledger, days=later) is None
     answers(store, 1, failed=1, user="another")
     assert looked(ledger, days=later) == "rolled back from 1 to 0"
-    assert ledger.history(AGENT)[-1].reason.endswith("the champion before it at 2 of 60")
+    assert ledger.history(AGENT)[-1].reason.endswith("the champions before it at 2 of 60")
 
 
 @pytest.mark.parametrize("ahead", [timedelta(minutes=5), timedelta(days=1)])

@@ -31,7 +31,7 @@ from rlhf_pipeline.config import Settings, UpstreamSettings
 from rlhf_pipeline.errors import ChatAway, ModelError
 from rlhf_pipeline.experiment.assignment import arm_of
 from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
-from rlhf_pipeline.experiment.watch import EVER, STILL_LOADING, failures
+from rlhf_pipeline.experiment.watch import STILL_LOADING, failures
 from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.policy.cache import merge
 from rlhf_pipeline.policy.loading import load_policy, save_policy
@@ -936,7 +936,7 @@ def test_a_corrupt_champion_is_never_served_and_without_a_baseline_it_is_a_polit
         assert kept is not None
         assert (kept.arm, kept.model_version) == ("baseline", 0)
         assert running.rules()["HashMismatch"] == 1
-        found = failures(here.store.database, "shop", most=1, times=[(EVER, now())])
+        found = failures(here.store.database, "shop", most=1)
         assert (found.failed, found.rules) == (1, {"HashMismatch": 1})
     spoilt = state / "agents/shop/v0/config.json"
     spoilt.write_text(spoilt.read_text().replace("{", "{ ", 1))
@@ -1227,7 +1227,7 @@ def test_that_a_champion_was_still_loading_is_on_record_and_no_failure_of_its(
 
         asyncio.run(play())
         assert chat_events.counts(here.database, "shop")[STILL_LOADING] == 2
-        found = failures(here.database, "shop", most=3, times=[(began, now())])
+        found = failures(here.database, "shop", most=3, since=began)
         assert (found.answers, found.failed) == (1, 0)
 
 
