@@ -261,10 +261,14 @@ class FeedbackStore:
                 if fresh:
                     connection.execute(db.quarantine.insert(), fresh)
                 added += len(fresh)
-                for key, detail in known.items():
-                    if detail != (now_said := db.storable(by_id[key].detail)):
-                        row = db.quarantine.update().where(q.quarantine_id == key)
-                        connection.execute(row.values(detail=now_said))
+                anew = [
+                    {"key": key, "said": now_said}
+                    for key, detail in known.items()
+                    if detail != (now_said := db.storable(by_id[key].detail))
+                ]
+                if anew:
+                    row = db.quarantine.update().where(q.quarantine_id == sa.bindparam("key"))
+                    connection.execute(row.values(detail=sa.bindparam("said")), anew)
         return added
 
     def release(self, agent_id: str, watermark: int, aside: Sequence[QuarantinedRow]) -> int:
