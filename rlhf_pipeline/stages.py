@@ -18,6 +18,7 @@ from rlhf_pipeline.config import Settings
 from rlhf_pipeline.errors import EvaluationError, NotEnoughData, PromptRefused, TrainingError
 from rlhf_pipeline.feedback import datasets, gold, snapshot
 from rlhf_pipeline.feedback.datasets import JOBS, Job, job_of, unit_interval
+from rlhf_pipeline.fence import need_right_to_write
 from rlhf_pipeline.files import read_json, write_json, write_text
 from rlhf_pipeline.records import (
     EvaluationPrompt,
@@ -248,6 +249,7 @@ def without_gold(turn: Turn, frame: pd.DataFrame) -> pd.DataFrame:
     """Return the votes that data sets are made of; answers to gold questions are kept beside."""
     settings = turn.settings.feedback
     answers = turn.data / GOLD
+    need_right_to_write()
     answers.unlink(missing_ok=True)
     if settings.gold_questions is None:
         return frame

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
 
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.errors import ClaimLost, SourceError
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.gold import Tally, read_answers, read_questions, set_apart, tallies
+from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.records import prompt_to_json, user_prompt
 from rlhf_pipeline.stages import GOLD, Turn, without_gold
 
@@ -110,6 +112,17 @@ def test_questions_are_read_as_a_snapshot_of_these_regions_has_them(tmp_path: Pa
         settings = load_settings("tiny", {"feedback": chosen})
         turn = Turn("tea", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, settings)
         assert len(without_gold(turn, frame)) == kept
+
+
+def test_a_run_whose_claim_was_taken_over_removes_no_answers(tmp_path: Path) -> None:
+    turn = Turn("tea", "0" * 64, 0, 0, tmp_path, tmp_path, None, None, load_settings("tiny", {}))
+    kept = tmp_path / GOLD
+    kept.write_text("{}")
+    with writing_while(Mock(side_effect=ClaimLost("taken over"))), pytest.raises(ClaimLost):
+        without_gold(turn, SAID)
+    assert kept.read_text() == "{}"
+    without_gold(turn, SAID)
+    assert not kept.exists()
 
 
 def test_nothing_said_on_their_prompts_reaches_a_data_set(tmp_path: Path) -> None:
