@@ -27,6 +27,7 @@ from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
 OLD_WORKBOOK, ZIP = bytes.fromhex("d0cf11e0a1b11ae1"), b"PK\3\4"  # what .xls, .xlsx begin with
+BEGINNING = 512  # bytes of a file that say what it is
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
 CELLS = (*TABLES, WORKBOOK, PARQUET)
 SUFFIXES = (*LINES, *CELLS)
@@ -231,8 +232,9 @@ def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -
 def _check_beginning(path: Path) -> None:
     """Raise SourceError where the file begins as UTF-16 does, or as a workbook; it has no rows."""
     with path.open("rb") as file:
-        beginning = file.read(len(OLD_WORKBOOK))
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        beginning = file.read(BEGINNING)
+    # Without one of the zeros that its quotes and commas have, it is a first line that is damaged.
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and b"\0" in beginning:
         raise SourceError(
             f"a file in UTF-8 is needed, found UTF-16 in {path}; save it as UTF-8 (in Excel: "
             "CSV UTF-8; in PowerShell: Out-File -Encoding utf8)"

@@ -1273,6 +1273,11 @@ def test_a_file_in_utf_16_is_refused_by_name(tmp_path: Path, name: str) -> None:
             read_all(path)
 
 
+def test_a_first_line_that_is_damaged_makes_no_other_a_file_in_utf_16(tmp_path: Path) -> None:
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", [b"\xff\xfe", THUMBS]))
+    assert (len(events), rules_of(aside)) == (1, [(1, "not_utf8")])
+
+
 @pytest.mark.parametrize("name", ["f.xls", "f.csv", "f.jsonl"])
 def test_a_workbook_under_another_name_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
