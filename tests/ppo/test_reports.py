@@ -178,9 +178,11 @@ def test_ppo_can_be_lifted_to_a_machine_with_torch_and_transformers_only() -> No
     more = {"dpo.py": {"trl", "datasets"}, "environment.py": {"gymnasium"}}
     more |= {"metrics.py": {"scipy"}}  # for intervals, which PPO has none of
     ours = {"rlhf_pipeline.ppo", "rlhf_pipeline.policy"}
-    ours |= {f"rlhf_pipeline.{n}" for n in ("records", "errors", "files", "evaluation.metrics")}
+    ours |= {
+        f"rlhf_pipeline.{n}" for n in ("records", "errors", "fence", "files", "evaluation.metrics")
+    }
     lifted = [*(root / "ppo").glob("*.py"), *(root / n for n in ("records.py", "errors.py"))]
-    lifted += [root / "files.py", root / "evaluation" / "metrics.py"]
+    lifted += [root / "fence.py", root / "files.py", root / "evaluation" / "metrics.py"]
     lifted += [root / "policy" / f"{n}.py" for n in ("loading", "chat", "sampling", "tiny")]
     for path in lifted:
         for node in ast.walk(ast.parse(path.read_text())):
