@@ -52,6 +52,20 @@ def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
     return ledger
 
 
+def promote_another(ledger: PromotionLedger, tmp_path: Path, *, after: int) -> None:
+    """Make a version 2 that passed the gate champion."""
+    second = ledger.add_version(
+        AGENT,
+        label="v2",
+        path=tmp_path / "2",
+        files={"w": "2"},
+        lineage={},
+        gate={"passed": True, "results": []},
+        fingerprint="e" * 64,
+    )
+    ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=after)
+
+
 def looked(
     ledger: PromotionLedger, settings: Settings = SETTINGS, days: float = 0.0, sound: bool = True
 ) -> str | None:
@@ -183,16 +197,7 @@ def test_what_was_rolled_back_for_its_failures_excuses_no_later_version(
     assert looked(ledger) == "rolled back from 1 to 0"
     answers(store, 15, user="again-{}")
     time.sleep(0.02)
-    second = ledger.add_version(
-        AGENT,
-        label="v2",
-        path=tmp_path / "2",
-        files={"w": "2"},
-        lineage={},
-        gate={"passed": True, "results": []},
-        fingerprint="e" * 64,
-    )
-    ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=0)
+    promote_another(ledger, tmp_path, after=0)
     answers(store, 50, failed=30, user="later-{}")
     assert looked(ledger) == "rolled back from 2 to 0"
     assert ledger.history(AGENT)[-1].reason.endswith("the champions before it at 0 of 45")
@@ -202,16 +207,7 @@ def test_what_failed_before_a_champion_that_met_nobody_counts(
     store: FeedbackStore, ledger: PromotionLedger, tmp_path: Path
 ) -> None:
     answers(store, 500, failed=75, before=True)
-    second = ledger.add_version(
-        AGENT,
-        label="v2",
-        path=tmp_path / "2",
-        files={"w": "2"},
-        lineage={},
-        gate={"passed": True, "results": []},
-        fingerprint="e" * 64,
-    )
-    ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=1)
+    promote_another(ledger, tmp_path, after=1)
     answers(store, 50, failed=13)
     assert looked(ledger) is None
 

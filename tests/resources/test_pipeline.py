@@ -31,7 +31,7 @@ from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.files import folder_sha256
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.policies_api import TrainBody
 from rlhf_pipeline.stages import BEGAN, Turn
@@ -240,12 +240,9 @@ def test_a_retried_promotion_finds_the_experiment_it_began(
     assert pipeline.promote_if_due(turn) == words
 
 
-def test_no_turn_ends_an_experiment_that_a_person_began_meanwhile(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
-    turn = judged(pipeline, tmp_path, PASSED)
-    pipeline.store.set_agent("a", automatic_promotion=True)
-    other = pipeline.ledger.add_version(
+def another(ledger: PromotionLedger, tmp_path: Path) -> ModelVersion:
+    """Return a version that passed the gate, of votes of its own."""
+    return ledger.add_version(
         "a",
         label="v9",
         path=tmp_path / "9",
@@ -254,6 +251,14 @@ def test_no_turn_ends_an_experiment_that_a_person_began_meanwhile(
         gate=PASSED,
         fingerprint="e" * 64,
     )
+
+
+def test_no_turn_ends_an_experiment_that_a_person_began_meanwhile(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    other = another(pipeline.ledger, tmp_path)
     book = ExperimentBook(pipeline.database)
     book.start("a", champion=0, challenger=other.version, share=0.5, actor="ann")
     assert not turn.settings.experiments.enabled
@@ -270,15 +275,7 @@ def test_what_beat_another_champion_than_todays_is_a_persons_to_promote(
     turn = judged(pipeline, tmp_path, PASSED)
     ledger = pipeline.ledger
     pipeline.store.set_agent("a", automatic_promotion=True)
-    other = ledger.add_version(
-        "a",
-        label="v9",
-        path=tmp_path / "9",
-        files={"w": "9"},
-        lineage={},
-        gate=PASSED,
-        fingerprint="e" * 64,
-    )
+    other = another(ledger, tmp_path)
     ledger.promote("a", other.version, actor="ann", reason="far better", expected_champion=0)
     said = pipeline.promote_if_due(turn)
     assert said == (
