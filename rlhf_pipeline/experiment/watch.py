@@ -156,8 +156,7 @@ def go_back_if_failing(
     meanwhile.
     """
     ledger = registry.ledger
-    history = ledger.history(agent_id)
-    promoted = made_champion(history)
+    promoted = made_champion(ledger.history(agent_id))
     if promoted is None or promoted.action == "rollback" or agent_id in settings.serving.upstreams:
         return None  # an upstream that is away says nothing about a version
     if at - promoted.created_at > timedelta(days=settings.promotion.watch_days):
@@ -171,7 +170,7 @@ def go_back_if_failing(
     previous = standing.previous
     if previous is None or not is_trouble(found, most=most, share=share):
         return None
-    back = _times_of(standing.withdrawn, history)
+    back = _times_of(standing.withdrawn, standing.history)
     before = failures(database, agent_id, most=USUAL * most, until=since, without=back)
     if not is_trouble(found, most=most, share=share, usual=before.usual):
         return None
