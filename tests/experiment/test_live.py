@@ -26,12 +26,12 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.overview import overview
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.explain import explain, to_text
-from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
+from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.gateway import Gateway
 from rlhf_pipeline.serving.trials import Trials
 from tests.assets.world import write_recipe
-from tests.experiment.world import AGENT, SETTINGS, begin, ledger_of_two, meet
+from tests.experiment.world import AGENT, SETTINGS, another, begin, ledger_of_two, meet
 
 
 @pytest.fixture
@@ -48,19 +48,6 @@ def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
 
 def challenged(experiment: Experiment, user: int) -> bool:
     return arm_of(experiment.experiment_id, f"user-{user}", experiment.share) == "challenger"
-
-
-def another(ledger: PromotionLedger, root: Path, *, passed: bool) -> ModelVersion:
-    """Register a version 2."""
-    return ledger.add_version(
-        AGENT,
-        label="v2",
-        path=root / "2",
-        files={"model.safetensors": "02"},
-        lineage={},
-        gate={"passed": passed, "results": []},
-        fingerprint="other",
-    )
 
 
 def champion(ledger: PromotionLedger) -> int:

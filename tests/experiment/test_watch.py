@@ -31,7 +31,7 @@ from rlhf_pipeline.records import Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.guardrails import Rail
-from tests.experiment.world import AGENT, ledger_of_two
+from tests.experiment.world import AGENT, another, ledger_of_two
 
 SETTINGS = Settings()
 LONG_AGO = now() - timedelta(hours=3)
@@ -54,15 +54,7 @@ def ledger(store: FeedbackStore, tmp_path: Path) -> PromotionLedger:
 
 def promote_another(ledger: PromotionLedger, tmp_path: Path, *, after: int) -> None:
     """Make a version 2 that passed the gate champion."""
-    second = ledger.add_version(
-        AGENT,
-        label="v2",
-        path=tmp_path / "2",
-        files={"w": "2"},
-        lineage={},
-        gate={"passed": True, "results": []},
-        fingerprint="e" * 64,
-    )
+    second = another(ledger, tmp_path)
     ledger.promote(AGENT, second.version, actor="ann", reason="passed", expected_champion=after)
 
 

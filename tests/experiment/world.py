@@ -21,7 +21,7 @@ from rlhf_pipeline.records import (
     user_prompt,
     uuid7,
 )
-from rlhf_pipeline.registry.ledger import PromotionLedger
+from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 
 AGENT = "shop"
 SETTINGS = ExperimentSettings(minutes_per_step=0, ramp=(0.1, 0.5), users_per_step=20)
@@ -43,6 +43,19 @@ def ledger_of_two(store: FeedbackStore, root: Path) -> PromotionLedger:
         fingerprint="print",
     )
     return ledger
+
+
+def another(ledger: PromotionLedger, root: Path, *, passed: bool = True) -> ModelVersion:
+    """Register a version 2."""
+    return ledger.add_version(
+        AGENT,
+        label="v2",
+        path=root / "2",
+        files={"model.safetensors": "02"},
+        lineage={},
+        gate={"passed": passed, "results": []},
+        fingerprint="other",
+    )
 
 
 def meet(
