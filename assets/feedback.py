@@ -1,6 +1,8 @@
 """From the store to validated votes: a frozen snapshot, its checks, its drift."""
 
 import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dagster as dg
 
@@ -11,7 +13,10 @@ from rlhf_pipeline.evaluation.facts import DRIFT, DRIFT_PAGE, SUPPORT
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.support import SUPPORT_CHECKS
 from rlhf_pipeline.feedback.validation import BLOCKING, CHECKS
-from rlhf_pipeline.files import new_file, write_json
+from rlhf_pipeline.files import new_file, read_json, write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SNAPSHOT, VALIDATED = snapshot.FILE, snapshot.VALIDATED
 
@@ -170,6 +175,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
         votes, trained_on = (snapshot.read(each / VALIDATED) for each in (turn.data, folder))
         new = votes[votes["seq"] > before.watermark]
         trained_on = newest_of(trained_on, len(new))
+        earlier = _compared_with(folder)
         compared = {"compared_with": folder.name, "votes": len(new), "with_votes": len(trained_on)}
         sides: dict[str, str | int] = {
             "compared with": folder.name,
@@ -183,6 +189,7 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
         report = feedback_drift(
             new,
             trained_on,
+            earlier=None if earlier is None else newest_of(earlier, len(new)),
             threshold_psi=turn.settings.drift.threshold_psi,
             html_path=turn.data / DRIFT_PAGE,
         )
@@ -223,6 +230,16 @@ def feedback_profile(context: dg.AssetExecutionContext, pipeline: Pipeline) -> M
             )
         ],
     )
+
+
+def _compared_with(data: Path) -> "pd.DataFrame | None":
+    """Return the votes that a turn's were compared with, where its had drifted and those are there.
+
+    An erasure or a pruning may have taken either since.
+    """
+    drift = read_json(data / DRIFT) if (data / DRIFT).exists() else {}
+    validated = data.parent / str(drift.get("compared_with")) / VALIDATED
+    return snapshot.read(validated) if drift.get("drifted") and validated.exists() else None
 
 
 def _stable(compared: dict[str, str | int]) -> Materialized:

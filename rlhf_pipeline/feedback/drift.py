@@ -11,6 +11,9 @@ those again: beside a long history nothing new would be seen, and what once had 
 would be called a change turn after turn. One side may be a handful of votes, where a bin that is
 empty by chance weighs much; so bins are as wide as the smaller side needs.
 
+Where those votes had drifted themselves, what is like the ones they were compared with is no drift
+either: after a night of another crowd the return to what was there before would be called one too.
+
 What a version's answers move (their lengths, what people think of them) is compared among votes on
 one version, the one that both sides have most of. A better champion is liked better, and where two
 answer side by side one may have more of the new votes than before; neither alone is drift.
@@ -89,30 +92,57 @@ def feedback_drift(
     current: pd.DataFrame,
     reference: pd.DataFrame,
     *,
+    earlier: pd.DataFrame | None = None,
     threshold_psi: float = 0.2,
     html_path: str | Path,
 ) -> DriftReport:
     """Compare two frames of votes and write Evidently's page.
 
     `current` are votes that the last turn had not, `reference` its newest (`newest_of`); both are
-    sampled down to MOST_ROWS rows. The page needs no network. Raises ValidationFailed where a side
-    has no rows.
+    sampled down to MOST_ROWS rows. `earlier` are those that the reference was compared with, where
+    it had drifted: a feature that drifted from the reference and not from them is told as beside
+    them. The page is of current and reference and needs no network. Raises ValidationFailed where a
+    side has no rows.
     """
-    import pandas as pd
-
     html_path = Path(html_path)
     if not len(current) or not len(reference):
         raise ValidationFailed(
             f"drift needs rows on both sides, found {len(current)} and {len(reference)}; "
             "compare snapshots that hold feedback"
         )
+    features, snapshot, topics = _compared(current, reference, threshold_psi)
+    if earlier is not None and len(earlier) and any(f.drifted for f in features.values()):
+        then, *_ = _compared(current, earlier, threshold_psi)
+        back = {name: feature for name, feature in then.items() if not feature.drifted}
+        features = {
+            name: back.get(name, feature) if feature.drifted else feature
+            for name, feature in features.items()
+        }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        page = snapshot.get_html_str(as_iframe=False)
+    write_text(html_path, inert_topics(page, topics))
+    return DriftReport(features=features, html_path=str(html_path))
+
+
+def newest_of(frame: pd.DataFrame, new: int) -> pd.DataFrame:
+    """Return the last turn's newest votes: as many as are new, FEWEST_BEFORE at least."""
+    return frame.nlargest(max(new, FEWEST_BEFORE), "seq")
+
+
+def _compared(
+    current: pd.DataFrame, reference: pd.DataFrame, threshold_psi: float
+) -> tuple[dict[str, FeatureDrift], Any, list[str]]:
+    """Return each compared feature's drift, Evidently's snapshot and the topics that are in it."""
+    import pandas as pd
+
     sides = _sampled(current), _sampled(reference)
     on = [side["model_version"].fillna(ELSEWHERE) for side in sides]
     # Where both sides have no version in common one is left without votes, and is not compared.
     version = on[0].value_counts().combine(on[1].value_counts(), min, fill_value=0).idxmax()
     now, before = (_features(side) for side in sides)
-    for features, versions in zip((now, before), on, strict=True):
-        features.loc[versions != version, OF_ANSWERS] = None
+    for side, versions in zip((now, before), on, strict=True):
+        side.loc[versions != version, OF_ANSWERS] = None
     now, before = _binned(now, before)
     compared = [name for name in FEATURES if _tells(now[name], before[name])]
     thresholds = {name: _threshold(now, before, name, threshold_psi) for name in compared}
@@ -129,22 +159,11 @@ def feedback_drift(
         for test in document["tests"]
         if test["status"] != "SUCCESS"
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        page = snapshot.get_html_str(as_iframe=False)
     topics = pd.concat([now["topic"], before["topic"]]).dropna().unique()
-    write_text(html_path, inert_topics(page, topics))
-    return DriftReport(
-        features={
-            name: FeatureDrift(values[name], thresholds[name], name in failed) for name in compared
-        },
-        html_path=str(html_path),
-    )
-
-
-def newest_of(frame: pd.DataFrame, new: int) -> pd.DataFrame:
-    """Return the last turn's newest votes: as many as are new, FEWEST_BEFORE at least."""
-    return frame.nlargest(max(new, FEWEST_BEFORE), "seq")
+    features = {
+        name: FeatureDrift(values[name], thresholds[name], name in failed) for name in compared
+    }
+    return features, snapshot, list(topics)
 
 
 def _sampled(frame: pd.DataFrame) -> pd.DataFrame:

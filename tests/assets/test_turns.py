@@ -21,7 +21,7 @@ from rlhf_pipeline.definitions import definitions
 from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.evaluation.facts import DRIFT
-from rlhf_pipeline.feedback import datasets, snapshot, validation
+from rlhf_pipeline.feedback import datasets, drift, snapshot, validation
 from rlhf_pipeline.feedback.claims import Claim
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
@@ -141,7 +141,10 @@ def test_promotion_waits_for_a_person_by_default_and_after_drift(
     assert max(psi.values()) > 0.2
 
 
-def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
+def test_drift_is_of_the_votes_since_the_turn_before(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift, "FEWEST_BEFORE", 50)
     agent = loop.agent("drifting")
     claims, store = loop.pipeline.claims, loop.pipeline.store
 
@@ -169,13 +172,19 @@ def test_drift_is_of_the_votes_since_the_turn_before(loop: Loop) -> None:
     before = sum(store.counts(agent).values())
     chat(store, agent, 60, seed=1, pair_share=0.0)
     new = sum(store.counts(agent).values()) - before
-    stable, told, _ = profiled()
+    stable, told, other = profiled()
     assert not stable
     assert "kind" in told["features"]
     assert told["limits"]["kind"] >= 0.2  # what its index is above
     assert told["compared_with"] == first.fingerprint[:16]
-    assert (told["votes"], told["with_votes"]) == (new, before)
+    assert (told["votes"], told["with_votes"]) == (new, new)
     assert profiled(again=True)[:2] == (False, told)
+
+    chat(store, agent, 60, seed=2)
+    stable, told, _ = profiled()
+    assert (stable, told["features"]) == (True, [])  # as before the other kind of votes
+    assert told["psi"]["kind"] < told["limits"]["kind"]
+    assert told["compared_with"] == other.fingerprint[:16]
 
     stable, told, _ = profiled(watermark=first.watermark, again=True)
     assert (stable, told["votes"], told["psi"]) == (True, 0, {})

@@ -212,6 +212,22 @@ def test_that_another_of_two_versions_has_most_votes_now_is_no_drift(tmp_path: P
         assert {"completion_characters", "thumbs"} <= set(found.features)
 
 
+def test_the_return_to_what_was_there_before_is_no_drift(tmp_path: Path) -> None:
+    page = tmp_path / "d.html"
+    usual, mob = snapshot(300, 1), snapshot(300, 2, topic="football")
+    back = snapshot(300, 3)
+    assert feedback_drift(back, mob, html_path=page).features["topic"].drifted
+    found = feedback_drift(back, mob, earlier=usual, html_path=page)
+    assert not found.drifted
+    assert found.psi["topic"] == feedback_drift(back, usual, html_path=page).psi["topic"]
+    third = feedback_drift(back.assign(topic="tea"), mob, earlier=usual, html_path=page)
+    assert [name for name, f in third.features.items() if f.drifted] == ["topic"]
+    rated = back.assign(kind="rating", number=1.0)  # which the earlier had none of
+    calm = mob.assign(kind="rating", number=5.0, topic=usual["topic"])
+    new = feedback_drift(rated, calm, earlier=usual, html_path=page)
+    assert [name for name, f in new.features.items() if f.drifted] == ["rating"]
+
+
 def test_new_votes_are_held_against_the_newest_before_them() -> None:
     before = snapshot(5000, 1)
     assert newest_of(before, 60)["seq"].min() == 4000
