@@ -32,6 +32,7 @@ from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
 from rlhf_pipeline.records import hashed, now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger, Standing
 from rlhf_pipeline.registry.tracking import (
+    AGENT,
     FINGERPRINT,
     Ended,
     TrackedRun,
@@ -424,7 +425,7 @@ class ModelRegistry:
         except MlflowException as error:
             if not is_missing(error):
                 raise
-            self.client.create_registered_model(name, tags={"rlhf.agent": agent_id})
+            self.client.create_registered_model(name, tags={AGENT: agent_id})
         present: dict[int, dict[str, Any]] = {}
         page = None
         while page != "":
@@ -524,14 +525,14 @@ class ModelRegistry:
         """
         from mlflow.exceptions import MlflowException
 
-        name = model_name(agent_id)
+        name, tags = model_name(agent_id), {AGENT: agent_id}
         with mlflow_refusals(f"opening the experiment {name}"):
-            experiment = self.client.get_experiment_by_name(name)
+            experiment = self._experiment(agent_id)
             if experiment is None:
                 local = sqlite_path(self.tracking_uri) is not None
                 place = (self.folder / "artifacts").resolve().as_uri() if local else None
                 try:
-                    return str(self.client.create_experiment(name, artifact_location=place))
+                    return str(self.client.create_experiment(name, place, tags))
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
@@ -539,6 +540,8 @@ class ModelRegistry:
             self.need_ours(f"{experiment.artifact_location}/")
             if experiment.lifecycle_stage != "active":
                 self.client.restore_experiment(experiment.experiment_id)
+            if AGENT not in experiment.tags:  # of an earlier release
+                self.client.set_experiment_tag(experiment.experiment_id, AGENT, agent_id)
         return str(experiment.experiment_id)
 
     def known_experiment(self, agent_id: str) -> str | None:
@@ -546,8 +549,17 @@ class ModelRegistry:
         file = sqlite_path(self.tracking_uri)
         if file is not None and not file.exists():
             return None
-        found = self.client.get_experiment_by_name(model_name(agent_id))
+        found = self._experiment(agent_id)
         return None if found is None else str(found.experiment_id)
+
+    def _experiment(self, agent_id: str) -> Any:
+        """Return the agent's experiment, deleted or not: people rename it on MLflow's page."""
+        from mlflow.entities import ViewType
+
+        tagged = self.client.search_experiments(
+            ViewType.ALL, max_results=1, filter_string=f"tags.`{AGENT}` = '{agent_id}'"
+        )
+        return tagged[0] if tagged else self.client.get_experiment_by_name(model_name(agent_id))
 
     def need_ours(self, uri: str) -> None:
         """Raise RegistryError for a place of files that is another state folder's.

@@ -33,7 +33,7 @@ from rlhf_pipeline.records import (
     as_messages,
     hash_rater,
 )
-from rlhf_pipeline.registry.tracking import mlflow_refusals
+from rlhf_pipeline.registry.tracking import AGENT, mlflow_refusals
 
 if TYPE_CHECKING:
     from rlhf_pipeline.registry.models import ModelRegistry
@@ -98,7 +98,7 @@ def log_interaction(registry: ModelRegistry, interaction: Interaction) -> str:
                 response_preview=interaction.completion[:SHOWN],
                 tags={
                     INTERACTION: interaction.interaction_id,
-                    "rlhf.agent": interaction.agent_id,
+                    AGENT: interaction.agent_id,
                     "rlhf.version": str(interaction.model_version),
                 },
             )

@@ -48,6 +48,7 @@ QUIET = {
 }
 
 
+AGENT = "rlhf.agent"  # tag of whatever is one agent's: experiments, runs, models, traces
 FINGERPRINT = "rlhf.fingerprint"  # tag of runs and versions: which snapshot they are of
 Ended = Literal["FINISHED", "FAILED", "KILLED"]  # of a run in MLflow: what it is marked as
 
@@ -354,7 +355,7 @@ def _find_or_create(
             tags = {
                 "rlhf.work": work,
                 "rlhf.stage": stage,
-                "rlhf.agent": agent_id,
+                AGENT: agent_id,
                 FINGERPRINT: fingerprint,
             }
             run_id = client.create_run(experiment_id, tags=tags, run_name=name).info.run_id

@@ -180,7 +180,7 @@ def test_an_mlflow_that_is_away_leaves_everything_to_be_asked_again(
         raise MlflowException("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry.client, "get_experiment_by_name", away)
+        patch.setattr(registry.client, "search_experiments", away)
         with pytest.raises(RegistryError, match="looking through traces"):
             erase(pipeline.settings(), registry, "eve", agent)
     assert pipeline.store.interaction("f-eve") is not None

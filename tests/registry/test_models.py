@@ -680,6 +680,26 @@ def test_an_experiment_that_a_person_deleted_is_restored(
         run.log_metrics({"loss": 1.0})
 
 
+def test_an_experiment_is_known_by_its_tag_whatever_people_call_it(
+    registry: ModelRegistry, agent: str
+) -> None:
+    made = registry.experiment(agent)
+    registry.client.rename_experiment(made, "the assistant")
+    assert registry.known_experiment(agent) == registry.experiment(agent) == made
+    registry.client.delete_experiment(made)
+    assert registry.known_experiment(agent) == made
+
+
+def test_an_experiment_of_an_earlier_release_is_given_its_tag(
+    registry: ModelRegistry, agent: str
+) -> None:
+    agent = f"{agent}-older"
+    made = registry.client.create_experiment(model_name(agent))
+    assert registry.known_experiment(agent) == registry.experiment(agent) == made
+    registry.client.rename_experiment(made, "the assistant")
+    assert registry.known_experiment(agent) == made
+
+
 def test_an_experiment_that_somebody_else_made_meanwhile_is_taken(
     registry: ModelRegistry, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
