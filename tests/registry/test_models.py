@@ -684,7 +684,7 @@ def test_an_experiment_is_known_by_its_tag_whatever_people_call_it(
     registry: ModelRegistry, agent: str
 ) -> None:
     made = registry.experiment(agent)
-    registry.client.rename_experiment(made, "the assistant")
+    registry.client.rename_experiment(made, f"{agent} for all")
     assert registry.known_experiment(agent) == registry.experiment(agent) == made
     registry.client.delete_experiment(made)
     assert registry.known_experiment(agent) == made
@@ -696,7 +696,7 @@ def test_an_experiment_of_an_earlier_release_is_given_its_tag(
     agent = f"{agent}-older"
     made = registry.client.create_experiment(model_name(agent))
     assert registry.known_experiment(agent) == registry.experiment(agent) == made
-    registry.client.rename_experiment(made, "the assistant")
+    registry.client.rename_experiment(made, f"{agent} for all")
     assert registry.known_experiment(agent) == made
 
 
