@@ -331,7 +331,7 @@ def _clean_files(
     topics = gone_topics(list(learned.values()))
     shown = Traces(questions, person.rater_id, frozenset().union(*ngrams), topics)
     if learned or held.votes:  # a snapshot that was pruned may have named them to Dagster
-        changed += forget_examples(settings.state_dir / "dagster", shown)
+        changed += forget_examples(settings.state_dir / "dagster", person.agent_id, shown)
     if learned:
         changed += _clean_training(agent / "tuning", questions)
     if topics:

@@ -25,9 +25,9 @@ from rlhf_pipeline.topics import ERASED, without_topic_rows, without_topics
 log = structlog.get_logger(__name__)
 
 SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
-PLACES: Mapping[str, tuple[str, str]] = {  # table -> its key, and the column with the JSON
-    "event_logs": ("id", "event"),
-    "asset_keys": ("id", "last_materialization"),
+PLACES: Mapping[str, tuple[str, str]] = {  # table -> the columns with the run's id and the JSON
+    "event_logs": ("run_id", "event"),
+    "asset_keys": ("last_run_id", "last_materialization"),
 }
 EXAMPLE = ("prompt", "baseline", "completion")
 
@@ -48,18 +48,26 @@ class Traces:
         return is_named or any(text.startswith(one) for one in quoted)
 
 
-def forget_examples(folder: Path, traces: Traces) -> int:
-    """Blank what a person left; return how many rows were changed.
+def forget_examples(folder: Path, agent_id: str, traces: Traces) -> int:
+    """Blank what a person left with this agent; return how many rows were changed.
 
-    `folder` is Dagster's, `<state>/dagster`; runs may be under way. Raises OrchestratorAway where
-    one of its databases cannot be read or written.
+    What another agent's runs show stays: its own people asked the same. `folder` is Dagster's,
+    `<state>/dagster`; runs may be under way. Raises OrchestratorAway where one of its databases
+    cannot be read or written.
     """
     if _keeps_elsewhere(folder):
         log.warning("Dagster keeps its storage elsewhere: what its pages quote was left there")
     changed = 0
-    for path in sorted(folder.rglob("*.db")):
+    others: set[str] = set()  # runs of other agents
+    # The list of runs lies above their logs, and says of which partition, of which agent, they are.
+    for path in sorted(folder.rglob("*.db"), key=lambda path: len(path.parts)):
         try:
-            changed += _clean(path, traces)
+            with closing(sqlite3.connect(path, timeout=60)) as connection:
+                tables = _tables(connection)
+                if "runs" in tables:
+                    where = "SELECT run_id FROM runs WHERE partition != ?"
+                    others.update(run for (run,) in connection.execute(where, (agent_id,)))
+                changed += _clean(connection, tables & PLACES.keys(), traces, others)
         except sqlite3.Error as error:
             raise OrchestratorAway(
                 f"needed Dagster's database {path} to take examples out of, found: {error}; mend "
@@ -75,31 +83,40 @@ def _keeps_elsewhere(folder: Path) -> bool:
     return bool({"storage", "event_log_storage"} & (settings or {}).keys())
 
 
-def _clean(path: Path, traces: Traces) -> int:
+def _tables(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+
+
+def _clean(
+    connection: sqlite3.Connection,
+    tables: Collection[str],
+    traces: Traces,
+    others: Collection[str],
+) -> int:
     changed = 0
-    with closing(sqlite3.connect(path, timeout=60)) as connection:
-        connection.execute("PRAGMA secure_delete=ON")
-        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master").fetchall()}
-        for table in tables & PLACES.keys():
-            key, column = PLACES[table]
-            # All three names are ours, from the constants above.
-            rows = connection.execute(
-                f"SELECT {key}, {column} FROM {table} "
-                f"WHERE {column} LIKE '%TableRecord%' OR {column} LIKE ?",
-                (f"%{SIDE_BY_SIDE}%",),
-            ).fetchall()
-            for number, text in rows:
-                before = json.loads(text)
-                after = _blanked(without_topics(before, traces.topics), traces)
-                if after != before:
-                    with connection:
-                        connection.execute(
-                            f"UPDATE {table} SET {column} = ? WHERE {key} = ? AND {column} = ?",
-                            (json.dumps(after), number, text),
-                        )
-                    changed += 1
-        if changed:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+    connection.execute("PRAGMA secure_delete=ON")
+    for table in tables:
+        run, column = PLACES[table]
+        # All three names are ours, from the constants above.
+        rows = connection.execute(
+            f"SELECT id, {run}, {column} FROM {table} "
+            f"WHERE {column} LIKE '%TableRecord%' OR {column} LIKE ?",
+            (f"%{SIDE_BY_SIDE}%",),
+        ).fetchall()
+        for number, run_id, text in rows:
+            if run_id in others:
+                continue
+            before = json.loads(text)
+            after = _blanked(without_topics(before, traces.topics), traces)
+            if after != before:
+                with connection:
+                    connection.execute(
+                        f"UPDATE {table} SET {column} = ? WHERE id = ? AND {column} = ?",
+                        (json.dumps(after), number, text),
+                    )
+                changed += 1
+    if changed:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
     return changed
 
 

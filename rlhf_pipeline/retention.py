@@ -148,13 +148,13 @@ def _prune_agent(
         claims.check(held.token)
         taken = [place for place in item.places if place.parent.name == "snapshots"]
         try:
-            shown = [_said_alone(settings, place) for place in taken]
+            shown = [_said_alone(place) for place in taken]
         except PipelineError as error:
             items[n] = replace(item, stays=str(error))
             continue
         for said in shown:
             if said is not None:
-                forget_examples(settings.state_dir / "dagster", said)
+                forget_examples(settings.state_dir / "dagster", agent_id, said)
         if item.kind == "traces":
             forget_old_traces(registry, agent_id, *_traces_that_go(settings, at))
         if item.kind in old_rows.KINDS:
@@ -410,7 +410,7 @@ def _traced(
     return traced(registry, item.agent_id, *_traces_that_go(settings, at), item.made_at)
 
 
-def _said_alone(settings: Settings, taken: Path) -> Traces | None:
+def _said_alone(taken: Path) -> Traces | None:
     """Return what Dagster's pages may quote of a snapshot and of no other one: to be blanked.
 
     Whoever is erased later is looked for by what the snapshots say of them; this one will not be
@@ -418,10 +418,9 @@ def _said_alone(settings: Settings, taken: Path) -> Traces | None:
     """
     from rlhf_pipeline.registry.forgetting import asked
 
-    others = [p for p in (settings.state_dir / "agents").glob("*/snapshots/[!.]*/") if p != taken]
-    # The agent's newest first: mostly it says all of it again, and the hundreds before it need not
-    # be read. Then strangers', newest first too.
-    others.sort(key=lambda p: (p.parent == taken.parent, p.stat().st_mtime), reverse=True)
+    others = [place for place in taken.parent.glob("[!.]*/") if place != taken]
+    # The newest first: mostly it says all of it again, and the hundreds before it need not be read.
+    others.sort(key=lambda place: place.stat().st_mtime, reverse=True)
     try:
         prompts, ngrams = _prompts_of(taken), _ngrams_of(taken)
     except DAMAGE as error:

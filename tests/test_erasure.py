@@ -516,7 +516,7 @@ def test_what_dagsters_pages_show_of_a_person_is_blank_and_the_rest_stays(copied
     folder = copied.settings.state_dir / "dagster"
     folder.mkdir()
     with closing(sqlite3.connect(folder / "runs.db", isolation_level=None)) as dagster:
-        dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, event TEXT)")
+        dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, run_id, event)")
         dagster.execute("INSERT INTO event_logs (event) VALUES (?)", (json.dumps(event),))
         copied.erase()
         (text,) = dagster.execute("SELECT event FROM event_logs").fetchone()

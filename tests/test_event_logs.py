@@ -58,11 +58,11 @@ def test_of_a_storage_elsewhere_it_is_told_that_it_was_not_reached(tmp_path: Pat
     settings = (Path(__file__).parents[1] / "dagster.yaml").read_text()
     (tmp_path / "dagster.yaml").write_text(settings)
     with capture_logs() as logs:
-        assert forget_examples(tmp_path, ANN) == 0
+        assert forget_examples(tmp_path, "shop", ANN) == 0
     assert logs == []
     (tmp_path / "dagster.yaml").write_text(f"{settings}\nstorage:\n  postgres: {{}}\n")
     with capture_logs() as logs:
-        assert forget_examples(tmp_path, ANN) == 0
+        assert forget_examples(tmp_path, "shop", ANN) == 0
     assert ["left there" in line["event"] for line in logs] == [True]
 
 
@@ -71,10 +71,11 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
     folder.mkdir()
     with dg.DagsterInstance.local_temp(str(folder)) as instance:
         run = dg.materialize([told], instance=instance)
-        assert forget_examples(folder, Traces(frozenset({"is pear better?"}), "c" * 32)) == 0
+        pear = Traces(frozenset({"is pear better?"}), "c" * 32)
+        assert forget_examples(folder, "shop", pear) == 0
         # The step's output and the materialisation, that for all runs, and beside the asset.
-        assert forget_examples(folder, ANN) == 4
-        assert forget_examples(folder, ANN) == 0
+        assert forget_examples(folder, "shop", ANN) == 4
+        assert forget_examples(folder, "shop", ANN) == 0
         events = instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
         newest = instance.get_latest_materialization_event(dg.AssetKey("told"))
         assert newest is not None
@@ -98,6 +99,31 @@ def test_examples_are_blank_wherever_dagster_keeps_them(tmp_path: Path) -> None:
     assert held == []
 
 
+def test_what_another_agent_shows_stays(tmp_path: Path) -> None:
+    agents = dg.DynamicPartitionsDefinition(name="agents")
+
+    @dg.asset(partitions_def=agents)
+    def samples() -> dg.MaterializeResult[Any]:
+        return dg.MaterializeResult(metadata={"samples": table([{"prompt": HERS}])})
+
+    def shown(run_id: str) -> list[Any]:
+        events = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+        metadata: Any = events[0].asset_materialization.metadata  # type: ignore[union-attr]
+        return [record.data["prompt"] for record in metadata["samples"].value.records]
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        instance.add_dynamic_partitions("agents", ["shop", "desk"])
+        run = {
+            agent: dg.materialize([samples], instance=instance, partition_key=agent).run_id
+            for agent in ("shop", "desk")
+        }
+        # The step's output and the materialisation, and that for all runs.
+        assert forget_examples(tmp_path, "shop", ANN) == 3
+        assert (shown(run["shop"]), shown(run["desk"])) == ([ERASED], [HERS])
+        assert forget_examples(tmp_path, "desk", ANN) == 4  # its is the newest, beside the asset
+        assert shown(run["desk"]) == [ERASED]
+
+
 def hers(path: Path) -> bool:
     content = path.read_bytes()
     return b"nougat" in content or ANN.rater_id.encode() in content
@@ -110,4 +136,4 @@ def test_a_comparison_that_quotes_others_stays_whole() -> None:
 def test_a_database_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "index.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(OrchestratorAway, match=r"index\.db to take examples out of, found"):
-        forget_examples(tmp_path, ANN)
+        forget_examples(tmp_path, "shop", ANN)

@@ -464,7 +464,7 @@ def test_after_a_prune_a_backup_is_whole_and_erasures_find_nothing_left(tmp_path
     event = {"__class__": "TableRecord", "rows": [*examples, {"found": "'nougat bar' wins 9"}]}
     (folder / "dagster").mkdir()
     dagster = sqlite3.connect(folder / "dagster" / "runs.db", isolation_level=None)
-    dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, event TEXT)")
+    dagster.execute("CREATE TABLE event_logs (id INTEGER PRIMARY KEY, run_id, event)")
     dagster.execute("INSERT INTO event_logs (event) VALUES (?)", (json.dumps(event),))
 
     def shown() -> list[str]:
@@ -511,7 +511,7 @@ def test_what_other_snapshots_say_is_looked_at_one_snapshot_at_a_time(
     snapshots = state.settings.agent_folder(state.new_agent()) / "snapshots"
     for name in "abcdef":
         (snapshots / name).mkdir(parents=True)
-    retention._said_alone(state.settings, snapshots / "a")
+    retention._said_alone(snapshots / "a")
     assert most == 2  # what goes, and one that stays
 
 
@@ -525,15 +525,15 @@ def test_snapshots_are_read_no_further_than_until_all_is_said_again(
         return frozenset({"how much?", "when?"} if taken.name in "ac" else {"how much?"})
 
     monkeypatch.setattr(retention, "_prompts_of", read)
-    ours, theirs = state.new_agent(), state.new_agent()
-    for age, (agent, name) in enumerate([(theirs, "d"), (ours, "e"), (ours, "c"), (ours, "b")]):
-        folder = state.settings.agent_folder(agent) / "snapshots" / name
+    ours = state.new_agent()
+    for age, name in enumerate("ecb"):
+        folder = state.settings.agent_folder(ours) / "snapshots" / name
         folder.mkdir(parents=True)
         os.utime(folder, (1e9 - age, 1e9 - age))
     taken = state.settings.agent_folder(ours) / "snapshots" / "a"
     shutil.rmtree(state.settings.agent_folder(ours) / "snapshots" / hashed(ours, "seeds")[:16])
     taken.mkdir()
-    retention._said_alone(state.settings, taken)
+    retention._said_alone(taken)
     assert looked == [f"{ours}/a", f"{ours}/e", f"{ours}/c"]
 
 
