@@ -84,7 +84,6 @@ class ModelRegistry:
         fingerprint: str,
         stage: str,
         parameters: Mapping[str, Any],
-        tags: Mapping[str, Any] | None = None,
         goes_on: bool = False,
     ) -> AbstractContextManager[TrackedRun]:
         """Return the run of one stage's work on one snapshot; a retried step resumes its own.
@@ -98,7 +97,6 @@ class ModelRegistry:
             fingerprint=fingerprint,
             stage=stage,
             parameters=parameters,
-            tags=tags or {},
             goes_on=goes_on,
         )
 

@@ -159,28 +159,13 @@ class TrackedRun:
         self._points: dict[str, set[tuple[int, str]]] = {}  # what it left of them
         self._waiting: list[Any] = []
         self._flushed_at = time.monotonic()
-        self._reports = 0
-
-    def report(self, facts: Mapping[str, float | int | str]) -> None:
-        """Log the numbers among `facts` at step facts["update"], else "step", else a count.
-
-        This is a records.Progress. Numbers wait up to five seconds to travel together. While
-        training, a tracking server that is away is logged and tried again with the next numbers;
-        `flush` at the end raises.
-        """
-        self._reports += 1
-        step = facts.get("update", facts.get("step", self._reports))
-        self.log_metrics(
-            {
-                key: float(value)
-                for key, value in facts.items()
-                if isinstance(value, (int, float)) and key not in ("update", "step")
-            },
-            step=int(step) if isinstance(step, (int, float)) else self._reports,
-        )
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int = 0) -> None:
-        """Log numbers of one step, buffered as `report` says."""
+        """Log numbers of one step, which wait up to five seconds to travel together.
+
+        A tracking server that is away is logged, and tried again with the next numbers; `flush` at
+        the end raises.
+        """
         from mlflow.entities import Metric
 
         moment = int(time.time() * 1000)
@@ -277,7 +262,6 @@ def tracked_run(
     fingerprint: str,
     stage: str,
     parameters: Mapping[str, Any],
-    tags: Mapping[str, Any],
     goes_on: bool,
 ) -> Iterator[TrackedRun]:
     """Yield the one run of this work: the earlier one where a step is retried, else a new one.
@@ -291,8 +275,6 @@ def tracked_run(
     if goes_on and not run.resumed:
         with mlflow_refusals(f"ending earlier runs for {stage}"):
             end_running(client, experiment_id, "rlhf.stage", stage, "KILLED", but=run.run_id)
-    if tags:
-        run.set_tags(tags)
     try:
         yield run
         run.flush()

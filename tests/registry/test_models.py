@@ -469,19 +469,18 @@ def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> 
     work: dict[str, Any] = {"fingerprint": "f1", "stage": "ppo", "parameters": {"rate": 1e-3}}
     try:
         with registry.run(agent, **work) as first:
-            first.report({"update": 1, "score_mean": 0.5, "phase": "rollout"})
+            first.log_metrics({"score_mean": 0.5}, step=1)
             raise InterruptedError("killed")
     except InterruptedError:
         pass
     assert registry.client.get_run(first.run_id).info.status == "FAILED"
-    with registry.run(agent, **work, tags={"try": 2}) as second:
+    with registry.run(agent, **work) as second:
         assert second.resumed
-        second.report({"update": 2, "score_mean": 0.7})
+        second.log_metrics({"score_mean": 0.7}, step=2)
     assert second.run_id == first.run_id
     entity = registry.client.get_run(first.run_id)
     assert entity.info.status == "FINISHED"
     assert entity.data.params == {"rate": "0.001"}
-    assert entity.data.tags["try"] == "2"
     curve = registry.client.get_metric_history(first.run_id, "score_mean")
     assert [(m.step, m.value) for m in curve] == [(1, 0.5), (2, 0.7)]
     with registry.run(agent, **(work | {"parameters": {"rate": 1e-4}})) as other:
@@ -665,7 +664,7 @@ def test_metrics_wait_while_mlflow_is_away_and_are_not_lost(
             raise MlflowException("away")
 
         run.client = SimpleNamespace(log_batch=away)
-        run.report({"step": 4, "loss": 1.0})  # no exception
+        run.log_metrics({"loss": 1.0}, step=4)  # no exception
         with pytest.raises(RegistryError, match="away"):
             run.flush()
         run.client = real

@@ -105,7 +105,7 @@ def test_the_registry_works_through_a_server(server: str, tmp_path: Path) -> Non
         (tmp_path / name / "model.safetensors").write_text(name)
     registry.register_baseline("a", tmp_path / "baseline", label="v0", lineage={}, actor="test")
     with registry.run("a", fingerprint="f", stage="ppo", parameters={"seed": 1}) as run:
-        run.report({"update": 1, "score_mean": 0.5})
+        run.log_metrics({"score_mean": 0.5}, step=1)
     version = registry.register(
         "a",
         tmp_path / "candidate",
