@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from rlhf_pipeline.evaluation.facts import DRIFT_PAGE
 from rlhf_pipeline.event_logs import without_quotes
 from rlhf_pipeline.feedback.datasets import JOBS
 from rlhf_pipeline.records import hash_rater, prompt_from_json
-from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files
+from rlhf_pipeline.registry.traces import INTERACTION, PAGE, trace_files, traces_in
 from rlhf_pipeline.registry.tracking import FINGERPRINT, mlflow_refusals
 from rlhf_pipeline.topics import names_any, without_topic_rows, without_topics
 
@@ -38,15 +38,14 @@ def traces_of(
     """
     traces: list[Any] = []
     said: list[tuple[str, str]] = []
-    with mlflow_refusals("looking through traces"):
-        for info in _infos(registry, agent_id):
-            if info.tags.get(INTERACTION) in interactions:
-                traces.append(info)
-                continue
-            for assessment in info.assessments or ():
-                person = assessment.source.source_id
-                if person and hash_rater(agent_id, person) == rater_id:
-                    said.append((info.trace_id, str(assessment.assessment_id)))
+    for info in _newest_first(registry, agent_id):
+        if info.tags.get(INTERACTION) in interactions:
+            traces.append(info)
+            continue
+        for assessment in info.assessments or ():
+            person = assessment.source.source_id
+            if person and hash_rater(agent_id, person) == rater_id:
+                said.append((info.trace_id, str(assessment.assessment_id)))
     return traces, said
 
 
@@ -94,10 +93,10 @@ def traced(
 
 
 def _newest_first(registry: ModelRegistry, agent_id: str) -> list[Any]:
+    """Return what MLflow knows of every trace of the agent, however old."""
     with mlflow_refusals("looking through traces"):
-        return sorted(
-            _infos(registry, agent_id), key=lambda info: int(info.request_time), reverse=True
-        )
+        experiment = registry.known_experiment(agent_id)
+        return [] if experiment is None else [t.info for t in traces_in(registry, experiment)]
 
 
 def _too_old(found: Sequence[Any], newest: int, before: datetime) -> list[Any]:
@@ -216,7 +215,7 @@ def _clean_run(
     report: str | None,
 ) -> int:
     folders = ("ppo", "evaluation", "drift", *(f"reward/{job}" for job in JOBS))
-    files = {f.path for folder in folders for f in _files(client, run_id, folder)}
+    files = {f.path for folder in folders for f in client.list_artifacts(run_id, folder)}
     changed = 0
     for name in files.intersection(BY_TOPIC) if topics else ():
         table = json.loads(_text(client, run_id, name))
@@ -252,31 +251,7 @@ def _clean_run(
     return changed
 
 
-def _files(client: Any, run_id: str, folder: str) -> list[Any]:
-    return list(client.list_artifacts(run_id, folder))
-
-
 def _text(client: Any, run_id: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         path = client.download_artifacts(run_id, name, scratch)
         return Path(path).read_text(encoding="utf-8")
-
-
-def _infos(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
-    """Yield what MLflow knows of every trace of the agent, however old."""
-    experiment = registry.known_experiment(agent_id)
-    if experiment is None:
-        return
-    token: str | None = None
-    while True:
-        page = registry.client.search_traces(
-            locations=[experiment],
-            include_spans=False,
-            max_results=PAGE,
-            page_token=token,
-        )
-        for trace in page:
-            yield trace.info
-        token = page.token
-        if not token:
-            return

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_pipeline.errors import FeedbackRefused
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
@@ -293,12 +293,12 @@ def _looked_at(registry: ModelRegistry, agent_id: str, turn_ms: int) -> tuple[Co
         place = registry.known_experiment(agent_id)
         if place is None:
             return (), 0
-        newest = list(islice(_traces(registry, place, "timestamp_ms DESC"), NEWEST))
+        newest = list(islice(traces_in(registry, place), NEWEST))
         found = {trace.info.trace_id: trace for trace in newest}
         if len(newest) < NEWEST:
             return found.values(), 0  # that is all there are
         last_ms = turn_ms
-        for n, trace in enumerate(_traces(registry, place, "timestamp_ms ASC", turn_ms)):
+        for n, trace in enumerate(traces_in(registry, place, "ASC", turn_ms)):
             said_ms = int(trace.info.request_time)
             if n >= IN_TURN and said_ms > last_ms:  # those of one moment stay together
                 return found.values(), said_ms
@@ -306,16 +306,19 @@ def _looked_at(registry: ModelRegistry, agent_id: str, turn_ms: int) -> tuple[Co
         return found.values(), 0
 
 
-def _traces(
-    registry: ModelRegistry, experiment: str, order: str, since_ms: int = 0
+def traces_in(
+    registry: ModelRegistry,
+    experiment: str,
+    order: Literal["ASC", "DESC"] = "DESC",
+    since_ms: int = 0,
 ) -> Iterator[Any]:
-    """Yield an experiment's traces in this order, without their spans, a page at a call."""
+    """Yield an experiment's traces by their time, without their spans, a page at a call."""
     token: str | None = None
     while True:
         page = registry.client.search_traces(
             locations=[experiment],
             filter_string=f"trace.timestamp_ms >= {since_ms}",
-            order_by=[order],
+            order_by=[f"timestamp_ms {order}"],
             include_spans=False,
             max_results=PAGE,
             page_token=token,
