@@ -370,7 +370,7 @@ class PromotionLedger:
         _need_words(actor, reason)
         with self.database.write() as connection:
             history = _history(connection, agent_id)
-            newest = _need_champion(history[-1] if history else None, agent_id)
+            newest = _need_champion(history, agent_id)
             _check_view(agent_id, newest, expected_champion)
             baseline = [entry for entry in history if entry.action == "baseline"][-1]
             if baseline.version == newest.version:
@@ -400,7 +400,7 @@ class PromotionLedger:
         _need_words(actor, reason)
         with self.database.write() as connection:
             history = _history(connection, agent_id)
-            newest = _need_champion(history[-1] if history else None, agent_id)
+            newest = _need_champion(history, agent_id)
             if to is not None and to == newest.version:
                 return Outcome(newest, False, f"version {to} already is the champion")
             _check_view(agent_id, newest, expected_champion)
@@ -476,7 +476,7 @@ class PromotionLedger:
         _need_words(actor, reason)
         with self.database.write() as connection:
             history = _history(connection, agent_id)
-            newest = _need_champion(history[-1] if history else None, agent_id)
+            newest = _need_champion(history, agent_id)
             if newest.version == version:
                 return Outcome(newest, False, f"version {version} already is the champion")
             _check_token(connection, agent_id, token)
@@ -772,12 +772,12 @@ def _append(
     return entry
 
 
-def _need_champion(newest: Promotion | None, agent_id: str) -> Promotion:
-    if newest is None:
+def _need_champion(history: Sequence[Promotion], agent_id: str) -> Promotion:
+    if not history:
         raise RegistryError(
             f"agent {agent_id} needs a champion, found an empty ledger; register its baseline"
         )
-    return newest
+    return history[-1]
 
 
 def _need_words(actor: str, reason: str) -> None:
