@@ -280,11 +280,10 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
         return again
     every = settings.reward.reads_every_kind
     found = datasets.read_jsonl(turn.data / EXAMPLES, RewardExample)
-    examples = found if every else []
     train, test = reward_splits(pairs, settings, found)
     asked = datasets.read_jsonl(turn.data / PROMPTS, EvaluationPrompt)
     topics = {prompt_to_json(p.prompt): p.topic for p in asked if p.topic is not None}
-    said = _examples_by_job(examples, settings)
+    said = _examples_by_job(found, settings)
     known = gold.tallies(gold.read_answers(turn.data / GOLD))
     warm = turn.previous if settings.reward.warm_start else None
     if warm is not None and _made_otherwise(warm, turn, SPLIT_BY):

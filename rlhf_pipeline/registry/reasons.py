@@ -119,24 +119,26 @@ def reasons(
     asked = version or ("champion" if by == ELSEWHERE else str(by))
     found = ledger.find(interaction.agent_id, asked)
     turn, baseline = turn_of(registry, settings, found)
-    policy = turn.settings.policy
+    policy, reward = turn.settings.policy, turn.settings.reward
     written, tokens, baseline_shift = _tokens(registry, turn, found, interaction)
     judgements, composite, left_out = _rewards(turn, interaction, written)
-    pairs = datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
-    every = turn.settings.reward.reads_every_kind
-    examples = (
-        [
-            example
-            for example in datasets.read_jsonl(turn.data / stages.EXAMPLES, RewardExample)
-            if example.kind.value in turn.settings.reward.kinds
-        ]
-        if every
-        else []
-    )
-    pairs = [pair for pair in pairs if every or not pair.both_bad]
-    shares: dict[Job, float] = {job: getattr(turn.settings.reward.shares, job) for job in JOBS}
+    pairs = [
+        pair
+        for pair in datasets.read_jsonl(turn.data / stages.PAIRS, PreferencePair)
+        if reward.reads_every_kind or not pair.both_bad
+    ]
+    examples = [
+        example
+        for example in datasets.read_jsonl(turn.data / stages.EXAMPLES, RewardExample)
+        if example.kind.value in reward.kinds
+    ]
     near = nearest(
-        interaction.prompt, interaction.completion, pairs, examples, shares, count=NEAREST
+        interaction.prompt,
+        interaction.completion,
+        pairs,
+        examples,
+        reward.shares.by_job(),
+        count=NEAREST,
     )
     return Reasons(
         interaction_id=interaction.interaction_id,
