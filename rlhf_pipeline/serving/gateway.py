@@ -186,7 +186,7 @@ class Gateway:
         rules = self.settings.serving.guardrails
         trial, unit = None, user_id or session_id
         if arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
-            trial = await asyncio.to_thread(self.trials.meeting, agent_id, unit)
+            trial = await asyncio.to_thread(self.trials.running, agent_id)
             if trial and not self.champions.prepared(agent_id, trial.challenger):
                 trial = None  # nobody waits for it to load, and nothing counts until it has
             if trial is not None and self.trials.is_challenged(trial, unit):

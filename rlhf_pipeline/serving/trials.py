@@ -80,10 +80,8 @@ class Trials:
         )
         self._lock = threading.Lock()
 
-    def meeting(self, agent_id: str, user_id: str | None) -> Experiment | None:
-        """Return the experiment that this user takes part in, None for nobody in particular."""
-        if user_id is None:
-            return None
+    def running(self, agent_id: str) -> Experiment | None:
+        """Return the agent's experiment, as it was at the last look."""
         self._refresh()
         return self._running.get(agent_id)
 

@@ -720,15 +720,14 @@ def test_trouble_ends_it_here_at_once_and_in_the_book(
 ) -> None:
     book, experiment = begin(store, 0.5)
     trials = Trials(store.database, lambda _: SETTINGS.model_copy(update={"trouble_answers": 10}))
-    assert trials.meeting(AGENT, "ann") == experiment
-    assert trials.meeting(AGENT, None) is None
-    assert trials.meeting("another", "ann") is None
+    assert trials.running(AGENT) == experiment
+    assert trials.running("another") is None
     for n in range(30):
         trials.tell(experiment, f"user-{n}", fell_back=False)
     trials.tell(experiment, "ann", fell_back=True)
-    assert trials.meeting(AGENT, "ann") == experiment
+    assert trials.running(AGENT) == experiment
     trials.tell(experiment, "bob", fell_back=True)
-    assert trials.meeting(AGENT, "ann") is None
+    assert trials.running(AGENT) is None
     [ended] = book.history(AGENT)
     assert ended.state == "rolled_back"
     assert ended.reason == (
@@ -745,12 +744,12 @@ def test_that_experiments_cannot_be_read_is_logged_as_it_begins_and_as_it_ends(
     trials = Trials(store.database, lambda agent_id: SETTINGS)
     file = Path(str(store.database.url.database))
     aside = file.with_suffix(".aside")
-    assert trials.meeting(AGENT, "ann") == experiment
+    assert trials.running(AGENT) == experiment
     with capture_logs() as logs:
         file.rename(aside)
-        assert [trials.meeting(AGENT, "ann") for _ in range(3)] == [None] * 3
+        assert [trials.running(AGENT) for _ in range(3)] == [None] * 3
         aside.rename(file)
-        assert [trials.meeting(AGENT, "ann") for _ in range(3)] == [experiment] * 3
+        assert [trials.running(AGENT) for _ in range(3)] == [experiment] * 3
     assert [log["event"] for log in logs if log["event"].startswith("experiments")] == [
         "experiments cannot be read: all meet the champion now",
         "experiments can be read again",
@@ -767,7 +766,7 @@ def test_trouble_that_one_person_has_among_many_ends_nothing(
         trials.tell(experiment, f"user-{n}", fell_back=False)
     for _ in range(3 * SETTINGS.trouble_answers):
         trials.tell(experiment, "mallory", fell_back=True)
-    assert trials.meeting(AGENT, "ann") == experiment
+    assert trials.running(AGENT) == experiment
     book.end(experiment, "stopped", "by hand")
     begun = book.start(AGENT, champion=0, challenger=1, share=0.5, actor="test")
     for _ in range(SETTINGS.trouble_answers):
@@ -844,7 +843,7 @@ def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
     monkeypatch.setattr("rlhf_pipeline.serving.trials.LOOK_EVERY_SECONDS", 0.0)
     book, experiment = begin(store, 0.5)
     trials = Trials(store.database, lambda _: SETTINGS.model_copy(update={"trouble_answers": 1}))
-    assert trials.meeting(AGENT, "ann") == experiment
+    assert trials.running(AGENT) == experiment
 
     def full(*_: object) -> bool:
         raise OSError("disk full")
@@ -852,9 +851,9 @@ def test_trouble_ends_it_here_also_while_the_book_cannot_be_written(
     with monkeypatch.context() as patch:
         patch.setattr(ExperimentBook, "end", full)
         trials.tell(experiment, "ann", fell_back=True)  # whose request is answered all the same
-        assert trials.meeting(AGENT, "ann") is None
+        assert trials.running(AGENT) is None
         assert book.running(AGENT) is not None
-    assert trials.meeting(AGENT, "ann") is None
+    assert trials.running(AGENT) is None
     [ended] = book.history(AGENT)
     assert (ended.state, ended.reason) == (
         "rolled_back",
@@ -870,13 +869,13 @@ def test_an_experiment_that_ends_elsewhere_is_over_here_within_seconds(
     store.ensure_agent(AGENT)
     book, experiment = begin(store, 0.5)
     trials = Trials(store.database, lambda _: SETTINGS)
-    found = trials.meeting(AGENT, "ann")
+    found = trials.running(AGENT)
     assert found is not None
     assert trials.is_challenged(found, "ann") == (
         arm_of(experiment.experiment_id, "ann", 0.5) == "challenger"
     )
     book.end(experiment, "stopped", "by hand")
-    assert trials.meeting(AGENT, "ann") is None
+    assert trials.running(AGENT) is None
 
 
 def test_where_the_book_cannot_be_read_everybody_meets_the_champion(
@@ -890,7 +889,7 @@ def test_where_the_book_cannot_be_read_everybody_meets_the_champion(
         raise OSError("disk on fire")
 
     monkeypatch.setattr(ExperimentBook, "all_running", broken)
-    assert trials.meeting(AGENT, "ann") is None
+    assert trials.running(AGENT) is None
 
 
 def test_settings_that_make_no_sense_are_refused_by_name() -> None:
