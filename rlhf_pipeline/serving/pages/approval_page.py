@@ -21,7 +21,7 @@ from rlhf_pipeline.evaluation.gate import GateDecision
 from rlhf_pipeline.evaluation.page import STYLE as REPORT
 from rlhf_pipeline.evaluation.page import body
 from rlhf_pipeline.registry.comparison import by_place, compared_with, comparison_of, pictures_of
-from rlhf_pipeline.serving.access import sign, unsign
+from rlhf_pipeline.serving.access import right_in, sign, unsign
 from rlhf_pipeline.serving.pages.data_page import form, form_of
 from rlhf_pipeline.serving.pages.parts import (
     FORMS,
@@ -66,7 +66,8 @@ def add_approval_page(
                 told, status = [*told, f'<p class="bad">{inert(str(error))}</p>'], 404
         else:
             told += [_candidate(registry, wanted, secret)]
-        return answer(_whole(title, "".join(told), nonce), nonce, status, forms=True)
+        text = whole(title, "".join(told), nonce, style=REPORT + STYLE + FORMS)
+        return answer(text, nonce, status, forms=True)
 
     def decided(agent_id: str, typed: dict[str, str], actor: str) -> Response:
         asked = unsign(secret, PURPOSE, typed.get("signed", ""))
@@ -100,10 +101,8 @@ def add_approval_page(
     async def decide(agent_id: str, request: Request) -> Response:
         """Promote what the form names."""
         typed = await form_of(request)
-        right = request.scope.get("rlhf.right")
-        actor = (
-            f"key:{right.key_id}" if right is not None and right.key_id else "person:at the page"
-        )
+        right = right_in(request.scope)
+        actor = f"key:{right.key_id}" if right.key_id else "person:at the page"
         return await run_in_threadpool(decided, agent_id, typed, actor)
 
     app.add_api_route(PATH, to_first(PATH, agents), include_in_schema=False)
@@ -162,7 +161,3 @@ def _candidate(registry: ModelRegistry, version: ModelVersion, secret: bytes) ->
 
 def _refused(words: str) -> str:
     return f'<p class="bad" id="refused">{inert(words)}</p>'
-
-
-def _whole(title: str, body: str, nonce: str) -> str:
-    return whole(title, body, nonce, style=REPORT + STYLE + FORMS)
