@@ -122,6 +122,7 @@ def create_app(
         from rlhf_pipeline.serving.pages.files_page import add_files_page
         from rlhf_pipeline.serving.pages.mount import mount_pages
 
+        secret = keys.signing_secret()
         mount_pages(app, Desk(settings, store, registry, gateway, limit))
         links = {"Chat": "/ui/", "Review": "/ui/review/", "Dagster": settings.training.dagster_url}
         tracked = settings.pages.mlflow_url or settings.mlflow_uri or ""
@@ -132,9 +133,9 @@ def create_app(
         add_dashboard(app, gateway, store.agents, links)
         add_explain_page(app, gateway, store.agents)
         add_experiment_page(app, gateway, store.agents)
-        add_data_pages(app, settings, registry, store.agents, keys.signing_secret())
-        add_files_page(app, settings, store, store.agents)
-        add_approval_page(app, registry, store.agents, keys.signing_secret())
+        add_data_pages(app, settings, registry, store.agents, secret)
+        add_files_page(app, settings, store, store.agents, secret)
+        add_approval_page(app, registry, store.agents, secret)
     add_access(app, store, keys, open_without_keys=open_without_keys, longest_answer=longest_answer)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     add_metrics(app, metrics)

@@ -61,12 +61,13 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def add_files_page(
-    app: FastAPI, settings: Settings, store: FeedbackStore, agents: Callable[[], Sequence[str]]
+    app: FastAPI,
+    settings: Settings,
+    store: FeedbackStore,
+    agents: Callable[[], Sequence[str]],
+    secret: bytes,
 ) -> None:
-    """Add the page. `agents` names everybody known."""
-    from rlhf_pipeline.serving.keys import Keys
-
-    secret = Keys(settings.state_dir).signing_secret()
+    """Add the page. `agents` names everybody known; `secret` signs the form."""
 
     def page(said: str = "", status: int = 200) -> Response:
         return _page(said + _take_form(agents(), secret) + _give_form(agents()), status)

@@ -29,10 +29,10 @@ class Office:
 
     def __init__(self, state: Path) -> None:
         self.here = Workspace(None, str(state))
-        keys = Keys(state)
+        keys, store = Keys(state), self.here.store
         app = FastAPI()
-        add_files_page(app, self.here.settings, self.here.store, self.here.store.agents)
-        add_access(app, self.here.store, keys)
+        add_files_page(app, self.here.settings, store, store.agents, keys.signing_secret())
+        add_access(app, store, keys)
         (_, admin), (_, client) = keys.create("admin"), keys.create("client")
         self.admin, self.client = (
             TestClient(
