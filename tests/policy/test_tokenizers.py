@@ -36,7 +36,7 @@ from rlhf_pipeline.policy.tokenizers import (
     tiktoken_tokenizer,
 )
 from rlhf_pipeline.records import SftExample, ignore_progress, user_prompt
-from rlhf_pipeline.serving import create_app
+from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.stages import Turn, train_baseline
 from tests.assets.world import write_recipe
 

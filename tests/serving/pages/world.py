@@ -79,7 +79,7 @@ def main() -> None:
     """Serve the embedded service of a new shop, at two ports."""
     import uvicorn
 
-    from rlhf_pipeline.serving import create_app
+    from rlhf_pipeline.serving.app import create_app
 
     made_desk(Path(sys.argv[1]))
     os.environ["RLHF_STATE_DIR"] = sys.argv[1]  # all that create_app() needs to be told
