@@ -271,12 +271,10 @@ def measured(
             heard[user, arm].add(vote.interaction_id)
             if vote.kind == "thumbs" and vote.number == 0:
                 downs[user, arm].add(vote.interaction_id)
-        if vote.kind == "thumbs":
+        if vote.kind in ("thumbs", "score"):
             said.append(vote.number)
         elif vote.kind == "rating":
             said.append((vote.number - 1) / 4)
-        elif vote.kind == "score":
-            said.append(vote.number)
     numbers: dict[str, dict[Arm, list[float]]] = {
         metric.name: {"champion": [], "challenger": []} for metric in (PRIMARY, *GUARDRAILS)
     }
