@@ -387,8 +387,8 @@ def summarise(
     differences: dict[str, dict[str, Number]] = {}
     plain: dict[str, Number] = {}
     controlled: dict[str, Number] = {}
-    here = values["candidate"]
-    for against in OTHERS[:1] if same else OTHERS:
+    here, others = values["candidate"], OTHERS[:1] if same else OTHERS
+    for against in others:
         other = values[against]
         differences[against] = {m: mean(m, here[m] - other[m]) for m in here}
         for metric, size in OF_ALL_WORDS.items():
@@ -420,7 +420,7 @@ def summarise(
     def by_group(names: Sequence[str | None]) -> dict[str, GroupResult]:
         return _by_group(names, groups, here, values["champion"], mean)
 
-    shown = [s for s in systems if not (same and s == "champion")]
+    shown = ["candidate", *others]
     chosen = np.random.default_rng(seed).permutation(len(prompts))[:samples_shown]  # no picking
     told = {system: list(systems[system].told.values()) for system in shown}
     within = groups[list(systems["candidate"].told)]  # the prompts that the composite can judge
@@ -455,7 +455,7 @@ def summarise(
         judged=dict(judged or {}),
         phrases={
             against: telling_phrases(texts["candidate"], texts[against], groups=groups)
-            for against in (OTHERS[:1] if same else OTHERS)
+            for against in others
         },
     )
 

@@ -337,7 +337,7 @@ def group_rows(groups: Mapping[str, GroupResult]) -> list[tuple[str, ...]]:
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    lines += ["| " + " | ".join(cell for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
     return title + "\n\n" + "\n".join(lines)
 
 
