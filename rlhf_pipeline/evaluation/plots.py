@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from rlhf_pipeline.evaluation.report import EvaluationReport
 
 COLOURS = {"candidate": "#1b7837", "baseline": "#999999", "champion": "#2166ac"}
@@ -21,7 +23,7 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     pooled = [score for system in systems for score in report.scores[system]]
-    edges = _edges(min(pooled), max(pooled), 30)
+    edges = np.histogram_bin_edges(pooled, 30).tolist()
     for system in systems:
         mean = report.numbers[system]["gate_score"].value
         axes.hist(
@@ -61,8 +63,3 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     win_rates = directory / "win_rates.png"
     figure.savefig(win_rates, dpi=110)
     return [distributions, win_rates]
-
-
-def _edges(low: float, high: float, bins: int) -> list[float]:
-    width = (high - low or 1.0) / bins
-    return [low + i * width for i in range(bins)] + [max(high, low + bins * width)]

@@ -19,7 +19,7 @@ from rlhf_pipeline.evaluation.behaviour import BehaviourItem
 from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, compare
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, PairJudge
-from rlhf_pipeline.evaluation.plots import _edges, write_plots
+from rlhf_pipeline.evaluation.plots import write_plots
 from rlhf_pipeline.evaluation.report import GATE_SCORE, EvaluationReport, GroupResult, group_rows
 from rlhf_pipeline.policy.chat import encode_completion, encode_prompt
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy
@@ -375,13 +375,6 @@ def test_a_win_rate_of_all_or_nothing_is_a_whole_dot(
     for dot in dots:
         around = dot.get_window_extent().padded(dot.get_markersize() / 2)
         assert axes.bbox.x0 <= around.x0 < around.x1 <= axes.bbox.x1
-
-
-def test_the_best_score_has_a_place_in_the_picture() -> None:
-    edges = _edges(-4.65, 3.921, 30)
-    assert len(edges) == 31
-    assert (edges[0], edges[-1]) == (-4.65, 3.921)
-    assert _edges(1.0, 1.0, 2) == [1.0, 1.5, 2.0]
 
 
 def test_turns_of_one_conversation_count_as_one_for_the_gate(folders: dict[str, Path]) -> None:
