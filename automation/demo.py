@@ -297,14 +297,12 @@ def _turn(
         if claim is not None:
             bars.look(settings.turn_folder(agent_id, claim.fingerprint))
     claim = pipeline.claims.of_holder(run.run_id)
+    verdict = (claim.reason or claim.state) if claim else "no claim"
     if not run.is_success:
-        why = (claim.reason or claim.state) if claim else "no claim"
-        raise PipelineError(f"run {run.run_id} ended as {run.status.value} ({why}); see `make ui`")
-    return TurnSeen(
-        run_id=run.run_id,
-        verdict=(claim.reason or claim.state) if claim else "no claim",
-        fingerprint=claim.fingerprint if claim else "",
-    )
+        raise PipelineError(
+            f"run {run.run_id} ended as {run.status.value} ({verdict}); see `make ui`"
+        )
+    return TurnSeen(run.run_id, verdict, fingerprint=claim.fingerprint if claim else "")
 
 
 def _measure(
