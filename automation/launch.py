@@ -27,7 +27,7 @@ from rlhf_pipeline.commands.common import is_foreseen, told_of
 from rlhf_pipeline.continuous import unfinished
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.feedback import snapshot
-from rlhf_pipeline.files import locked
+from rlhf_pipeline.files import locked, read_json
 from rlhf_pipeline.reward.calibration import judged_by
 
 LOOK_SECONDS = 5.0  # between two looks whether there is a place
@@ -183,8 +183,6 @@ def main() -> None:
 
 
 def _report(pipeline: Pipeline, agent_id: str, console: Console) -> None:
-    from rlhf_pipeline.files import read_json
-
     done = [claim for claim in pipeline.claims.history(agent_id) if claim.state == "done"]
     if not done:
         return

@@ -6,6 +6,7 @@ memory is given back. They are plain functions: nothing here knows who calls.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -992,8 +993,6 @@ def _texts(examples: Sequence[SftExample]) -> list[str]:
 
 
 def _read_conversations(path: Path) -> list[SftExample]:
-    import json
-
     if not path.exists():
         raise TrainingError(f"needed seed conversations at {path}, found no such file")
     examples = []
