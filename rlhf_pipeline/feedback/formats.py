@@ -6,7 +6,7 @@
 | pairs | `chosen`, `rejected` (text, a message, or messages), `prompt` (text or messages; also `messages`, `conversations`, `question`); optional: `tie`, `idempotency_key`, `chosen_score` and `rejected_score` (also `score_chosen`, `score_rejected`; equal is a tie) |
 | hh_rlhf | `chosen`, `rejected`: whole dialogues with "\\n\\nHuman:" and "\\n\\nAssistant:" turns, split at the last "\\n\\nAssistant:" |
 | oasst | message trees (`message_tree_id`, `prompt`, nested `replies`), bare nested messages, or flat messages (`message_id`, `parent_id`, `text`, `role`), a tree's rows together; ranked siblings become pairs, +1 and -1 reactions thumbs |
-| answers | `question`, `prediction 1` to `prediction 4`, `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
+| answers | `question`, `prediction 1`, `prediction 2` and so on (nine at most), `preference` (a number per pair), `feedback` with `corrected-prediction`: pairs with ties, and corrections |
 | judgements | `prompt`, `completion_a`, `completion_b`, `preference` (a-is-better, a-is-slightly-better, tie, b-is-slightly-better, b-is-better), optional: `completion_a_is_acceptable` and `completion_b_is_acceptable` (yes, no): a preference, both bad where a tie is between two that are not acceptable, and thumbs |
 | quality | `messages` ending with the assistant's, or `prompt` and `completion` (text, a message, or messages), or `text` holding a dialogue with turns as in hh_rlhf; and `quality` (0 to 1, a score) or `label` (true, false: thumbs) |
 
@@ -489,9 +489,9 @@ def _reactions(node: Values) -> float | None:
 def answers(row: Row) -> Iterator[Feedback]:
     """Yield every judged pair of a question's answers, and the correction of the first answer.
 
-    `preference` holds one number per pair in the order (1, 2), (1, 3), ..., (3, 4): 0 for a tie, 1
-    where the first is better, 2 where the second is. The passages the answers drew on are no part
-    of the prompt.
+    `preference` holds one number per pair in the order (1, 2), (1, 3), ..., (2, 3), ...: 0 for a
+    tie, 1 where the first is better, 2 where the second is. The passages the answers drew on are no
+    part of the prompt.
     """
     values = row.values
     prompt = (Message("user", _needed_text(values, "question")),)
