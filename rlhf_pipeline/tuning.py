@@ -94,6 +94,9 @@ def search(
             check_memory(turn, settings)
         while (done := len(_trials(study))) < trials:
             report({"trial": done + 1, "of": trials})
+            # Anew for each, so that a search that was killed proposes what it would have.
+            seed = settings.seed + done
+            study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
             asked = study.ask(_space(settings))
             chosen = replace(settings, **asked.params)
             try:
@@ -169,8 +172,6 @@ def _study(folder: Path, turn: Turn, settings: PpoSettings) -> optuna.Study:
             if "failure" not in trial.user_attrs and _wanted(trial) not in waiting:
                 study.enqueue_trial(_wanted(trial))
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-    seed = settings.seed + len(study.trials)
-    study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
     return study
 
 

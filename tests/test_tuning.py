@@ -213,6 +213,8 @@ def test_a_killed_search_goes_on_where_it_was(
     found = search(turn, tmp_path, trials=5)
     assert len(trained) == len(found.trials) == 5  # three were not trained again
     assert trained[3] == pytest.approx(asked[0])  # and the one that ran begins again, as it was
+    search(turn, tmp_path / "whole", trials=5)
+    assert trained[:5] == [pytest.approx(settings) for settings in trained[5:]]
 
 
 def test_the_recipe_is_the_first_trial_wherever_a_search_was_killed(
