@@ -48,7 +48,7 @@ def policy_loss(
         facts = torch.stack(
             [
                 counted(ratio, completion_mask).sum(),
-                counted(ratio - 1 - log_ratio, completion_mask).sum(),
+                counted(torch.expm1(log_ratio) - log_ratio, completion_mask).sum(),
                 log_ratio.abs().sum(),
                 counted((clipped > unclipped).to(ratio.dtype), completion_mask).sum(),
             ]

@@ -38,6 +38,15 @@ def test_policy_loss_worked_by_hand() -> None:
     )
 
 
+def test_a_small_change_of_the_policy_has_a_divergence_too() -> None:
+    for log_ratio in (1e-4, -1e-4):
+        _, facts = policy_loss(
+            OLD + log_ratio, OLD, ADVANTAGES, MASK, clip_range=0.2, token_count=5
+        )
+        by_hand = math.expm1(log_ratio) - log_ratio
+        assert facts["policy/approx_kl"] == pytest.approx(by_hand, rel=0.1)  # OLD rounds the ratio
+
+
 def test_importance_weights_scale_each_tokens_loss() -> None:
     weights = torch.tensor([[2.0, 1.0, 0.5], [1.0, 0.0, math.nan]])
     loss, _ = policy_loss(
