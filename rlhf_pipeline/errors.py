@@ -116,6 +116,10 @@ class PromptRefused(ModelError):
     """A model cannot read a prompt: the order or the roles of its messages, or their length."""
 
 
+class LogitsNotFinite(ModelError):
+    """A model's logits are NaN or infinite."""
+
+
 class EvaluationError(PipelineError):
     """A comparison cannot be made."""
 

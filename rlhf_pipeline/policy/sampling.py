@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_pipeline.errors import ModelError, ShapeMismatch
+from rlhf_pipeline.errors import LogitsNotFinite, ModelError, ShapeMismatch
 from rlhf_pipeline.policy.cache import empty_cache
 from rlhf_pipeline.policy.captured import CapturedForward, can_capture
 from rlhf_pipeline.policy.chat import decode_completions, encode_prompts
@@ -224,11 +224,12 @@ def check_room(policy: Policy, prompt: int, completion: int) -> None:
 
 
 def check_finite(logprobs: Tensor) -> None:
-    """Raise ModelError unless the log-probabilities of drawn tokens are finite."""
+    """Raise LogitsNotFinite unless the log-probabilities of drawn tokens are finite."""
     if not bool(logprobs.isfinite().all()):
-        raise ModelError(
+        raise LogitsNotFinite(
             "a model must give finite logits, found some that are no numbers; its weights are "
-            "damaged: load another; or they are too large for float16: take bfloat16 or float32"
+            "damaged: load another; or they are too large for float16: take bfloat16 or float32; "
+            "or a learning rate was too large"
         )
 
 

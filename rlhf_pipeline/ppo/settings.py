@@ -206,6 +206,8 @@ class PpoSettings:
         yield from self._unless(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         for name in ("top_k", "lora_rank", "replay_updates", "samples_shown"):
             yield from self._unless(getattr(self, name) >= 0, name, "0 or more")
+        # A generator takes 64 bits, of which the order of the prompts needs room to count on from.
+        yield from self._unless(0 <= self.seed < 2**32, "seed", "from 0 to 4294967295")
         yield from self._unless(self.keep_checkpoints >= 2, "keep_checkpoints", "at least 2")
         for name, allowed in _CHOICES.items():
             fine = getattr(self, name) in allowed

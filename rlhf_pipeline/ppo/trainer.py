@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_pipeline.errors import TrainingError
+from rlhf_pipeline.errors import LogitsNotFinite, TrainingError
 from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
@@ -147,19 +147,23 @@ def train_ppo(
     stopped_because = reason_to_stop(now, settings)
     while stopped_because is None:
         keep_going()
+        number = now.update + 1
+        is_last = number == settings.updates
+        looks = is_last or number % settings.evaluate_every == 0
         try:
             facts = update(training)
-        except NotFinite as error:
-            alarm = not_finite(now.update + 1, str(error))
+            tell(training, facts, report, looks=looks)
+        except (NotFinite, LogitsNotFinite) as error:
+            of_logits = isinstance(error, LogitsNotFinite)
+            alarm = not_finite(number, "a logit of the policy" if of_logits else str(error))
             now.alarms.append(alarm)
             report({"update": alarm.update, "alarm": alarm.name, "found": alarm.found})
-            if now.update == 0 or choose_update(now.evaluations, settings) == 0:
+            # Of the logits each process knows its own share's alone: they would part here.
+            parts = of_logits and team.size > 1
+            if parts or now.update == 0 or choose_update(now.evaluations, settings) == 0:
                 raise TrainingError(f"training cannot go on: {alarm}") from error
             stopped_because = alarm.found
             break
-        is_last = now.update == settings.updates
-        looks = is_last or now.update % settings.evaluate_every == 0
-        tell(training, facts, report, looks=looks)
         if looks:
             write_down()
         is_best = looks and choose_update(now.evaluations, settings) == now.update

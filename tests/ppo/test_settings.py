@@ -45,6 +45,8 @@ from rlhf_pipeline.ppo.settings import AGGRESSIVE, CONSERVATIVE, PpoSettings
             r"needed ppo.kl_horizon above 0.2 \* ppo.rollouts_per_update = 25.6, found 25",
         ),
         ({"patience": 0}, "ppo.patience must be at least 1"),
+        ({"seed": -1}, "ppo.seed must be from 0 to 4294967295: found -1"),
+        ({"seed": 2**63 - 1}, "ppo.seed must be from 0 to 4294967295"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:

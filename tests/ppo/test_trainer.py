@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.errors import ClaimLost, TrainingError
+from rlhf_pipeline.errors import ClaimLost, ConfigError, TrainingError
 from rlhf_pipeline.policy.chat import decode_completions
 from rlhf_pipeline.policy.loading import Policy, load_policy
-from rlhf_pipeline.policy.sampling import unpack_bits
-from rlhf_pipeline.ppo import checkpoint
+from rlhf_pipeline.policy.sampling import output_head, unpack_bits
+from rlhf_pipeline.ppo import checkpoint, updating
 from rlhf_pipeline.ppo.collecting import encode_checked, next_prompts, sample_for, shape_scores
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
@@ -507,6 +507,38 @@ def test_numbers_that_are_not_finite_stop_training_before_they_reach_the_weights
     assert result.chosen_update == 1
     assert result.alarms[-1].name == "not_finite"
     assert all(bool(w.isfinite().all()) for w in weights_of(tmp_path / "later/policy").values())
+
+
+def test_an_estimator_of_another_function_is_refused_first(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found dpo; call train_dpo"):
+        train(base, tmp_path / "run", changed(estimator="dpo"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("evaluate_every", "fails_at"), [(1, 3), (2, 4)])  # looking, or sampling
+def test_a_step_after_which_the_logits_are_no_numbers_ends_with_the_best_before(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate_every: int,
+    fails_at: int,
+) -> None:
+    steps = itertools.count(1)
+
+    def ruinous(learner: Learner, *rest: Any) -> dict[str, float]:
+        facts = train_on(learner, *rest)
+        if next(steps) == 3:
+            with torch.no_grad():
+                output_head(learner.policy.model).weight.fill_(math.nan)
+        return facts
+
+    monkeypatch.setattr(updating, "train_on", ruinous)
+    settings = changed(updates=5, evaluate_every=evaluate_every, missing_eos_score=None)
+    result = train(base, tmp_path / "run", settings)
+    assert result.stopped_because == "a logit of the policy is not finite"
+    assert result.chosen_update == 2
+    assert (result.alarms[-1].name, result.alarms[-1].update) == ("not_finite", fails_at)
+    assert all(bool(w.isfinite().all()) for w in weights_of(tmp_path / "run/policy").values())
 
 
 def test_when_the_claim_is_lost_nothing_more_is_written(base: Path, tmp_path: Path) -> None:
