@@ -346,6 +346,9 @@ def _item(
     kind: Kind, agent_id: str, turn: _Turn, places: Sequence[Path], stays: str | None
 ) -> Item:
     size = sum(map(_size_of, places))
+    linked = [place for place in places if place.is_symlink()]
+    if linked and stays is None:
+        stays = f"{linked[0]} is a link: remove it and what it leads to by hand"
     name = turn.mark if kind == "turns" else turn.folder.name
     return Item(kind, agent_id, name, turn.made_at, stays, tuple(places), bytes=size)
 

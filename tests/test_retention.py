@@ -563,6 +563,23 @@ def test_a_damaged_snapshot_stays_and_keeps_nothing_else_from_going(
     assert not broken.exists()
 
 
+@pytest.mark.parametrize("linked", ["snapshots", "turns"])
+def test_a_folder_that_was_moved_and_linked_is_left_to_a_person(
+    state: State, tmp_path: Path, linked: str
+) -> None:
+    agent = state.new_agent()
+    state.trained(agent, "failed", state="failed")
+    link = state.settings.agent_folder(agent) / linked / hashed(agent, "failed")[:16]
+    moved = tmp_path / "elsewhere"
+    shutil.move(link, moved)
+    link.symlink_to(moved)
+    items = state.prune(agent)
+    [why] = {item.stays for item in items if link in item.places}
+    assert why == f"{link} is a link: remove it and what it leads to by hand"
+    assert link.is_symlink()
+    assert any(moved.iterdir())
+
+
 def test_the_command_lists_what_goes_and_what_stays(state: State) -> None:
     agent = state.new_agent()
     state.trained(agent, "failed", state="failed")
