@@ -150,7 +150,8 @@ class ExperimentBook:
             if (
                 len(before) == 2
                 and alike
-                and before[0].looked_at - before[1].looked_at < LOOK_APART
+                and abs(before[0].looked_at - before[1].looked_at)
+                < LOOK_APART  # clocks are set back
             ):
                 change = looks.update().where(mine, looks.c.look == number)
                 connection.execute(change.values(verdict=verdict, **seen))

@@ -588,6 +588,18 @@ def test_of_looks_that_change_nothing_few_are_kept(
     ]
 
 
+def test_looks_after_a_clock_was_set_back_are_kept(
+    store: FeedbackStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, experiment = begin(store, 0.5)
+    for minutes in (0, 1, 60, -300, -299, -240):
+        moment = experiment.started_at + timedelta(minutes=minutes)
+        monkeypatch.setattr("rlhf_pipeline.experiment.book.now", lambda moment=moment: moment)
+        book.record(experiment, "continue", {"minutes": minutes})
+    kept = [look.verdict["minutes"] for look in book.looks(experiment.experiment_id)]
+    assert kept == [0, 60, -300, -240]  # the newest takes the place of one just before it
+
+
 def test_a_silent_day_after_a_ramp_says_nothing_of_the_challenger(
     store: FeedbackStore, ledger: PromotionLedger
 ) -> None:
