@@ -285,8 +285,9 @@ def _moment(values: Values, zone: tzinfo | None) -> datetime | None:
     try:
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=zone)
-        if MINYEAR < moment.year < MAXYEAR:  # in another zone it may be of no year that there is
-            return moment.astimezone(UTC)
+        moment = moment.astimezone(UTC)
+        if MINYEAR < moment.year < MAXYEAR:  # else in a zone it is of no year that there is
+            return moment
     except (OverflowError, ValueError):  # nanoseconds reach from 1677 to 2262
         pass
     refuse(Rule.bad_time, f"a moment after the year {MINYEAR} and before {MAXYEAR}", told)

@@ -159,6 +159,16 @@ def test_moments_without_a_zone_are_of_the_one_that_is_told(tmp_path: Path) -> N
     assert aside[0].detail.endswith("rlhf ingest --zone Europe/Berlin")
 
 
+def test_moments_at_the_edge_of_the_calendar_are_of_a_year_that_every_zone_has(
+    tmp_path: Path,
+) -> None:
+    told = ("0002-01-01T00:00+14:00", "9998-12-31T23:59:59-12:00", "0002-01-01T00:00Z")
+    rows = [{**THUMBS, "completion": when, "occurred_at": when} for when in told]
+    events, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
+    assert rules_of(aside) == [(1, "bad_time"), (2, "bad_time")]
+    assert [event.occurred_at for event in events] == [datetime(2, 1, 1, tzinfo=UTC)]
+
+
 def test_a_moment_as_a_number_is_told_how_moments_are_written(tmp_path: Path) -> None:
     rows = [{**THUMBS, "occurred_at": when} for when in (1682351591.1, 1682351591100, True)]
     _, aside = read_all(write_lines(tmp_path / "f.jsonl", rows))
