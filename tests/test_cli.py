@@ -30,15 +30,15 @@ from typer.testing import CliRunner
 
 from rlhf_pipeline import backup, database
 from rlhf_pipeline.cli import app
-from rlhf_pipeline.commands import conversation, models
+from rlhf_pipeline.commands import agents, conversation, models
 from rlhf_pipeline.commands.batch import read_prompts
 from rlhf_pipeline.commands.common import OBEYED, Workspace, lines_there
 from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.commands.score import read_items
-from rlhf_pipeline.config import RECIPES, recipe_names
+from rlhf_pipeline.config import RECIPES, Settings, recipe_names
 from rlhf_pipeline.database import open_database
-from rlhf_pipeline.errors import ConfigError, RegistryError
+from rlhf_pipeline.errors import ConfigError, PipelineError, RegistryError
 from rlhf_pipeline.experiment import offline
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.decision import GUARDRAILS, PRIMARY, SIGN, Arms, decide
@@ -766,6 +766,25 @@ def test_status_shows_the_others_where_an_agents_recipe_has_gone(rlhf: Run, tmp_
     assert (without["automatic_promotion"], without["votes"]) == (None, {"thumbs": 1})
     assert sound["next_turn"] == "1 new votes of the 100 needed"
     assert cells(rlhf("status", "--agent", "coffee").stdout)["promotion"] == "unknown"
+
+
+def test_status_shows_the_others_where_an_agents_turn_cannot_be_read(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = str(write(tmp_path / "votes.jsonl", THUMBS))
+    for agent in ("coffee", "tea"):
+        rlhf("ingest", votes, "--agent", agent)
+
+    def next_turn(here: Workspace, agent_id: str, settings: Settings) -> str:
+        if agent_id == "coffee":
+            raise PipelineError("a JSON file is needed at began.json, found none")
+        return known(here, agent_id, settings)
+
+    known = agents._next_turn
+    monkeypatch.setattr(agents, "_next_turn", next_turn)
+    damaged, sound = json.loads(rlhf("status", "--json").stdout)
+    assert damaged["next_turn"] == "not known: a JSON file is needed at began.json, found none"
+    assert sound["next_turn"] == "1 new votes of the 100 needed"
 
 
 def test_an_agent_is_paused_and_resumed_by_hand(rlhf: Run, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def automatic(
 
 def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     from rlhf_pipeline.continuous import lacks_for_reward
-    from rlhf_pipeline.errors import ConfigError
+    from rlhf_pipeline.errors import ConfigError, PipelineError
 
     row = here.store.agent(agent_id)
     own = row.recipe if row is not None else None
@@ -99,6 +99,8 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
         automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
     except ConfigError as error:  # the other agents are shown all the same
         next_turn = f"none until its recipe loads: {error}"
+    except PipelineError as error:
+        next_turn = f"not known: {error}"
     standing = here.ledger.standing(agent_id)
     turns = here.claims.history(agent_id)
     chosen = row.automatic_promotion if row is not None else None
