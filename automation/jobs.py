@@ -17,6 +17,7 @@ from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.rules import AGENT_ID
+from rlhf_pipeline.files import fitting
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
@@ -221,7 +222,7 @@ def _set_aside(path: Path) -> None:
     done.mkdir(exist_ok=True)
     target = done / path.name
     if target.exists():  # another day's file of the same name
-        target = done / f"{path.stem}.{time.time_ns()}{path.suffix}"
+        target = done / fitting(path.stem, f".{time.time_ns()}{path.suffix}")
     path.replace(target)
 
 

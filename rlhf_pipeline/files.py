@@ -28,6 +28,7 @@ from rlhf_pipeline.errors import PipelineError, TrainingError
 from rlhf_pipeline.fence import need_right_to_write
 
 SQLITE = "sqlite:///"  # before a path, in a URL
+LONGEST_NAME = 255  # bytes, on any file system of today
 LEAST_ROOM = 2**20  # bytes free on a disk that is not called full
 
 
@@ -41,7 +42,7 @@ def new_folder(directory: str | Path, *, private: bool = False) -> Iterator[Path
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
+    aside = beside(target, "new")
     aside.mkdir(mode=0o700 if private else 0o777)
     try:
         yield aside
@@ -65,7 +66,7 @@ def new_file(path: str | Path, *, may_stay: bool = False, private: bool = False)
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.new-{uuid.uuid4().hex[:12]}"
+    aside = beside(target, "new")
     try:
         if private:
             aside.touch(mode=0o600)
@@ -77,6 +78,17 @@ def new_file(path: str | Path, *, may_stay: bool = False, private: bool = False)
             _sync_directory(target.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def fitting(name: str, end: str) -> str:
+    """Return the name with this end, cut before it to what a file may be called anywhere."""
+    room = LONGEST_NAME - len(os.fsencode(end))
+    return os.fsencode(name)[:room].decode(errors="ignore") + end
+
+
+def beside(target: Path, why: str) -> Path:
+    """Return a hidden name in the same folder that nobody has, for what is `new` or `old`."""
+    return target.parent / fitting(f".{target.name}", f".{why}-{uuid.uuid4().hex[:12]}")
 
 
 @contextmanager
@@ -265,7 +277,7 @@ def remove_half_written(*directories: str | Path) -> int:
 
 def _move_into_place(aside: Path, target: Path) -> None:
     """Rename `aside` to `target`; what stood there is removed only after the rename."""
-    former = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:12]}"
+    former = beside(target, "old")
     replaces = target.exists()
     if replaces:
         target.rename(former)

@@ -39,7 +39,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.claims import PRUNE, Claim, ClaimBook
 from rlhf_pipeline.feedback.store import FeedbackStore
-from rlhf_pipeline.files import read_json
+from rlhf_pipeline.files import beside, read_json
 from rlhf_pipeline.old_rows import RowKind
 from rlhf_pipeline.records import Progress, hashed, ignore_progress, now
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
@@ -460,6 +460,6 @@ def _ngrams_of(taken: Path) -> frozenset[str]:
 def _remove(place: Path) -> None:
     """Take a folder away in one rename, then remove what it was."""
     if place.exists():
-        aside = place.parent / f".{place.name}.old-{uuid.uuid4().hex[:12]}"
+        aside = beside(place, "old")
         place.rename(aside)
         shutil.rmtree(aside)

@@ -82,6 +82,20 @@ def test_a_file_takes_its_place_only_when_the_block_ends_well_and_left_one(tmp_p
     assert [p.name for p in target.parent.iterdir()] == ["votes"]
 
 
+@pytest.mark.parametrize("name", ["v" * 255, "é" * 127])
+def test_what_has_the_longest_name_can_be_replaced(tmp_path: Path, name: str) -> None:
+    for text in ("first", "second"):
+        with new_file(tmp_path / name) as aside:
+            aside.write_text(text)
+            assert aside.name.startswith(f".{name[:9]}")
+    assert (tmp_path / name).read_text() == "second"
+    with new_folder(tmp_path / "deep" / name) as folder:
+        (folder / "first").touch()
+    with new_folder(tmp_path / "deep" / name) as folder:
+        (folder / "second").touch()
+    assert [path.name for path in (tmp_path / "deep").rglob("*")] == [name, "second"]
+
+
 def test_what_is_private_is_so_before_anything_is_in_it(tmp_path: Path) -> None:
     with new_file(tmp_path / "votes", private=True) as aside:
         assert aside.stat().st_mode & 0o777 == 0o600

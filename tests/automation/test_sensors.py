@@ -530,11 +530,12 @@ def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
     )
 
 
-def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks) -> None:
-    inbox = ticks.state / "inbox" / "daily"
+@pytest.mark.parametrize("name", ["votes.jsonl", "v" * 249 + ".jsonl"])
+def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks, name: str) -> None:
+    inbox = ticks.state / "inbox" / f"daily-{len(name)}"
     inbox.mkdir(parents=True)
     for number in (1, 2):
-        path = inbox / "votes.jsonl"
+        path = inbox / name
         path.write_text(line(number) + "\n")
         settle(path)
         seen = ticks.tick("dropped_files")
