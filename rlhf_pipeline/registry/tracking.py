@@ -134,8 +134,12 @@ def mlflow_refusals(wanted: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        is_away = isinstance(error.__context__, RequestException)  # MLflow keeps no other sign
-        raise (RegistryAway if is_away else RegistryError)(
+        if isinstance(error.__context__, RequestException):  # MLflow keeps no other sign
+            raise RegistryAway(
+                f"{wanted} needs MLflow to answer, found {error.message}; start its server, or "
+                "check the tracking URI, and try again"
+            ) from error
+        raise RegistryError(
             f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error

@@ -1053,7 +1053,7 @@ def test_a_server_that_is_away_costs_a_tick_the_tries_of_one_agent(
         pytest.raises(RuntimeError, match="the next tick looks at the agents after it") as caught,
     ):
         sensors.aliases_moved_by_hand(context)
-    assert str(caught.value).count("needs MLflow to agree") == 1
+    assert str(caught.value).count("needs MLflow to answer") == 1
 
 
 # -- run_failed -------------------------------------------------------------------------------
