@@ -263,7 +263,6 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 "watermark": turn.watermark,
                 **flattened(shown(turn.settings)),
             },
-            goes_on=True,
         )
 
     def end_without_verdict(self, claim: Claim, why: str | None, status: Ended) -> None:

@@ -84,11 +84,10 @@ class ModelRegistry:
         fingerprint: str,
         stage: str,
         parameters: Mapping[str, Any],
-        goes_on: bool = False,
     ) -> AbstractContextManager[TrackedRun]:
         """Return the run of one stage's work on one snapshot; a retried step resumes its own.
 
-        Where the work `goes_on` after the block, the run is RUNNING until `end_runs`.
+        It is RUNNING, after the block too, until `end_runs`.
         """
         return tracked_run(
             self.client,
@@ -97,7 +96,6 @@ class ModelRegistry:
             fingerprint=fingerprint,
             stage=stage,
             parameters=parameters,
-            goes_on=goes_on,
         )
 
     def end_runs(self, agent_id: str, fingerprint: str, status: Ended = "KILLED") -> int:

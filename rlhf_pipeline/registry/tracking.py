@@ -266,17 +266,16 @@ def tracked_run(
     fingerprint: str,
     stage: str,
     parameters: Mapping[str, Any],
-    goes_on: bool,
 ) -> Iterator[TrackedRun]:
     """Yield the one run of this work: the earlier one where a step is retried, else a new one.
 
-    The block's end marks it FINISHED, unless its work `goes_on` in later blocks; an exception marks
-    it FAILED (and it may be resumed later). A block that lost its claim leaves it alone: by now it
-    is the newer holder's. Work that goes on is one at a time: earlier work's run that is RUNNING
-    yet, as MLflow was away when it ended, is KILLED.
+    The work goes on in later blocks, until `end_running`; an exception marks the run FAILED (and it
+    may be resumed later). A block that lost its claim leaves it alone: by now it is the newer
+    holder's. Work is one at a time: earlier work's run that is RUNNING yet, as MLflow was away when
+    it ended, is KILLED.
     """
     run = _find_or_create(client, experiment_id, agent_id, fingerprint, stage, parameters)
-    if goes_on and not run.resumed:
+    if not run.resumed:
         with mlflow_refusals(f"ending earlier runs for {stage}"):
             end_running(client, experiment_id, "rlhf.stage", stage, "KILLED", but=run.run_id)
     try:
@@ -287,10 +286,6 @@ def tracked_run(
     except BaseException:
         _mark_failed(run)
         raise
-    if goes_on:
-        return
-    with mlflow_refusals(f"finishing run {run.run_id}"):
-        client.set_terminated(run.run_id, "FINISHED")
 
 
 def end_running(
