@@ -48,6 +48,7 @@ SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before 
 BEFORE_QUOTE = re.compile(' +"')  # as in `"a", "b"`: the blank is the table's
 QUOTE_WITHIN = "expected after '\"'"  # csv's words; a table cut off has other ones
 LOOKED_AT = 20  # rows that show how a table is written
+LAST_ROW = 1 << 20  # of a sheet, as Excel has it
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -218,10 +219,7 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
             f"a workbook is needed at {path}, found: {_words(error)}; save the sheet as .csv"
         ) from error
     try:
-        lines = (
-            (number, _without_last_blanks([cell_text(cell) for cell in cells]))
-            for number, cells in enumerate(sheet.iter_rows(values_only=True), 1)
-        )
+        lines = _cells(sheet)
         others = [ascii(other.title) for other in book.worksheets[1:]]
         is_cover = bool(others)
         for row in _rows(_whole(lines, "workbook", (Exception,)), position, named):
@@ -239,6 +237,36 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
 
 
 _Line = tuple[int, Sequence[str]]
+
+
+def _cells(sheet: Any) -> Iterator[_Line]:
+    """Yield a sheet's rows by their own numbers, each as wide as the cells that it has.
+
+    openpyxl's `iter_rows` ends where the file says that the sheet does, which programs write
+    wrongly, leaves out a row that stands after a later one, and makes up those that lack.
+    Raises ValueError where rows are out of order, or one is beyond the last there can be.
+    """
+    from openpyxl.worksheet._reader import WorkSheetParser
+
+    book, last = sheet.parent, 0
+    with sheet._get_source() as source:
+        parser = WorkSheetParser(
+            source,
+            sheet._shared_strings,
+            data_only=True,
+            epoch=book.epoch,
+            date_formats=book._date_formats,
+            timedelta_formats=book._timedelta_formats,
+        )
+        for number, cells in parser.parse():
+            if number <= last:
+                raise ValueError(f"row {number} after row {last}")
+            if number > LAST_ROW:
+                raise ValueError(f"row {number:,}, though a sheet ends at {LAST_ROW:,}")
+            last = number
+            texts = {cell["column"]: cell_text(cell["value"]) for cell in cells}
+            row = [texts.get(column, "") for column in range(1, max(texts, default=0) + 1)]
+            yield number, _without_last_blanks(row)
 
 
 def _without_last_blanks(cells: list[str]) -> list[str]:

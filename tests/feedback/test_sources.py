@@ -1504,6 +1504,56 @@ def test_a_workbook_that_begins_with_a_cover_is_told_of_its_other_sheets(tmp_pat
     assert read_all(path) == ([], [])
 
 
+def rewrite(path: Path, part: str, changes: Sequence[tuple[str, str]]) -> None:
+    """Change a part of a workbook, as another program might have written it."""
+    with zipfile.ZipFile(path) as book:
+        parts = {name: book.read(name) for name in book.namelist()}
+    for old, new in changes:
+        assert old.encode() in parts[part]
+        parts[part] = parts[part].replace(old.encode(), new.encode(), 1)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
+        for name, content in parts.items():
+            book.writestr(name, content)
+
+
+SHEET = "xl/worksheets/sheet1.xml"
+VOTES = TABLE + "".join(f"thumbs,up,Why {i}?,Because.,ann{i}\n" for i in range(9))
+
+
+@pytest.mark.parametrize("size", ["A1", "A1:E1", "A1:E3", "A1:D10", "A1:Z3000"])
+def test_a_workbooks_rows_are_those_it_has_whatever_size_it_says(tmp_path: Path, size: str) -> None:
+    path = write_sheet(tmp_path / "votes.xlsx", VOTES)
+    rewrite(path, SHEET, [('ref="A1:E10"', f'ref="{size}"')])
+    events, aside = read_all(path)
+    assert [event.rater_id for event in events] == [hash_rater("tea", f"ann{i}") for i in range(9)]
+    assert aside == []
+
+
+def test_a_row_far_below_the_others_is_reached_at_once(tmp_path: Path) -> None:
+    path = write_sheet(tmp_path / "votes.xlsx", VOTES + "thumbs,up,Why?,,ann")
+    rewrite(path, SHEET, [('<row r="11"', '<row r="1048576"')])
+    events, aside = read_all(path)
+    assert (len(events), rules_of(aside)) == (9, [(1 << 20, "no_target")])
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (3, "row 3 after row 9"),
+        (9, "row 9 after row 9"),
+        (3_000_000_000, "row 3,000,000,000, though a sheet ends at 1,048,576"),
+    ],
+)
+def test_a_row_where_none_can_be_takes_no_other_in_silence(
+    tmp_path: Path, number: int, why: str
+) -> None:
+    path = write_sheet(tmp_path / "votes.xlsx", VOTES)
+    rewrite(path, SHEET, [('<row r="10"', f'<row r="{number}"')])
+    events, aside = read_all(path)
+    assert (len(events), rules_of(aside)) == (8, [(10, "damaged_file")])
+    assert f"a whole workbook, found: {why}; make it again" in aside[0].detail
+
+
 def test_what_is_no_workbook_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
