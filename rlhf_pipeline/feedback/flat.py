@@ -48,6 +48,8 @@ SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*', re.IGNORECASE)  # a line before 
 BEFORE_QUOTE = re.compile(' +"')  # as in `"a", "b"`: the blank is the table's
 QUOTE_WITHIN = "expected after '\"'"  # csv's words; a table cut off has other ones
 LOOKED_AT = 20  # rows that show how a table is written
+# A character that XML cannot hold as Excel writes it, and the _ of a text that looks like one.
+ESCAPED = re.compile("_x(00[01][0-9A-F]|005F)_", re.IGNORECASE)
 LAST_ROW = 1 << 20  # of a sheet, as Excel has it
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
 NUMERIC_KINDS = ("thumbs", "rating", "score")
@@ -190,9 +192,9 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
 def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
     """Yield every row of a workbook's first sheet that says something, by its number.
 
-    `named` is as in `csv_rows`. Formulas give what they last came to. Raises SourceError where the
-    file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is not installed; and
-    where the first sheet has no rows and there are others, which may have them.
+    `named` is as in `csv_rows`. Formulas give what they last came to, if it is no error. Raises
+    SourceError where the file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is
+    not installed; and where the first sheet has no rows and there are others, which may have them.
     """
     try:
         import openpyxl
@@ -264,9 +266,16 @@ def _cells(sheet: Any) -> Iterator[_Line]:
             if number > LAST_ROW:
                 raise ValueError(f"row {number:,}, though a sheet ends at {LAST_ROW:,}")
             last = number
-            texts = {cell["column"]: cell_text(cell["value"]) for cell in cells}
+            texts = {cell["column"]: _sheet_text(cell) for cell in cells}
             row = [texts.get(column, "") for column in range(1, max(texts, default=0) + 1)]
             yield number, _without_last_blanks(row)
+
+
+def _sheet_text(cell: Mapping[str, Any]) -> str:
+    """Return a sheet's cell as CSV would hold it; one that came to an error says nothing."""
+    if cell["data_type"] == "e":
+        return ""
+    return ESCAPED.sub(lambda found: chr(int(found[1], 16)), cell_text(cell["value"]))
 
 
 def _without_last_blanks(cells: list[str]) -> list[str]:

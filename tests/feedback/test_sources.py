@@ -1554,6 +1554,23 @@ def test_a_row_where_none_can_be_takes_no_other_in_silence(
     assert f"a whole workbook, found: {why}; make it again" in aside[0].detail
 
 
+def test_a_cell_that_came_to_an_error_says_nothing(tmp_path: Path) -> None:
+    rows = [
+        "thumbs,up,Why?,Because.,#N/A",
+        "thumbs,up,Who?,#REF!,ann",
+        "thumbs,#DIV/0!,Who?,I.,bob",
+    ]
+    events, aside = read_all(write_sheet(tmp_path / "votes.xlsx", TABLE + "\n".join(rows)))
+    assert [(event.completion, event.rater_id) for event in events] == [("Because.", None)]
+    assert rules_of(aside) == [(3, "no_target"), (4, "value_missing")]
+
+
+def test_a_character_that_a_workbook_escapes_is_that_character(tmp_path: Path) -> None:
+    path = write_sheet(tmp_path / "votes.xlsx", TABLE + "thumbs,up,Why?,One.,ann")
+    rewrite(path, SHEET, [("One.", "One._x000D_\nTwo, _xD800_, _x005F_x000D_.")])
+    assert read_all(path)[0][0].completion == "One.\r\nTwo, _xD800_, _x000D_."
+
+
 def test_what_is_no_workbook_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
