@@ -192,9 +192,10 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
 def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[TableRow]:
     """Yield every row of a workbook's first sheet that says something, by its number.
 
-    `named` is as in `csv_rows`. Formulas give what they last came to, if it is no error. Raises
-    SourceError where the file is no workbook, unpacks to more than LARGEST_WORKBOOK, or openpyxl is
-    not installed; and where the first sheet has no rows and there are others, which may have them.
+    A hidden sheet is the first only where all are. `named` is as in `csv_rows`. Formulas give what
+    they last came to, if it is no error. Raises SourceError where the file is no workbook, unpacks
+    to more than LARGEST_WORKBOOK, or openpyxl is not installed; and where the first sheet has no
+    rows and there are others, which may have them.
     """
     try:
         import openpyxl
@@ -213,7 +214,8 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
                 f"{unpacked:,} in {path}; save the sheet as .csv"
             )
         book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
-        sheet = book.worksheets[0]
+        shown = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
+        sheet = (shown or book.worksheets)[0]
     except (OSError, SourceError):
         raise
     except Exception as error:  # of a damaged one openpyxl raises a dozen unrelated types
@@ -222,7 +224,7 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
         ) from error
     try:
         lines = _cells(sheet)
-        others = [ascii(other.title) for other in book.worksheets[1:]]
+        others = [ascii(other.title) for other in book.worksheets if other is not sheet]
         is_cover = bool(others)
         for row in _rows(_whole(lines, "workbook", (Exception,)), position, named):
             is_cover = False

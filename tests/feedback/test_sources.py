@@ -1571,6 +1571,23 @@ def test_a_character_that_a_workbook_escapes_is_that_character(tmp_path: Path) -
     assert read_all(path)[0][0].completion == "One.\r\nTwo, _xD800_, _x000D_."
 
 
+def test_a_sheet_that_is_hidden_is_not_the_first(tmp_path: Path) -> None:
+    import openpyxl
+
+    path = tmp_path / "votes.xlsx"
+    for state in ("hidden", "veryHidden"):
+        pd.DataFrame([THUMBS]).to_excel(path, sheet_name="May", index=False)
+        book = openpyxl.load_workbook(path)
+        lists = book.create_sheet("Lists", 0)
+        lists.append([*THUMBS])
+        lists.append(["thumbs", "down", "Who?", "I."])
+        lists.sheet_state = state
+        book.save(path)
+        assert [event.completion for event in read_all(path)[0]] == ["Because."]
+    rewrite(path, "xl/workbook.xml", [('state="visible"', 'state="hidden"')])
+    assert [event.completion for event in read_all(path)[0]] == ["I."]
+
+
 def test_what_is_no_workbook_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
