@@ -52,6 +52,13 @@ LOOKED_AT = 20  # rows that show how a table is written
 ESCAPED = re.compile("_x(00[01][0-9A-F]|005F)_", re.IGNORECASE)
 LAST_ROW = 1 << 20  # of a sheet, as Excel has it
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
+LARGEST_PART = 8 << 20  # bytes of one of its parts that openpyxl reads as one tree
+# The parts that it reads a piece at a time, and those that may be large and that it does not read.
+IN_PIECES = re.compile(
+    r"xl/(worksheets/[^/]+|sharedStrings|calcChain|(pivotCache|externalLinks)/.+)\.xml"
+    r"|(?!.*\.(xml|rels)$).+",
+    re.IGNORECASE,
+)
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
 # Columns that may be blank, and what a database's export has there. In a text it is what was said.
@@ -207,12 +214,19 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
     position.bytes_total = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as packed:
-            unpacked = sum(member.file_size for member in packed.infolist())
+            parts = packed.infolist()
+        unpacked = sum(part.file_size for part in parts)
         if unpacked > LARGEST_WORKBOOK:
             raise SourceError(
                 f"a workbook of at most {LARGEST_WORKBOOK:,} bytes unpacked is needed, found "
                 f"{unpacked:,} in {path}; save the sheet as .csv"
             )
+        for part in parts:
+            if part.file_size > LARGEST_PART and not IN_PIECES.fullmatch(part.filename):
+                raise SourceError(
+                    f"at most {LARGEST_PART:,} bytes unpacked are needed in {part.filename!a} of "
+                    f"a workbook, found {part.file_size:,} in {path}; save the sheet as .csv"
+                )
         book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
         shown = [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"]
         sheet = (shown or book.worksheets)[0]

@@ -1571,6 +1571,30 @@ def test_a_character_that_a_workbook_escapes_is_that_character(tmp_path: Path) -
     assert read_all(path)[0][0].completion == "One.\r\nTwo, _xD800_, _x000D_."
 
 
+@pytest.mark.parametrize(
+    ("part", "is_read"),
+    [
+        ("xl/worksheets/sheet7.xml", True),
+        ("xl/SharedStrings.xml", True),
+        ("xl/pivotCache/pivotCacheRecords1.xml", True),
+        ("xl/media/image1.png", True),
+        ("xl/worksheets/_rels/sheet1.xml.rels", False),
+        ("customXml/item1.xml", False),
+    ],
+)
+def test_a_workbooks_parts_may_be_long_where_they_are_not_held(
+    tmp_path: Path, part: str, is_read: bool
+) -> None:
+    path = write_sheet(tmp_path / "votes.xlsx", VOTES)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as book:
+        book.writestr(part, bytes((8 << 20) + 1))
+    if is_read:
+        assert len(read_all(path)[0]) == 9
+    else:
+        with pytest.raises(SourceError, match=f"'{part}' of a workbook, found 8,388,609 in "):
+            read_all(path)
+
+
 def test_a_sheet_that_is_hidden_is_not_the_first(tmp_path: Path) -> None:
     import openpyxl
 
@@ -1604,6 +1628,9 @@ def test_what_is_no_workbook_is_refused_with_a_way_out(
     import openpyxl
 
     openpyxl.Workbook().save(path)
+    monkeypatch.setattr("rlhf_pipeline.feedback.flat.LARGEST_PART", 1_000)
+    with pytest.raises(SourceError, match=r"at most 1,000 bytes .* in 'xl/(theme|styles)"):
+        read_all(path)
     monkeypatch.setattr("rlhf_pipeline.feedback.flat.LARGEST_WORKBOOK", 1_000)
     with pytest.raises(SourceError, match="at most 1,000 bytes"):
         read_all(path)
