@@ -190,7 +190,7 @@ def csv_rows(path: Path, position: Position, named: Named = list) -> Iterator[Ta
     with path.open("rb") as packed, _text(packed) as file:
         lines = _split(file, path)
         unpacked = _whole(lines, "gzip file", DAMAGE)
-        # A cell over the limit, one cut off, or a quote within a text that is not doubled.
+        # A row over the limit, a cell cut off, or a quote within a text that is not doubled.
         whole = _whole(unpacked, "table", (csv.Error,))
         yield from _rows(whole, position, named)
     position.bytes_read = position.bytes_total
@@ -302,9 +302,10 @@ def _without_last_blanks(cells: list[str]) -> list[str]:
 
 
 def _split(file: IO[str], path: Path) -> Iterator[_Line]:
-    begun = [file.readline()]
+    read = _Lines(file)
+    begun = [next(read, "")]
     while begun[-1].isspace():
-        begun.append(file.readline())
+        begun.append(next(read, ""))
     at = len(begun) - 1
     # What cuts all rows into most, or else the names: one of these may hold another sign.
     separator = max(",;\t", key=lambda sign: _widths(_first_rows(path, at, sign)))
@@ -326,10 +327,30 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
     # Nor is it the comma of 0,7 in each of them.
     ends &= not all(any(a.isdigit() and b.isdigit() for a, b in pairwise(row)) for row in rows)
     # Strictly: else what follows a quote in a text goes into one cell with it, rows and all.
-    lines = _without_blanks_after_quotes(chain(begun, file), separator, skips)
+    lines = _without_blanks_after_quotes(chain(begun, read), separator, skips)
     reader = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=True)
     for cells in reader:
+        read.length = 0
         yield reader.line_num, cells[:-1] if ends and cells[width:] == [""] else cells
+
+
+class _Lines(Iterator[str]):
+    """A table's lines. Raises csv.Error before more of a row is held than LONGEST_ROW.
+
+    Who reads sets `length`, of the row's lines so far, back to 0 where one ends.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self.file, self.length = file, 0
+
+    def __next__(self) -> str:
+        line = self.file.readline(LONGEST_ROW + 1)
+        self.length += len(line)
+        if self.length > LONGEST_ROW:
+            raise csv.Error(f"a row of more than {LONGEST_ROW:,} characters")
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _widths(rows: list[list[str]]) -> tuple[int, int]:
@@ -344,9 +365,11 @@ def _first_rows(path: Path, at: int, separator: str, skips: bool = False) -> lis
     """
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
-        lines = _without_blanks_after_quotes(islice(file, at, None), separator, skips)
+        read = _Lines(file)
+        lines = _without_blanks_after_quotes(islice(read, at, None), separator, skips)
         cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=skips)
         for cells in islice(filter(any, cut), LOOKED_AT):
+            read.length = 0
             rows.append(cells)
     return rows
 

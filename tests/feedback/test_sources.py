@@ -1338,14 +1338,37 @@ def test_a_table_that_breaks_off_gives_what_came_before(tmp_path: Path) -> None:
     assert "needed a whole workbook, found: " in aside[0].detail
 
 
-def test_a_table_with_a_cell_too_long_gives_what_came_before(tmp_path: Path) -> None:
+def test_a_table_with_a_row_too_long_gives_what_came_before(tmp_path: Path) -> None:
     path, row = tmp_path / "open.csv", "thumbs,up,Why?,Because.,ann\n"
     path.write_text(f'{TABLE}{row}thumbs,up,"Why not?,Because.,bob\n{row * 300_000}')
     events, aside = read_all(path)
     assert [event.rater_id for event in events] == [hash_rater("tea", "ann")]
     assert rules_of(aside) == [(3, "damaged_file")]
-    assert "needed a whole table, found: field larger than" in aside[0].detail
+    assert "needed a whole table, found: a row of more than 8,388,608 characters" in aside[0].detail
     assert "; make it again and ingest it again" in aside[0].detail
+
+
+def test_a_row_of_a_table_is_not_held_beyond_the_longest(tmp_path: Path) -> None:
+    path, row = tmp_path / "long.csv.gz", b"thumbs,up,Why?,Because.,ann\n"
+    beyond = (b"x" * (1 << 20), b'"' + b"x" * (1 << 20) + b'\n",')  # one line; a line for each cell
+    for piece in beyond:
+        path.write_bytes(gzip.compress(TABLE.encode() + row + piece * 100 + b"\n" + row))
+        tracemalloc.start()
+        events, aside = read_all(path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert [event.rater_id for event in events] == [hash_rater("tea", "ann")]
+        assert [row.rule for row in aside] == ["damaged_file"]
+        assert peak < 80 << 20
+
+
+def test_rows_of_a_table_may_be_longer_together_than_the_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.feedback.flat.LONGEST_ROW", 99)
+    path = tmp_path / "f.csv"
+    path.write_text(TABLE + "".join(f"thumbs,up,Why?,{i},ann\n" for i in range(99)))
+    assert len(read_all(path)[0]) == 99
 
 
 def test_a_quote_that_is_not_closed_takes_no_row_in_silence(tmp_path: Path) -> None:
