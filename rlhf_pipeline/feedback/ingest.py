@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from rlhf_pipeline.errors import FeedbackError, FeedbackRefused, SourceError
 from rlhf_pipeline.feedback.formats import canonical, to_row
-from rlhf_pipeline.feedback.lines import Position
+from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.sources import AS_IT_IS, HUB, SUFFIXES, files_in, read
@@ -136,7 +136,15 @@ def _so_far(totals: Counter[str]) -> str:
 def _numbered(
     rows: Iterator[Feedback | QuarantinedRow], batch: int, position: Position
 ) -> list[tuple[int, Feedback | QuarantinedRow]]:
-    return [(position.line, row) for row in islice(rows, batch)]
+    """Return the next rows: `batch` of them, or fewer where much is kept of what is set aside."""
+    some: list[tuple[int, Feedback | QuarantinedRow]] = []
+    kept = 0
+    for row in islice(rows, batch):
+        some.append((position.line, row))
+        kept += len(row.raw or "") if isinstance(row, QuarantinedRow) else 0
+        if kept > LONGEST_ROW:
+            break
+    return some
 
 
 def _take(

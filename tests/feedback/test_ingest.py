@@ -229,6 +229,16 @@ def test_a_folder_is_read_file_by_file_and_an_unreadable_one_is_named(
     assert "known format" in summary.unreadable[str(folder / "c.jsonl")]
 
 
+def test_of_rows_set_aside_no_more_are_held_than_a_long_one(
+    store: FeedbackStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.feedback.ingest.LONGEST_ROW", 100)
+    rows = [{**THUMBS, "value": f"{'perhaps' * 9} {i}"} for i in range(5)]
+    path, told = write(tmp_path / "a.jsonl", *rows), list[object]()
+    summary = ingest(store, path, "tea", on_progress=lambda facts: told.append(facts["read"]))
+    assert (summary.quarantined, told) == ({"wrong_type": 5}, [1, 2, 3, 4, 5])
+
+
 def test_a_named_file_that_cannot_be_read_is_an_error(store: FeedbackStore, tmp_path: Path) -> None:
     good = write(tmp_path / "a.jsonl", THUMBS)
     with pytest.raises(SourceError, match="check the path"):
