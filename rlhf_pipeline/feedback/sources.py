@@ -9,20 +9,25 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import tzinfo
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.errors import FeedbackRefused, SourceError
 from rlhf_pipeline.feedback import formats
 from rlhf_pipeline.feedback.flat import Named, csv_rows, numbers_told, sheet_rows
 from rlhf_pipeline.feedback.formats import FORMATS, Format, Row, Values
-from rlhf_pipeline.feedback.lines import LONGEST_ROW, Position, RawRow, parse, raw_rows
+from rlhf_pipeline.feedback.lines import LONGEST_ROW, SHOWN, Position, RawRow, parse, raw_rows
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.rules import Rule, check_event, refuse
 from rlhf_pipeline.records import Feedback, QuarantinedRow, Source
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import RowGroupMetaData
 
 TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 WORKBOOK, PARQUET = ".xlsx", ".parquet"
@@ -33,7 +38,8 @@ CELLS = (*TABLES, WORKBOOK, PARQUET)
 SUFFIXES = (*LINES, *CELLS)
 HUB = "hf://"
 STORE = "feedback.db"  # what a state folder is known by
-PARQUET_ROWS = 1000  # of a parquet file that are held at once
+PARQUET_ROWS = 1000  # of a parquet file that are held at once, at most
+PARQUET_HELD = 256 << 20  # bytes that their texts may have, unpacked
 LOOKED_AT = 1000  # rows in one of which what is renamed has to be
 AS_IT_IS = Renaming()
 MOST_NAMES = 1000  # of a file's columns that are remembered
@@ -216,7 +222,7 @@ def _file_rows(path: Path, position: Position, longest_row: int, named: Named) -
             yield from sheet_rows(path, position, named)
             return
         if path.name.lower().endswith(PARQUET):
-            yield from _parquet_rows(path, position)
+            yield from _parquet_rows(path, position, longest_row)
             return
         for row in raw_rows(path, position, longest_row):
             try:
@@ -247,23 +253,76 @@ def _check_beginning(path: Path) -> None:
         )
 
 
-def _parquet_rows(path: Path, position: Position) -> Iterator[_Parsed]:
-    """Yield the rows of one file of a data set's folder, as `rlhf feedback export` writes one."""
+def _parquet_rows(path: Path, position: Position, longest_row: int) -> Iterator[_Parsed]:
+    """Yield the rows of one file of a data set's folder, as `rlhf feedback export` writes one.
+
+    What this does not protect against: one row in whose lists a text is repeated; it is unpacked
+    to be measured.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     position.bytes_total = path.stat().st_size
     try:
         with pq.ParquetFile(path) as file:
-            for some in file.iter_batches(PARQUET_ROWS):
-                for values in some.to_pylist():
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            texts = max(map(_bytes_of_texts, groups), default=0)
+            at_once = min(PARQUET_HELD // max(texts, 1) or 1, PARQUET_ROWS)
+            for some in file.iter_batches(at_once):
+                for raw, values in _made(_decoded(some), longest_row):
                     position.line += 1
-                    yield position.line, formats.canonical(values), values
-    except pa.ArrowException as error:
+                    yield position.line, raw, values
+    except (pa.ArrowException, UnicodeError) as error:
         raise SourceError(
             f"a whole parquet file is needed at {path}, found: {str(error)[:300]}; write it again"
         ) from error
     position.bytes_read = position.bytes_total
+
+
+def _bytes_of_texts(group: RowGroupMetaData) -> int:
+    """Return how long the texts are that a group holds; each of its rows may repeat them all."""
+    columns = map(group.column, range(group.num_columns))
+    return sum(
+        column.total_uncompressed_size
+        for column in columns
+        if column.physical_type.endswith("BYTE_ARRAY")
+    )
+
+
+def _decoded(rows: RecordBatch) -> RecordBatch:
+    """Return the rows so that each has its own values, to be measured by."""
+    import pyarrow as pa
+
+    columns = [
+        column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+        for column in rows.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
+
+
+def _made(rows: RecordBatch, longest: int) -> Iterator[tuple[str, Values | FeedbackRefused]]:
+    """Yield each row as text and as values, or why it cannot be made; the rest of them is."""
+    try:
+        if rows.nbytes <= longest:
+            yield from [(formats.canonical(values), values) for values in rows.to_pylist()]
+            return
+        detail = f"needed at most {longest} bytes in a row, found {rows.nbytes}; leave it out"
+        refusal = FeedbackRefused(Rule.line_too_long, detail)
+    except UnicodeDecodeError as error:
+        refusal = FeedbackRefused(Rule.not_utf8, f"needed UTF-8, found {error}; mend the row")
+    except (ArithmeticError, LookupError, ValueError) as error:  # of a date there cannot be
+        refusal = FeedbackRefused(Rule.bad_time, f"needed a moment, found {error}; mend the row")
+    if rows.num_rows > 1:
+        half = rows.num_rows // 2
+        yield from _made(rows.slice(0, half), longest)
+        yield from _made(rows.slice(half), longest)
+        return
+    shown = {}  # what can be, so that an erasure finds who signed it
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        with suppress(ArithmeticError, LookupError, ValueError):
+            if column.nbytes <= SHOWN:
+                shown[name] = column[0].as_py()
+    yield formats.canonical(shown), refusal
 
 
 def _shown(row: RawRow) -> str:

@@ -227,6 +227,57 @@ def test_a_number_that_is_none_is_missing_in_parquet(tmp_path: Path) -> None:
     assert rules_of(read_all(path)[1]) == [(1, "value_missing")]
 
 
+def test_a_row_of_parquet_that_cannot_be_read_is_set_aside_by_itself(tmp_path: Path) -> None:
+    path, n = tmp_path / "votes.parquet", 9
+    texts = [b"Why?"] * n
+    texts[3] = b"\xff"
+    moments = [0] * n
+    moments[6] = 10**17  # the year 5138
+    moments[7] = 9 * 10**17
+    columns = {
+        **{name: [THUMBS[name]] * n for name in ("kind", "value", "completion")},
+        "prompt": pa.array(texts, pa.binary()).view(pa.string()),
+        "occurred_at": pa.array(moments, pa.int64()).view(pa.timestamp("us", tz="UTC")),
+        "rater": [f"ann{i}" for i in range(n)],
+    }
+    pq.write_table(pa.table(columns), path)
+    events, aside = read_all(path)
+    assert len(events) == n - 2
+    assert rules_of(aside) == [(4, "not_utf8"), (8, "bad_time")]
+    assert "can't decode byte 0xff" in aside[0].detail
+    signed = [json.loads(str(row.raw))["rater"] for row in aside]  # so that an erasure finds it
+    assert signed == ["ann3", "ann7"]
+
+
+@pytest.mark.parametrize("is_dictionary", [True, False])
+def test_a_text_that_rows_of_parquet_share_is_not_held_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dictionary: bool
+) -> None:
+    monkeypatch.setattr("rlhf_pipeline.feedback.sources.PARQUET_HELD", 8 << 20)
+    path, n = tmp_path / "votes.parquet", 500
+    columns = {name: [said] * n for name, said in THUMBS.items()}
+    texts = pa.array(["x" * (1 << 19), "short"])
+    comments = pa.DictionaryArray.from_arrays([0] * (n - 1) + [1], texts)
+    if not is_dictionary:
+        comments = comments.dictionary_decode()
+    pq.write_table(pa.table({**columns, "comment": comments, "rater": ["ann"] * n}), path)
+    del comments
+    before, peak = pa.total_allocated_bytes(), 0
+    rows: list[Feedback | QuarantinedRow] = []
+    for row in read(path, "tea", longest_row=1 << 19):
+        rows.append(row)
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    *aside, last = rows
+    assert (len(aside), type(last)) == (n - 1, Feedback)
+    for row in aside:
+        assert isinstance(row, QuarantinedRow)
+        assert row.rule == "line_too_long"
+        assert "at most 524288 bytes in a row, found 5243" in row.detail
+        assert '"rater": "ann"' in str(row.raw)  # for an erasure
+        assert len(str(row.raw)) < lines.SHOWN
+    assert peak < 40 << 20
+
+
 @pytest.mark.parametrize("suffix", ["xlsx", "parquet"])
 def test_dates_in_the_cells_of_a_table_are_of_the_zone_that_is_told(
     tmp_path: Path, suffix: str
