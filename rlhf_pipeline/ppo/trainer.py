@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_pipeline.errors import LogitsNotFinite, TrainingError
+from rlhf_pipeline.errors import ConfigError, LogitsNotFinite, TrainingError
 from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.adapters import SharedBase
 from rlhf_pipeline.policy.loading import Policy, save_policy
@@ -73,10 +73,12 @@ def train_ppo(
        watch prompts, alarms, a checkpoint.
     4. Load the chosen update's weights, save them as the policy, draw the plots, write the result.
 
-    A finished run returns its result again. Raises TrainingError before training if the input
-    cannot be trained on, and later if the ratio is not 1, a score is not finite or nothing usable
-    came out.
+    A finished run returns its result again. Raises ConfigError for the estimator of another
+    function, TrainingError before training if the input cannot be trained on, and later if the
+    ratio is not 1, a score is not finite or nothing usable came out.
     """
+    if settings.estimator == "dpo":
+        raise ConfigError("ppo.estimator must be gae or rloo here, found dpo; call train_dpo")
     team = join_team(settings)
     report = report if team.is_main else ignore_progress
     torch.manual_seed(settings.seed)

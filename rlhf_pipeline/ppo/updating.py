@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.ppo.changing import Curriculum
 from rlhf_pipeline.ppo.collecting import (
     Task,
@@ -78,12 +77,10 @@ def checked_training(
 ) -> Training:
     """Return a training that has not begun; its prompts and rewards have been tried.
 
-    `whose`, such as "shop's ", stands before what an error is about. Raises ConfigError,
-    TrainingError and ModelError for what cannot be trained on.
+    `whose`, such as "shop's ", stands before what an error is about. Raises TrainingError and
+    ModelError for input that cannot be trained on.
     """
     settings = learner.settings
-    if settings.estimator == "dpo":
-        raise ConfigError("ppo.estimator must be gae or rloo here, found dpo; call train_dpo")
     encoded = encode_checked(learner.policy, prompts, settings, f"{whose}prompts")
     watch_encoded = encode_checked(learner.policy, watch_prompts, settings, f"{whose}watch_prompts")
     check_conversation(settings, user, final_reward)
