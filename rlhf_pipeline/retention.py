@@ -414,7 +414,7 @@ def _traced(
 
 
 def _said_alone(taken: Path) -> Traces | None:
-    """Return what Dagster's pages may quote of a snapshot and of no other one: to be blanked.
+    """Return what Dagster's pages may quote of a snapshot and of no other of the agent: to blank.
 
     Whoever is erased later is looked for by what the snapshots say of them; this one will not be
     there to say it. Raises PipelineError where it is damaged.

@@ -147,12 +147,9 @@ class ExperimentBook:
             before = connection.execute(newest).all()
             alike = all((b.share, b.action) == (experiment.share, action) for b in before)
             number = before[0].look if before else 0
-            if (
-                len(before) == 2
-                and alike
-                and abs(before[0].looked_at - before[1].looked_at)
-                < LOOK_APART  # clocks are set back
-            ):
+            # Either may be the later one: clocks are set back.
+            soon = len(before) == 2 and abs(before[0].looked_at - before[1].looked_at) < LOOK_APART
+            if alike and soon:
                 change = looks.update().where(mine, looks.c.look == number)
                 connection.execute(change.values(verdict=verdict, **seen))
                 return number
