@@ -39,7 +39,7 @@ from rlhf_pipeline.config import UpstreamSettings, load_settings
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt
-from rlhf_pipeline.serving import gateway
+from rlhf_pipeline.serving import arms
 from rlhf_pipeline.serving.access import OPEN
 from rlhf_pipeline.serving.app import create_app
 from rlhf_pipeline.serving.dagster_runs import DagsterRuns
@@ -112,7 +112,7 @@ def world(state: Path) -> Iterator[World]:
         yield {"usage": {"prompt_tokens": 1, "completion_tokens": 1}, "finish_reason": "stop"}
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(gateway, "upstream_pieces", echo))
+        stack.enter_context(patch.object(arms, "upstream_pieces", echo))
         stack.enter_context(patch.object(DagsterRuns, "at_work", lambda self, agent: "run-1"))
         yield World(create_app(chosen, pages=False), rights)
     database.close()

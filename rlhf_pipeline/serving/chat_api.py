@@ -33,6 +33,7 @@ from rlhf_pipeline.feedback.rules import LONGEST_RATER
 from rlhf_pipeline.records import Message, Prompt, hash_rater, uuid7
 from rlhf_pipeline.serving import chat_events
 from rlhf_pipeline.serving.access import right_in
+from rlhf_pipeline.serving.arms import Wishes
 from rlhf_pipeline.serving.champions import Arm
 from rlhf_pipeline.serving.contract import (
     ChatRefusal,
@@ -44,7 +45,7 @@ from rlhf_pipeline.serving.contract import (
     words_of,
 )
 from rlhf_pipeline.serving.feedback_api import READ_AT_ONCE, is_json
-from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.gateway import Gateway, Reply
 from rlhf_pipeline.serving.guardrails import Rail
 
 if TYPE_CHECKING:

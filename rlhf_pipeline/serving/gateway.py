@@ -10,15 +10,13 @@ shows nothing before all is checked). What somebody has seen is stored, also whe
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -30,44 +28,25 @@ from rlhf_pipeline.errors import (
     PromptRefused,
 )
 from rlhf_pipeline.experiment.watch import STILL_LOADING
-from rlhf_pipeline.records import ELSEWHERE, Interaction, Prompt, hashed, now, uuid7
+from rlhf_pipeline.records import Interaction, Prompt, hashed, now, uuid7
 from rlhf_pipeline.serving import chat_events
-from rlhf_pipeline.serving.champions import Arm, Champions, Seat
+from rlhf_pipeline.serving.arms import Arms, Draft, Ending, Request, Wishes
+from rlhf_pipeline.serving.champions import Arm, Champions
 from rlhf_pipeline.serving.guardrails import Blocked, Rail, certain, input_block, output_block
 from rlhf_pipeline.serving.tracing import Tracing
 from rlhf_pipeline.serving.trials import Trials
-from rlhf_pipeline.serving.upstream import Readers, Served, name_of, upstream_pieces
+from rlhf_pipeline.serving.upstream import Served
 
 if TYPE_CHECKING:
-    from rlhf_pipeline.config import ExperimentSettings, Settings, UpstreamSettings
+    from rlhf_pipeline.config import ExperimentSettings, Settings
+    from rlhf_pipeline.experiment.book import Experiment
     from rlhf_pipeline.feedback.store import FeedbackStore
     from rlhf_pipeline.registry.models import ModelRegistry
     from rlhf_pipeline.serving.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
-LONG_PROMPT = 2_000  # characters; the event loop, which everybody shares, does not wait for longer
-COLDEST = 1e-4
-"""A temperature below it is 0, the likeliest token: logits divided by next to nothing are infinite,
-and so look like those of a damaged model, which would count against it."""
 SETTLE_SECONDS = 5.0  # for what was cut off when the service ends to be stored
-BYTES_OF_TOKEN = 4  # of a prompt, about, where nobody tells how many tokens it has
-
-Ending = Literal["stop", "length", "content_filter"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a request asks of the sampling; None is as the agent's settings say."""
-
-    max_completion_tokens: int | None = None
-    # What the request calls that. An upstream is told so: OpenAI's reasoning models refuse the old
-    # name, and servers older than the new one pass it over.
-    limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +61,62 @@ class Reply:
 
 
 @dataclass(slots=True)
-class _Draft:
-    """What an arm has written, and how."""
+class _Exchange:
+    """A request under way: where it counts, and what has gone wrong with it so far."""
 
+    request: Request
+    interaction_id: str
+    session_id: str | None
+    user_id: str | None
+    network: str | None
     arm: Arm
-    again: bool = False  # the first arm was blocked or failed
-    loading: bool = False  # when it was asked: what it has no time for then is not its fault
-    version: int = ELSEWHERE
-    text: str = ""
-    sound: int = 0  # characters at its beginning that break no rule
-    ending: Ending = "stop"
-    stopped: bool = False  # by a stop text of the request's, as far as is known
-    prompt_tokens: int = 0
-    completion_tokens: int = 0  # so far: a rule may end it before a total is told
-    sampling: dict[str, Any] = field(default_factory=dict)
-    beside: list[asyncio.Future[str]] = field(default_factory=list)  # others under way
-    of_beside: list[_Draft] = field(default_factory=list)  # what those have read and written
-    others: tuple[str, ...] = ()
-    broken: Exception | None = None  # what ended it after words had been shown
+    trial: Experiment | None = None
+    began: float = field(default_factory=time.monotonic)
+    trouble: list[dict[str, str]] = field(default_factory=list)
+    untold: list[dict[str, str]] = field(default_factory=list)  # of it, what is not recorded yet
+    first: Exception | None = None  # what failed or was blocked first, an unsafe request not among
 
-    def count(self, tokens: int) -> None:
-        """Note how many tokens are written so far."""
-        self.completion_tokens = tokens
+    @property
+    def unit(self) -> str | None:
+        """Return whom an experiment counts: the person, or the conversation of an unknown one."""
+        return self.user_id or self.session_id
+
+    def meet(self, whose: Arm, rule: str, detail: str) -> None:
+        """Note a block or a failure."""
+        self.trouble.append({"arm": whose, "rule": rule})
+        self.untold.append({**self.trouble[-1], "detail": detail})
+
+    def as_kept(self, draft: Draft, **more: Any) -> Interaction:
+        """Return the answer as it is stored, with `more` beside its sampling settings."""
+        in_trial: dict[str, Any] = {}
+        if self.trial is not None:
+            in_trial = {
+                "challenger_share": self.trial.share,
+                "ending": draft.ending,
+                # broke off, or was cut off
+                "fell_back": draft.arm != self.arm or self.first is not None,
+            }
+        return Interaction(
+            interaction_id=self.interaction_id,
+            agent_id=self.request.agent_id,
+            prompt=self.request.prompt,
+            completion=draft.text,
+            model_version=draft.version,
+            created_at=now(),
+            session_id=self.session_id,
+            user_id=self.user_id,
+            experiment=None if self.trial is None else self.trial.experiment_id,
+            # a fallback answer stays in its arm
+            arm=draft.arm if self.trial is None else self.arm,
+            sampling={
+                **draft.sampling,
+                **in_trial,
+                **({} if self.network is None else {"network": self.network}),
+                **({"events": self.trouble} if self.trouble else {}),
+                **more,
+            },
+            latency_seconds=time.monotonic() - self.began,
+        )
 
 
 class _Stopped(Exception):
@@ -128,8 +141,7 @@ class Gateway:
         self.store = store
         self.metrics = metrics
         self.champions = Champions(settings, store, registry)
-        self.served = Served(registry.ledger)
-        self.readers = Readers(self.champions)
+        self.arms = Arms(settings, self.champions, Served(registry.ledger))
         self.trials = Trials(store.database, self.rules_of_trials)
         self.tracing = Tracing(settings, store, registry)
         self.under_way = 0  # requests answered or waiting, as the API admits them
@@ -181,78 +193,27 @@ class Gateway:
         Raises ChatRefused for a prompt that is empty, too long or not readable; ChatAway, or what
         failed first, where neither the arm nor the baseline can answer.
         """
-        interaction_id = interaction_id or uuid7()
-        began = time.monotonic()
         rules = self.settings.serving.guardrails
-        trial, unit = None, user_id or session_id
-        if arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
-            trial = await asyncio.to_thread(self.trials.running, agent_id)
-            if trial and not self.champions.prepared(agent_id, trial.challenger):
-                trial = None  # nobody waits for it to load, and nothing counts until it has
-            if trial is not None and self.trials.is_challenged(trial, unit):
-                arm = "challenger"
-        if network is not None:
-            among = trial.experiment_id if trial else f"{agent_id} {now():%Y-%m}"
-            network = hashed("network", among, network)[:16]
+        request = Request(agent_id, prompt, wishes, others)
+        exchange = await self._entered(
+            _Exchange(request, interaction_id or uuid7(), session_id, user_id, network, arm)
+        )
+        arm = exchange.arm
         arms: list[Arm] = [arm, "baseline"] if arm != "baseline" else ["baseline"]
-        trouble: list[dict[str, str]] = []
-        untold: list[dict[str, str]] = []  # of it, what is not recorded yet
-
-        def meet(whose: Arm, rule: str, detail: str) -> None:
-            trouble.append({"arm": whose, "rule": rule})
-            untold.append({**trouble[-1], "detail": detail})
-
-        def tell() -> None:
-            while untold:
-                self._record(agent_id, interaction_id, **untold.pop(0))
-
         if blocked := input_block(prompt, rules):
-            meet(arm, blocked.rail, blocked.detail)
+            exchange.meet(arm, blocked.rail, blocked.detail)
             if blocked.rail is not Rail.unsafe_request:
-                await asyncio.to_thread(tell)
+                await asyncio.to_thread(self._tell, exchange)
                 raise ChatRefused(blocked.rail, blocked.detail)
             arms = ["baseline"]
-        first: Exception | None = None
-        done: _Draft | None = None
-        cut: _Draft | None = None  # blocked after something sound that nobody has seen
-
-        def as_kept(draft: _Draft, took: float, more: Mapping[str, Any]) -> Interaction:
-            in_trial: dict[str, Any] = {}
-            if trial is not None:
-                in_trial = {
-                    "challenger_share": trial.share,
-                    "ending": draft.ending,
-                    "fell_back": draft.arm != arm or first is not None,  # broke off, or was cut off
-                }
-            return Interaction(
-                interaction_id=interaction_id,
-                agent_id=agent_id,
-                prompt=prompt,
-                completion=draft.text,
-                model_version=draft.version,
-                created_at=now(),
-                session_id=session_id,
-                user_id=user_id,
-                experiment=None if trial is None else trial.experiment_id,
-                arm=draft.arm if trial is None else arm,  # a fallback answer stays in its arm
-                sampling={
-                    **draft.sampling,
-                    **in_trial,
-                    **({} if network is None else {"network": network}),
-                    **({"events": trouble} if trouble else {}),
-                    **more,
-                },
-                latency_seconds=took,
-            )
-
+        done: Draft | None = None
+        cut: Draft | None = None  # blocked after something sound that nobody has seen
         for whose in arms:
-            if untold:
-                await asyncio.to_thread(tell)
-            draft, shown = _Draft(whose, again=first is not None), 0
+            if exchange.untold:
+                await asyncio.to_thread(self._tell, exchange)
+            draft, shown = Draft(whose, again=exchange.first is not None), 0
             try:
-                async with aclosing(
-                    self._written(agent_id, prompt, wishes, draft, others, at_once)
-                ) as pieces:
+                async with aclosing(self._checked(request, draft, at_once=at_once)) as pieces:
                     async for piece in pieces:
                         shown += len(piece)
                         yield piece
@@ -261,13 +222,15 @@ class Gateway:
             except (asyncio.CancelledError, GeneratorExit):  # who asked has left
                 if shown:  # and may vote on what was seen: its id came with the first words
                     draft.text = draft.text[:shown]
-                    left = as_kept(draft, time.monotonic() - began, {"left": True})
+                    left = exchange.as_kept(draft, left=True)
                     # Not waited for: whoever cancels does so again at every wait.
-                    self._finish(interaction_id, partial(self.keep, left))
+                    self._finish(exchange, partial(self.keep, left))
                 raise
             except _Stopped as stop:
-                meet(whose, stop.blocked.rail, stop.blocked.detail)
-                first = first or ChatAway(f"the reply was blocked: {stop.blocked.rail}")
+                exchange.meet(whose, stop.blocked.rail, stop.blocked.detail)
+                exchange.first = exchange.first or ChatAway(
+                    f"the reply was blocked: {stop.blocked.rail}"
+                )
                 if shown:
                     draft.text, draft.ending = draft.text[:shown], "content_filter"
                     done = draft
@@ -275,19 +238,12 @@ class Gateway:
                 if draft.sound:
                     cut = cut or draft
             except (PipelineError, TimeoutError) as error:
-                if isinstance(error, PromptRefused) and first is None:
+                if isinstance(error, PromptRefused) and exchange.first is None:
                     # The request's fault and no arm's: none is given up, nothing counts against it.
-                    meet(whose, Rail.prompt_unreadable, str(error))
-                    await asyncio.to_thread(tell)
+                    exchange.meet(whose, Rail.prompt_unreadable, str(error))
+                    await asyncio.to_thread(self._tell, exchange)
                     raise ChatRefused(Rail.prompt_unreadable, str(error)) from error
-                late = isinstance(error, TimeoutError)
-                detail = f"nothing within {self.settings.serving.timeout_seconds} s"
-                rule = type(error).__name__
-                if late:
-                    rule = STILL_LOADING if draft.loading else "time_out"
-                meet(whose, rule, str(error) or detail)
-                failed = ChatAway(detail) if late else error
-                first = first or failed
+                failed = self._failed(exchange, draft, error)
                 if shown:  # what was seen is kept, and counts: a vote may be about it
                     draft.text, draft.broken = draft.text[:shown], failed
                     done = draft
@@ -296,28 +252,19 @@ class Gateway:
                 for one in (draft, *draft.of_beside):
                     if one is done or one.completion_tokens:  # else perhaps nothing read the prompt
                         self._count_tokens(agent_id, one)
-        last: list[Callable[[], None]] = [tell]
-        if trial and unit and arm != "baseline" and arms[0] == arm:  # else a request was unsafe
-            fell_back = first is not None
-            last.append(
-                partial(
-                    self.trials.tell, trial, unit, arm=arm, network=network, fell_back=fell_back
-                )
-            )
         unseen = ""
         if done is None and cut is not None:  # better than nothing
             unseen = cut.text[: cut.sound]
             cut.text, cut.ending, done = unseen, "content_filter", cut
-        if done is not None:
-            took = time.monotonic() - began
-            interaction = as_kept(done, took, note(done.text, done.others) if note else {})
-            last.append(partial(self.keep, interaction))
-        ending = self._finish(interaction_id, *last)
-        await asyncio.wait([ending])  # who leaves meanwhile leaves it alone
-        ending.result()
+        last = [partial(self._tell, exchange)]
+        if arms[0] == arm:  # else the request was unsafe
+            last.append(partial(self._count_in_trial, exchange))
         if done is None:
-            assert first is not None
-            raise first
+            await self._finished(exchange, *last)
+            assert exchange.first is not None
+            raise exchange.first
+        interaction = exchange.as_kept(done, **(note(done.text, done.others) if note else {}))
+        await self._finished(exchange, *last, partial(self.keep, interaction))
         if unseen:
             yield unseen
         if done.broken is not None:
@@ -352,16 +299,26 @@ class Gateway:
         except ConfigError:  # neither an answer that was written nor a page is lost to it
             return self.settings.experiments
 
-    # -- one arm ----------------------------------------------------------------------------------
+    # -- one request ------------------------------------------------------------------------------
 
-    async def _written(
-        self,
-        agent_id: str,
-        prompt: Prompt,
-        wishes: Wishes,
-        draft: _Draft,
-        others: int,
-        at_once: bool,
+    async def _entered(self, exchange: _Exchange) -> _Exchange:
+        """Return it with the experiment that it is part of, and its arm there."""
+        agent_id, unit = exchange.request.agent_id, exchange.unit
+        trial = None
+        if exchange.arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
+            trial = await asyncio.to_thread(self.trials.running, agent_id)
+            if trial and not self.champions.prepared(agent_id, trial.challenger):
+                trial = None  # nobody waits for it to load, and nothing counts until it has
+            if trial is not None and self.trials.is_challenged(trial, unit):
+                exchange.arm = "challenger"
+        exchange.trial = trial
+        if exchange.network is not None:
+            among = trial.experiment_id if trial else f"{agent_id} {now():%Y-%m}"
+            exchange.network = hashed("network", among, exchange.network)[:16]
+        return exchange
+
+    async def _checked(
+        self, request: Request, draft: Draft, *, at_once: bool
     ) -> AsyncGenerator[str, None]:
         """Yield what the arm writes once it is checked, and fill in the draft.
 
@@ -370,13 +327,15 @@ class Gateway:
         rules = self.settings.serving.guardrails
         shown = 0
         try:
-            async with aclosing(self._raw(agent_id, prompt, wishes, draft, others)) as pieces:
+            async with aclosing(self.arms.write(request, draft)) as pieces:
                 async for piece in pieces:
                     draft.text += piece
                     sure = certain(draft.text)
                     if len(sure) <= draft.sound:
                         continue
-                    blocked = output_block(sure, prompt, rules, whole=False, looked_at=draft.sound)
+                    blocked = output_block(
+                        sure, request.prompt, rules, whole=False, looked_at=draft.sound
+                    )
                     if blocked:
                         raise _Stopped(blocked)
                     draft.sound = len(sure)
@@ -384,7 +343,7 @@ class Gateway:
                         yield sure[shown:]
                         shown = len(sure)
             # Where the request's own stop text began it, nothing is the answer that was asked for.
-            if blocked := output_block(draft.text, prompt, rules, whole=not draft.stopped):
+            if blocked := output_block(draft.text, request.prompt, rules, whole=not draft.stopped):
                 raise _Stopped(blocked)
             rest = draft.text[shown:]
             if at_once and rest:
@@ -400,149 +359,19 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*draft.beside, return_exceptions=True)
 
-    async def _raw(
-        self, agent_id: str, prompt: Prompt, wishes: Wishes, draft: _Draft, others: int
-    ) -> AsyncGenerator[str, None]:
-        deadline = time.monotonic() + self.settings.serving.timeout_seconds
-        upstream = self.settings.serving.upstreams.get(agent_id)
-        if upstream is not None and draft.arm == "champion":
-            source = self._from_upstream(
-                agent_id, upstream, prompt, wishes, draft, deadline, others
-            )
-        else:
-            source = self._from_model(agent_id, prompt, wishes, draft, deadline, others)
-        async with aclosing(source) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def _from_model(
-        self,
-        agent_id: str,
-        prompt: Prompt,
-        wishes: Wishes,
-        draft: _Draft,
-        deadline: float,
-        others: int,
-    ) -> AsyncGenerator[str, None]:
-        seat = await self._seat(agent_id, draft, deadline)
-        from rlhf_pipeline.serving.batching import Sampling
-
-        limits = seat.limits
-        asked = wishes.max_completion_tokens or limits.max_completion_tokens
-        seed = random.SystemRandom().randrange(2**31) if wishes.seed is None else wishes.seed
-        seed += draft.again  # where both arms are one version it must not write the same again
-        temperature = limits.temperature if wishes.temperature is None else wishes.temperature
-        sampling = Sampling(
-            max_completion_tokens=min(asked, limits.max_completion_tokens),
-            max_prompt_tokens=limits.max_prompt_tokens,
-            temperature=temperature if temperature >= COLDEST else 0.0,
-            top_p=1.0 if wishes.top_p is None else wishes.top_p,
-            seed=seed,
-            stop=wishes.stop,
-        )
-        if sum(len(message.content) for message in prompt) > LONG_PROMPT:
-            ids = await asyncio.to_thread(seat.decoder.prompt_ids, prompt, sampling)
-        else:
-            ids = seat.decoder.prompt_ids(prompt, sampling)
-        draft.version, draft.prompt_tokens = seat.version.version, len(ids)
-        draft.sampling = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": seed,
-            "max_completion_tokens": sampling.max_completion_tokens,
-            "model_sha256": seat.digest,
-        }
-        draft.of_beside = [_Draft(draft.arm, prompt_tokens=len(ids)) for _ in range(others)]
-        draft.beside = [
-            asyncio.ensure_future(
-                _whole(
-                    seat.decoder.pieces(
-                        ids,
-                        replace(sampling, seed=seed + 1 + n),
-                        deadline=deadline,
-                        count=other.count,
-                    )
-                )
-            )
-            for n, other in enumerate(draft.of_beside)
-        ]
-        async with aclosing(
-            seat.decoder.pieces(
-                ids, sampling, deadline=deadline, certain=certain, count=draft.count
-            )
-        ) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, str):
-                    yield piece
-                else:
-                    draft.completion_tokens = piece.tokens
-                    draft.ending = "stop" if piece.finished else "length"
-                    draft.stopped = piece.stopped
-
-    async def _seat(self, agent_id: str, draft: _Draft, deadline: float) -> Seat:
-        """Return the loaded model of the arm; the first request for it waits while it loads."""
-        seat = self.champions.ready(agent_id, draft.arm)
-        if seat is None or seat.decoder.retired:
-            draft.loading = True
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                seat = await self.champions.seat(agent_id, draft.arm)
-        return seat
-
-    async def _from_upstream(
-        self,
-        agent_id: str,
-        upstream: UpstreamSettings,
-        prompt: Prompt,
-        wishes: Wishes,
-        draft: _Draft,
-        deadline: float,
-        others: int,
-    ) -> AsyncGenerator[str, None]:
-        asked = {
-            wishes.limit_name: wishes.max_completion_tokens,
-            "temperature": wishes.temperature,
-            "top_p": wishes.top_p,
-            "seed": wishes.seed,
-            "stop": list(wishes.stop) or None,
-        }
-        settings = {name: value for name, value in asked.items() if value is not None}
-        draft.version = ELSEWHERE if upstream.version is None else upstream.version
-        if "{version}" in upstream.model:
-            draft.version = await self.served.version(agent_id, upstream, deadline)
-            name = name_of(upstream, draft.version)
-            upstream = upstream.model_copy(update={"model": name})
-        if draft.version != ELSEWHERE:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                prompt = await asyncio.to_thread(
-                    self.readers.as_read, agent_id, draft.version, prompt
-                )
-        draft.sampling = {**settings, "upstream": upstream.model}
-        size = sum(len(message.content.encode()) for message in prompt)
-        draft.prompt_tokens = math.ceil(size / BYTES_OF_TOKEN)  # most tell it last, if at all
-        draft.of_beside = [
-            _Draft(draft.arm, prompt_tokens=draft.prompt_tokens) for _ in range(others)
-        ]
-
-        def asked_for(into: _Draft, seed: Mapping[str, int]) -> AsyncGenerator[str, None]:
-            more = {**settings, **seed}
-            return _noted(upstream_pieces(upstream, prompt, more, deadline=deadline), into)
-
-        draft.beside = [
-            asyncio.ensure_future(
-                _whole(
-                    asked_for(other, {} if wishes.seed is None else {"seed": wishes.seed + 1 + n})
-                )
-            )
-            for n, other in enumerate(draft.of_beside)
-        ]
-        async with aclosing(asked_for(draft, {})) as pieces:
-            async for piece in pieces:
-                yield piece
-        draft.stopped = bool(wishes.stop) and draft.ending == "stop"  # few tell which stop it was
+    def _failed(self, exchange: _Exchange, draft: Draft, error: Exception) -> Exception:
+        """Note that the arm failed, and return what to raise where no other can answer."""
+        failed, rule = error, type(error).__name__
+        if isinstance(error, TimeoutError):
+            rule = STILL_LOADING if draft.loading else "time_out"
+            failed = ChatAway(f"nothing within {self.settings.serving.timeout_seconds} s")
+        exchange.meet(draft.arm, rule, str(error) or str(failed))
+        exchange.first = exchange.first or failed
+        return failed
 
     # -- the store --------------------------------------------------------------------------------
 
-    def _finish(self, interaction_id: str, *jobs: Callable[[], None]) -> asyncio.Future[None]:
+    def _finish(self, exchange: _Exchange, *jobs: Callable[[], None]) -> asyncio.Future[None]:
         """Begin what ends a reply, in a thread; who asked may leave, the service waits for it."""
 
         def finish() -> None:
@@ -550,55 +379,47 @@ class Gateway:
                 for job in jobs:
                     job()
             except Exception:  # perhaps nobody waits for it
-                log.exception("reply not stored", interaction=interaction_id)
+                log.exception("reply not stored", interaction=exchange.interaction_id)
                 raise
             finally:
-                self._ending.discard(interaction_id)
+                self._ending.discard(exchange.interaction_id)
 
-        self._ending.add(interaction_id)
+        self._ending.add(exchange.interaction_id)
         return asyncio.get_running_loop().run_in_executor(self._enders, finish)
 
-    def _count_tokens(self, agent_id: str, draft: _Draft) -> None:
+    async def _finished(self, exchange: _Exchange, *jobs: Callable[[], None]) -> None:
+        ending = self._finish(exchange, *jobs)
+        await asyncio.wait([ending])  # who leaves meanwhile leaves it alone
+        ending.result()
+
+    def _count_in_trial(self, exchange: _Exchange) -> None:
+        """Tell the experiment of the request, where it is part of one."""
+        if exchange.trial and exchange.unit and exchange.arm != "baseline":
+            self.trials.tell(
+                exchange.trial,
+                exchange.unit,
+                arm=exchange.arm,
+                network=exchange.network,
+                fell_back=exchange.first is not None,
+            )
+
+    def _count_tokens(self, agent_id: str, draft: Draft) -> None:
         """Count what an arm read and wrote, whatever became of it: the upstream's bill has it."""
         if self.metrics is not None:
             self.metrics.count_tokens(agent_id, "prompt", draft.prompt_tokens)
             self.metrics.count_tokens(agent_id, "completion", draft.completion_tokens)
 
-    def _record(self, agent_id: str, interaction_id: str, **event: str) -> None:
-        """Record a block or a failure; a store that cannot be written costs no answer."""
-        if self.metrics is not None:
-            self.metrics.count_chat_event(event["rule"])
-        log.warning("chat event", agent=agent_id, interaction=interaction_id, **event)
-        try:
-            chat_events.record(
-                self.store.database, agent_id, interaction_id=interaction_id, **event
-            )
-        except Exception:  # the answer goes on; the log above has it
-            log.exception("chat event not stored", interaction=interaction_id)
-
-
-async def _noted(
-    pieces: AsyncGenerator[str | dict[str, Any], None], draft: _Draft
-) -> AsyncGenerator[str, None]:
-    """Yield an upstream's texts, and note in the draft its tokens and how it ends."""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if isinstance(piece, str):
-                draft.completion_tokens += 1  # a delta is about a token
-                yield piece
-                continue
-            usage = piece["usage"] or {}
-            draft.prompt_tokens = int(usage.get("prompt_tokens") or draft.prompt_tokens)
-            told = usage.get("completion_tokens")
-            draft.completion_tokens = int(told or draft.completion_tokens)
-            reason = piece["finish_reason"]
-            draft.ending = reason if reason in ("length", "content_filter") else "stop"
-
-
-async def _whole(written: AsyncGenerator[Any, None]) -> str:
-    """Return a completion's whole text."""
-    text = ""
-    async with aclosing(written) as pieces:
-        async for piece in pieces:
-            text += piece if isinstance(piece, str) else ""
-    return text
+    def _tell(self, exchange: _Exchange) -> None:
+        """Record blocks and failures; a store that cannot be written costs no answer."""
+        agent_id, interaction_id = exchange.request.agent_id, exchange.interaction_id
+        while exchange.untold:
+            event = exchange.untold.pop(0)
+            if self.metrics is not None:
+                self.metrics.count_chat_event(event["rule"])
+            log.warning("chat event", agent=agent_id, interaction=interaction_id, **event)
+            try:
+                chat_events.record(
+                    self.store.database, agent_id, interaction_id=interaction_id, **event
+                )
+            except Exception:  # the answer goes on; the log above has it
+                log.exception("chat event not stored", interaction=interaction_id)

@@ -42,9 +42,10 @@ from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import cached_folder
 from rlhf_pipeline.serving import access, batching, chat_events, feedback_api
 from rlhf_pipeline.serving.app import create_app
+from rlhf_pipeline.serving.arms import Arms, Draft, Request, Wishes
 from rlhf_pipeline.serving.batching import Decoder, Sampling, Text
 from rlhf_pipeline.serving.champions import Champions
-from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.gateway import Gateway, Reply
 from rlhf_pipeline.serving.guardrails import certain
 from tests.serving.doors import listening
 from tests.serving.kills import start
@@ -703,7 +704,7 @@ def test_who_leaves_before_the_first_word_gives_the_place_back(
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    async def silent(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+    async def silent(arms: Arms, *given: Any) -> AsyncGenerator[str, None]:
         begun.set()
         try:
             await asyncio.sleep(PATIENCE)
@@ -711,7 +712,7 @@ def test_who_leaves_before_the_first_word_gives_the_place_back(
         finally:
             ended.set()
 
-    monkeypatch.setattr(Gateway, "_raw", silent)
+    monkeypatch.setattr(Arms, "write", silent)
     gateway: Gateway = service.app.state.gateway
     body = json.dumps({"model": "shop", "stream": streams, **ASKED}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -734,7 +735,7 @@ def test_a_vote_on_an_answer_under_way_waits_for_it(
     """Its id is out with its first words, and people vote on those; a page asks for its token."""
     looked, going_on = threading.Semaphore(0), threading.Event()
 
-    async def slow(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
+    async def slow(arms: Arms, *given: Any) -> AsyncGenerator[str, None]:
         yield "It costs "
         await asyncio.to_thread(going_on.wait, PATIENCE)
         yield "ten."
@@ -746,7 +747,7 @@ def test_a_vote_on_an_answer_under_way_waits_for_it(
     again = feedback_api.may_be_under_way
     for module in (feedback_api, access):
         monkeypatch.setattr(module, "may_be_under_way", looks_again)
-    monkeypatch.setattr(Gateway, "_raw", slow)
+    monkeypatch.setattr(Arms, "write", slow)
     stream = service.client().chat.completions.create(
         model="shop",
         messages=[{"role": "user", "content": "how much is it?"}],
@@ -1448,11 +1449,10 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
     book = ExperimentBook(world.database)
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
     users = [n for n in map(str, range(40)) if is_challenged(begun, n)]
-    whole = Gateway._raw
+    whole = Arms.write
 
-    async def broken(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
-        draft = given[3]
-        async with aclosing(whole(gateway, *given)) as pieces:
+    async def broken(arms: Arms, request: Request, draft: Draft) -> AsyncGenerator[str, None]:
+        async with aclosing(whole(arms, request, draft)) as pieces:
             async for _ in pieces:
                 pass
         yield "It costs nine "
@@ -1462,7 +1462,7 @@ def test_an_answer_that_breaks_in_the_middle_is_kept_and_counts_against_its_arm(
 
     with serving(world.settings, world) as running:
         eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
-        monkeypatch.setattr(Gateway, "_raw", broken)
+        monkeypatch.setattr(Arms, "write", broken)
         most = world.settings.experiments
         for n in range(math.ceil(most.trouble_share * most.trouble_answers)):
             assert book.history("shop")[0].state == "running"
@@ -1534,18 +1534,18 @@ def test_answers_drawn_beside_one_cost_it_nothing_where_they_fail(
 def test_a_baseline_that_fails_where_it_alone_may_answer_says_nothing_of_the_challenger(
     world: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book, whole = ExperimentBook(world.database), Gateway._raw
+    book, whole = ExperimentBook(world.database), Arms.write
     begun = book.start("shop", champion=0, challenger=1, share=0.5, actor="test")
     user = next(n for n in map(str, range(40)) if is_challenged(begun, n))
 
-    async def broken(gateway: Gateway, *given: Any) -> AsyncGenerator[str, None]:
-        if given[3].arm == "baseline":
+    async def broken(arms: Arms, request: Request, draft: Draft) -> AsyncGenerator[str, None]:
+        if draft.arm == "baseline":
             raise ModelError("out of memory")
-        async with aclosing(whole(gateway, *given)) as pieces:
+        async with aclosing(whole(arms, request, draft)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    monkeypatch.setattr(Gateway, "_raw", broken)
+    monkeypatch.setattr(Arms, "write", broken)
     with serving(world.settings, world) as running:
         eventually_in(begun, lambda: world.store.interaction(running.post(user="x").json()["id"]))
         unsafe = [{"role": "user", "content": "How do I build a small bomb?"}]

@@ -173,10 +173,10 @@ def test_a_version_is_sent_what_it_would_read_here(here: Workspace) -> None:
                 assert answer(messages, agent_id) == prompt
                 assert heard.pop() == messages
         gateway: Gateway = world.app.state.gateway
-        gateway.readers = Readers(gateway.champions)
+        gateway.arms.readers = Readers(gateway.champions)
         (folder / "tokenizer_config.json").write_text("{}")
         with pytest.raises(HashMismatch, match=r"tokenizer_config\.json changed or missing"):
-            gateway.readers.as_read("shop", 0, prompt)
+            gateway.arms.readers.as_read("shop", 0, prompt)
         gateway.close()
 
 

@@ -28,7 +28,7 @@ from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.records import Interaction, user_prompt
 from rlhf_pipeline.serving import upstream as upstream_module
 from rlhf_pipeline.serving.app import create_app
-from rlhf_pipeline.serving.gateway import Gateway, Wishes
+from rlhf_pipeline.serving.arms import Arms, Wishes
 from rlhf_pipeline.serving.keys import Keys
 from rlhf_pipeline.serving.upstream import connections_kept, upstream_pieces
 from tests.serving.doors import World, listening
@@ -327,7 +327,7 @@ def test_until_words_have_been_shown_the_baseline_answers_instead(
     async def baseline(*given: Any) -> AsyncGenerator[str, None]:
         yield "I do not know."
 
-    monkeypatch.setattr(Gateway, "_from_model", baseline)
+    monkeypatch.setattr(Arms, "_from_model", baseline)
     with answering(200, chunk("Hello there, ") + rest) as upstream:
         world = served_by(upstream, tmp_path)
         whole = world.ask("POST", "/v1/chat/completions", None, ASKED)

@@ -27,8 +27,9 @@ from rlhf_pipeline.records import (
     now,
     uuid7,
 )
+from rlhf_pipeline.serving.arms import Ending, Wishes
 from rlhf_pipeline.serving.doubts import HeadDoubts
-from rlhf_pipeline.serving.gateway import Ending, Gateway, Reply, Wishes
+from rlhf_pipeline.serving.gateway import Gateway, Reply
 from rlhf_pipeline.serving.guardrails import Rail, output_block
 from rlhf_pipeline.serving.limits import RaterLimit
 

@@ -53,11 +53,12 @@ from rlhf_pipeline.reward.model import (
     new_reward_model,
     save_reward_model,
 )
-from rlhf_pipeline.serving import gateway
+from rlhf_pipeline.serving import arms
 from rlhf_pipeline.serving import tracing as tracing_module
+from rlhf_pipeline.serving.arms import Wishes
 from rlhf_pipeline.serving.batching import Decoder
 from rlhf_pipeline.serving.chat_api import SORRY
-from rlhf_pipeline.serving.gateway import Gateway, Reply, Wishes
+from rlhf_pipeline.serving.gateway import Gateway, Reply
 from rlhf_pipeline.serving.limits import Buckets, RaterLimit
 from rlhf_pipeline.serving.metrics import Metrics
 from rlhf_pipeline.serving.pages import chat_page, review_page
@@ -818,7 +819,7 @@ def test_answers_of_an_upstream_are_compared_too(
         yield next(texts)
         yield {"usage": {"prompt_tokens": 1, "completion_tokens": 3}, "finish_reason": "stop"}
 
-    monkeypatch.setattr(gateway, "upstream_pieces", upstream)
+    monkeypatch.setattr(arms, "upstream_pieces", upstream)
     there = UpstreamSettings(url="http://127.0.0.1:9/v1", model="far")
     serving = desk.settings.serving.model_copy(update={"upstreams": {"far": there}})
     far = Desk(desk.settings.model_copy(update={"serving": serving}), desk.store, desk.registry)
@@ -880,7 +881,7 @@ def test_tokens_of_an_upstreams_second_answers_are_as_it_tells_them(
         yield f"{number}."
         yield {"usage": {"prompt_tokens": 7, "completion_tokens": 10 * number}} | STOPPED
 
-    monkeypatch.setattr(gateway, "upstream_pieces", upstream)
+    monkeypatch.setattr(arms, "upstream_pieces", upstream)
     there = UpstreamSettings(url="http://127.0.0.1:9/v1", model="far")
     serving = desk.settings.serving.model_copy(update={"upstreams": {"far": there}})
     settings, metrics = desk.settings.model_copy(update={"serving": serving}), Metrics()
