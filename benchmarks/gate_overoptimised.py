@@ -27,8 +27,9 @@ import numpy as np
 
 from benchmarks.promises import tell
 from rlhf_pipeline.config import load_settings
-from rlhf_pipeline.evaluation.compare import Answers, summarise
+from rlhf_pipeline.evaluation.answers import Answers
 from rlhf_pipeline.evaluation.facts import reward_facts
+from rlhf_pipeline.evaluation.figures import summarise
 from rlhf_pipeline.evaluation.gate import GateDecision, decide
 from rlhf_pipeline.evaluation.metrics import Floats, bootstrap_mean, wilson_interval, words
 from rlhf_pipeline.evaluation.report import GATE_SCORE

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 
 from rlhf_pipeline.errors import EvaluationError
 from rlhf_pipeline.evaluation.behaviour import BehaviourItem
-from rlhf_pipeline.evaluation.compare import OF_ALL_WORDS, compare
+from rlhf_pipeline.evaluation.compare import compare
+from rlhf_pipeline.evaluation.figures import OF_ALL_WORDS
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, PairJudge
 from rlhf_pipeline.evaluation.plots import write_plots

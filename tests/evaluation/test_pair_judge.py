@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.config import EvaluationSettings, Settings
 from rlhf_pipeline.errors import ModelError
-from rlhf_pipeline.evaluation.compare import Answers, _asked
+from rlhf_pipeline.evaluation.answers import Answers
+from rlhf_pipeline.evaluation.compare import _asked
 from rlhf_pipeline.evaluation.gate import decide
 from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.evaluation.pair_judge import Judged, Pair, PairJudge
