@@ -106,7 +106,7 @@ class Service:
         return await self._each("/v1/feedback", contents)
 
     async def _each(self, path: str, contents: Sequence[bytes]) -> list[tuple[int, Any]]:
-        """Return status and answer of each body; what the service is too busy for comes again."""
+        """Return status and answer of each body; what the service has no time for comes again."""
         import httpx
 
         places = asyncio.Semaphore(AT_ONCE)
@@ -116,7 +116,7 @@ class Service:
             async with places:
                 for _ in range(TRIES):
                     answer = await client.post(path, content=content, headers=headers)
-                    if answer.status_code not in (429, 503):
+                    if answer.status_code not in (408, 429, 503):
                         return answer.status_code, answer.json()
                     await asyncio.sleep(min(float(answer.headers.get("retry-after", 1)), 5.0))
             raise PipelineError(

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rlhf_pipeline.simulation.people import Person, population
 from rlhf_pipeline.simulation.play import vote_of
 from rlhf_pipeline.simulation.visits import Lived, Service, flipped, live
 from rlhf_pipeline.simulation.world import RUDE, Question, ask, good_answer
+from tests.loopback import answering
 
 PEOPLE = population(40, 1)
 
@@ -272,3 +274,26 @@ def test_a_vote_that_was_stored_before_is_told_by_its_id() -> None:
     for told in ({"feedback_id": "a"}, {"feedback_id": "a"}, {"error": "", "rule": "bad_key"}):
         visits._count(told, day)
     assert (day.accepted, day.known, dict(day.refused)) == (1, 1, {"bad_key": 1})
+
+
+@pytest.mark.parametrize("code", [408, 429, 503])
+def test_a_vote_that_the_service_had_no_time_for_is_sent_again(code: int) -> None:
+    codes = [code, code, 201]
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            answer = json.dumps({"results": [{"feedback_id": "a"}]}).encode()
+            self.send_response(codes.pop(0))
+            self.send_header("retry-after", "0")
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    day = Lived()
+    with answering(HTTPServer(("127.0.0.1", 0), Slow)) as server:
+        Service(f"http://127.0.0.1:{server.server_port}", "shop").send([{"value": "up"}], day)
+    assert (day.sent, day.accepted, codes) == (1, 1, [])
