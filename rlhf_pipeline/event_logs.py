@@ -25,10 +25,9 @@ from rlhf_pipeline.topics import ERASED, without_topic_rows, without_topics
 log = structlog.get_logger(__name__)
 
 SIDE_BY_SIDE = "### Side by side"  # in a comparison's words: from here on it quotes
-PLACES: Mapping[str, tuple[str, str]] = {  # table -> the columns with the run's id and the JSON
-    "event_logs": ("run_id", "event"),
-    "asset_keys": ("last_run_id", "last_materialization"),
-}
+# table -> the column with the JSON of an event. Whose it is, is in there: the asset's `last_run_id`
+# beside it may be another run's, which is to make the asset anew and has not, or failed before.
+PLACES: Mapping[str, str] = {"event_logs": "event", "asset_keys": "last_materialization"}
 EXAMPLE = ("prompt", "baseline", "completion")
 
 
@@ -96,17 +95,18 @@ def _clean(
     changed = 0
     connection.execute("PRAGMA secure_delete=ON")
     for table in tables:
-        run, column = PLACES[table]
-        # All three names are ours, from the constants above.
+        column = PLACES[table]
+        # Both names are ours, from the constants above.
         rows = connection.execute(
-            f"SELECT id, {run}, {column} FROM {table} "
+            f"SELECT id, {column} FROM {table} "
             f"WHERE {column} LIKE '%TableRecord%' OR {column} LIKE ?",
             (f"%{SIDE_BY_SIDE}%",),
         ).fetchall()
-        for number, run_id, text in rows:
-            if run_id in others:
-                continue
+        for number, text in rows:
             before = json.loads(text)
+            event = before.get("event_log_entry", before)  # asset_keys has it in a record
+            if event.get("run_id") in others:
+                continue
             after = _blanked(without_topics(before, traces.topics), traces)
             if after != before:
                 with connection:

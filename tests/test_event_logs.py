@@ -124,6 +124,42 @@ def test_what_another_agent_shows_stays(tmp_path: Path) -> None:
         assert shown(run["desk"]) == [ERASED]
 
 
+def test_a_run_that_has_not_made_the_asset_anew_hides_nobodys_words(tmp_path: Path) -> None:
+    """Dagster puts a run's id beside the asset as soon as that run is planned to make it."""
+    agents = dg.DynamicPartitionsDefinition(name="agents")
+
+    ended: list[str] = []
+
+    @dg.asset(partitions_def=agents)
+    def first() -> None:
+        if ended:
+            raise RuntimeError("the run ends before the samples")
+        ended.append("shop")
+
+    @dg.asset(partitions_def=agents, deps=[first])
+    def samples() -> dg.MaterializeResult[Any]:
+        return dg.MaterializeResult(metadata={"samples": table([{"prompt": HERS}])})
+
+    def beside() -> str:
+        newest: Any = instance.get_latest_materialization_event(dg.AssetKey("samples"))
+        rows = newest.asset_materialization.metadata["samples"].value.records
+        return str(rows[0].data["prompt"])
+
+    with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+        instance.add_dynamic_partitions("agents", ["shop", "desk"])
+        both = dg.Definitions([first, samples], jobs=[dg.define_asset_job("both", "*")])
+        job = both.resolve_job_def("both")
+        made, failed = (
+            job.execute_in_process(instance=instance, partition_key=agent, raise_on_error=False)
+            for agent in ("shop", "desk")
+        )
+        assert (made.success, failed.success) == (True, False)
+        forget_examples(tmp_path, "desk", ANN)
+        assert beside() == HERS
+        forget_examples(tmp_path, "shop", ANN)
+        assert beside() == ERASED
+
+
 def hers(path: Path) -> bool:
     content = path.read_bytes()
     return b"nougat" in content or ANN.rater_id.encode() in content
