@@ -270,7 +270,7 @@ MUTANTS = (
         "replayed tokens held against the policy that sampled them",
         (
             "ppo/measuring.py",
-            "    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)\n",
+            "    logprobs = torch.where(replayed[:, None] | corrects, now, batch.logprobs)\n",
             "    logprobs = batch.logprobs\n",
         ),
     ),

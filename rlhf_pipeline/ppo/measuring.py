@@ -19,6 +19,7 @@ from rlhf_pipeline.ppo.advantages import (
 from rlhf_pipeline.ppo.criteria import CriteriaHeads, criteria_facts
 from rlhf_pipeline.ppo.kl import estimate_kl
 from rlhf_pipeline.ppo.learner import Learner
+from rlhf_pipeline.ppo.optimising import check_first_ratio
 from rlhf_pipeline.ppo.replay import Collected, Replay
 from rlhf_pipeline.ppo.rollout import (
     Episodes,
@@ -35,16 +36,11 @@ from rlhf_pipeline.ppo.rollout import (
 
 
 def measure_together(
-    learner: Learner,
-    function: Callable[[Tokens], Tensor],
-    tokens: Tokens,
-    *,
-    members: Tensor | None = None,
+    learner: Learner, function: Callable[[Tokens], Tensor], tokens: Tokens
 ) -> Tensor:
-    """Return what `measure` does, for all rollouts or the members; each process runs its part."""
+    """Return what `measure` does, for all rollouts; each process runs its part."""
     team, budget = learner.team, learner.settings.tokens_per_microbatch
-    if members is None:
-        members = torch.arange(len(tokens), device=tokens.completion_ids.device)
+    members = torch.arange(len(tokens), device=tokens.completion_ids.device)
     mine = measure(function, tokens, token_budget=budget, members=team.part(members))
     return team.add(mine)
 
@@ -226,27 +222,32 @@ def old_logprobs(
 
     They are sampling's for fresh rollouts (age 0), unless importance_cap is set, and the policy's
     as it is now for replayed ones.
+    Raises TrainingError where there are replayed ones and another policy than the learner's sampled
+    the fresh ones. Training's own look cannot tell: in its first minibatch the replayed ones, whose
+    ratio is 1 whoever sampled, hide what the fresh ones say.
     """
     settings, mask = learner.settings, batch.tokens.completion_mask
-    replayed = ages > 0
-    remeasured = replayed if settings.importance_cap is None else torch.ones_like(replayed)
-    if not bool(remeasured.any()):
+    replayed, corrects = ages > 0, settings.importance_cap is not None
+    fresh, said = ~replayed, mask[~replayed]
+    if not (corrects or bool(replayed.any())):
         return batch.logprobs, None, {}
-    members = remeasured.nonzero()[:, 0]
-    now = measure_together(
-        learner, lambda t: learner.logprobs_and_values(t)[0], batch.tokens, members=members
-    )
-    logprobs = torch.where(remeasured[:, None], now, batch.logprobs)
+    now = measure_together(learner, lambda t: learner.logprobs_and_values(t)[0], batch.tokens)
+    log_ratio = now - batch.logprobs
+    gap = log_ratio.abs()
+    facts = {"policy/logprob_gap": float(masked_mean(gap[fresh], said))}
+    if not corrects:
+        approx_kl = estimate_kl(batch.logprobs, now, "k3")
+        check_first_ratio(
+            facts["policy/logprob_gap"],
+            float(masked_mean(approx_kl[fresh], said)),
+            settings.ratio_tolerance,
+        )
+    logprobs = torch.where(replayed[:, None] | corrects, now, batch.logprobs)
     caps = torch.where(replayed, settings.replay_cap, settings.importance_cap or 1.0)[:, None]
     weights = importance_weights(logprobs, batch.logprobs, mask, cap=caps)
-    facts = {}
-    gap = (logprobs - batch.logprobs).abs()
-    if settings.importance_cap is not None:
-        fresh = ~replayed
-        facts["policy/logprob_gap"] = float(masked_mean(gap[fresh], mask[fresh]))
     if bool(replayed.any()):
         again = mask[replayed]
-        capped = logprobs - batch.logprobs > math.log(settings.replay_cap)
+        capped = log_ratio > math.log(settings.replay_cap)
         facts |= {
             "replay/share": float(replayed.float().mean()),
             "replay/staleness": float(ages[replayed].float().mean()),

@@ -84,7 +84,7 @@ METRICS: Mapping[str, Metric] = {
     "policy/logprob_gap": Metric(
         "nats per token",
         ">= 0",
-        "the update's first minibatch; with importance_cap mean over all fresh tokens",
+        "the update's first minibatch; with importance_cap or replay mean over all fresh tokens",
         "sampling against training",
     ),
     "policy/grad_norm": Metric("norm", ">= 0", _MINIBATCHES, "before clipping, critic included"),

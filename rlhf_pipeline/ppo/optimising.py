@@ -38,7 +38,8 @@ def train_on(learner: Learner, rollouts: Rollouts, generator: torch.Generator) -
             if learner.scaler is not None:
                 facts = without_overflow(learner, rollouts, members, facts)
             if not steps:
-                check_first_ratio(facts, settings.ratio_tolerance)
+                gap, approx_kl = facts["abs_log_ratio"], facts["policy/approx_kl"]
+                check_first_ratio(gap, approx_kl, settings.ratio_tolerance)
             facts["policy/grad_norm"] = clipped_step(learner)
             steps.append(facts)
     first, last = steps[0], steps[-1]
@@ -175,9 +176,11 @@ def descend(loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
 
 
-def check_first_ratio(facts: dict[str, float], tolerance: float) -> None:
-    """Raise TrainingError unless the policy that trains is the one that sampled."""
-    gap, approx_kl = facts["abs_log_ratio"], facts["policy/approx_kl"]
+def check_first_ratio(gap: float, approx_kl: float, tolerance: float) -> None:
+    """Raise TrainingError unless the policy that trains is the one that sampled.
+
+    `gap` is the mean |log ratio| of its tokens, `approx_kl` the mean of k3, in nats.
+    """
     if not (gap <= tolerance and abs(approx_kl) <= tolerance):
         raise TrainingError(
             "before the first step of an update the policy must be the one that sampled: needed a "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf_pipeline.errors import TrainingError
 from rlhf_pipeline.ppo.checkpoint import latest_checkpoint
 from rlhf_pipeline.ppo.collecting import encode_checked, sample_for
 from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.measuring import make_rollouts
-from rlhf_pipeline.ppo.optimising import accumulate_gradients
+from rlhf_pipeline.ppo.optimising import accumulate_gradients, train_on
 from rlhf_pipeline.ppo.replay import Collected, Replay, join
 from rlhf_pipeline.ppo.rollout import Rollouts, Tokens
 from tests.ppo.world import PROMPTS, changed, learner_at, train
@@ -96,6 +98,7 @@ def test_replayed_tokens_are_held_against_the_policy_of_today_and_weighted(base:
     gap = (now[6:] - sampling)[old]
     assert facts["replay/share"] == 0.5
     assert facts["replay/staleness"] == 1
+    assert facts["policy/logprob_gap"] < 1e-5
     assert facts["replay/logprob_gap"] == pytest.approx(float(gap.abs().mean()), abs=1e-4)
     assert facts["replay/weight_mean"] == pytest.approx(float(expected[old].mean()), abs=1e-4)
     capped = float((gap > math.log(1.1)).float().mean())
@@ -110,6 +113,29 @@ def test_replayed_tokens_are_held_against_the_policy_of_today_and_weighted(base:
         assert float(rollouts.rewards[6 + i, t]) == pytest.approx(penalty, abs=1e-4)
     first = accumulate_gradients(learner, rollouts, torch.arange(12))
     assert first["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_replayed_rollouts_do_not_hide_that_another_policy_sampled_the_fresh_ones(
+    base: Path, updates: int
+) -> None:
+    """Of a minibatch with replayed tokens the mean |log ratio| is too small: theirs is 0."""
+    learner = learner_at(base, changed(replay_updates=updates, minibatches=1))
+    encoded = encode_checked(learner.policy, PROMPTS, learner.settings, "prompts")
+    replay, generator = Replay(updates), torch.Generator().manual_seed(0)
+    scores = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    late = sample_for(learner, encoded, generator)  # as of an engine that missed the new weights
+    make_rollouts(learner, late, scores, 0.5, replay=replay)
+    with torch.no_grad():
+        noise = torch.Generator().manual_seed(3)
+        for weight in learner.policy.model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=noise) * 0.03)
+        now = learner.logprobs_and_values(late.tokens)[0]
+    said = late.tokens.completion_mask
+    gap = float((now - late.logprobs)[said].abs().mean())
+    learner.settings = replace(learner.settings, ratio_tolerance=gap * 0.9)
+    with pytest.raises(TrainingError, match=rf"mean \|log ratio\| .* found {gap:.4g}"):
+        train_on(learner, make_rollouts(learner, late, scores, 0.5, replay=replay)[0], generator)
 
 
 def test_facts_of_the_rollouts_are_of_the_fresh_ones_alone(base: Path) -> None:
