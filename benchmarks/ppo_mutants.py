@@ -83,8 +83,8 @@ MUTANTS = (
         "padding counted in whitening",
         (
             "ppo/advantages.py",
-            "    count = completion_mask.sum().clamp(min=1)\n",
-            "    count = torch.tensor(x.numel())\n",
+            "counted(x, completion_mask).sum() / completion_mask.sum().clamp(min=1)\n",
+            "counted(x, completion_mask).sum() / x.numel()\n",
         ),
     ),
     mutant(
@@ -92,7 +92,8 @@ MUTANTS = (
         (
             "ppo/advantages.py",
             "    return centred * torch.rsqrt(variance + _SMALLEST_VARIANCE)\n",
-            "    return centred * torch.rsqrt(variance + _SMALLEST_VARIANCE) + mean\n",
+            "    return centred * torch.rsqrt(variance + _SMALLEST_VARIANCE)"
+            " + masked_mean(x, completion_mask)\n",
         ),
     ),
     mutant(

@@ -6,6 +6,8 @@ every function replaces it by 0 before it computes anything.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -92,6 +94,9 @@ def leave_one_out_advantages(
     same_shape(rewards, completion_mask)
     k = completions_per_prompt
     totals = counted(rewards, completion_mask).sum(1).view(-1, k)
+    # What siblings share is in none of their advantages; taken off first, it leaves no rounding
+    # where they score alike, which whitening and Adam would make a step of full size.
+    totals = totals - totals[:, :1]
     siblings = (totals.sum(1, keepdim=True) - totals) / (k - 1)
     return counted((totals - siblings).view(-1, 1).expand_as(rewards), completion_mask)
 
@@ -101,9 +106,7 @@ def whiten(x: Tensor, completion_mask: Tensor) -> Tensor:
 
     Shapes (B, T). The mean is not added back. One counted token, or all equal, comes back as 0.
     """
-    x, count, mean = _moments(x, completion_mask)
-    centred = counted(x - mean, completion_mask)
-    variance = centred.square().sum() / count
+    centred, variance = _centred(x, completion_mask)
     return centred * torch.rsqrt(variance + _SMALLEST_VARIANCE)
 
 
@@ -112,10 +115,9 @@ def scale_to_unit_variance(x: Tensor, completion_mask: Tensor) -> Tensor:
 
     Where all are equal there is no deviation, and they stay as they are.
     """
-    x, count, mean = _moments(x, completion_mask)
-    variance = counted(x - mean, completion_mask).square().sum() / count
+    _, variance = _centred(x, completion_mask)
     scale = torch.rsqrt(variance + _SMALLEST_VARIANCE)
-    return x * torch.where(variance > _SMALLEST_VARIANCE, scale, 1.0)
+    return counted(x, completion_mask) * torch.where(variance > _SMALLEST_VARIANCE, scale, 1.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, completion_mask: Tensor) -> float:
@@ -123,16 +125,16 @@ def explained_variance(values: Tensor, returns: Tensor, completion_mask: Tensor)
 
     Where all returns are equal there is nothing to explain, and the answer is 0.
     """
-    returns, count, mean = _moments(returns, completion_mask)
-    variance = counted(returns - mean, completion_mask).square().sum() / count
-    errors, _, mean_error = _moments(returns - counted(values, completion_mask), completion_mask)
-    unexplained = counted(errors - mean_error, completion_mask).square().sum() / count
+    same_shape(values, returns)
+    _, variance = _centred(returns, completion_mask)
+    _, unexplained = _centred(returns - values, completion_mask)
     return float(1 - unexplained / variance) if variance > _SMALLEST_VARIANCE else 0.0
 
 
 def masked_mean(x: Tensor, completion_mask: Tensor) -> Tensor:
     """Return the mean of x over counted positions; 0 where none counts."""
-    return _moments(x, completion_mask)[2]
+    same_shape(x, completion_mask)
+    return counted(x, completion_mask).sum() / completion_mask.sum().clamp(min=1)
 
 
 def counted(x: Tensor, completion_mask: Tensor) -> Tensor:
@@ -150,9 +152,13 @@ def same_shape(*tensors: Tensor) -> None:
         )
 
 
-def _moments(x: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x with 0 where nothing counts, how many count (at least 1), and their mean."""
-    same_shape(x, completion_mask)
-    x = counted(x, completion_mask)
-    count = completion_mask.sum().clamp(min=1)
-    return x, count, x.sum() / count
+def _centred(x: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x less its mean over counted positions, 0 elsewhere, and its variance there.
+
+    It is measured from the least of them: where all are equal both are 0, without the rounding that
+    their sum would have.
+    """
+    least = x.masked_fill(~completion_mask, math.inf).amin()
+    x = counted(x - least, completion_mask)
+    centred = counted(x - masked_mean(x, completion_mask), completion_mask)
+    return centred, masked_mean(centred.square(), completion_mask)

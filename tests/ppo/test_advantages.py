@@ -170,6 +170,18 @@ def test_whitening_one_token_equal_ones_or_none_gives_zeros(mask: Tensor) -> Non
     assert whiten(torch.tensor([[3.0, 3.0]]), mask).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("value", [0.7, 333.3, -1e4])
+def test_what_is_equal_leaves_no_rounding_to_learn_from(value: float) -> None:
+    """Whitening would make a spread of it, and Adam a step of full size."""
+    equal = torch.full((9, 2), value)
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    assert whiten(equal, mask).count_nonzero() == 0
+    assert torch.equal(scale_to_unit_variance(equal, mask), equal)
+    assert explained_variance(torch.zeros(9, 2), equal, mask) == 0
+    alone = leave_one_out_advantages(equal[:, :1], mask[:, :1], completions_per_prompt=3)
+    assert alone.count_nonzero() == 0
+
+
 def test_scaling_keeps_signs_and_makes_variance_one() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 100.0]])
     scaled = scale_to_unit_variance(x, MASK)
