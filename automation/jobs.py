@@ -17,6 +17,7 @@ from rlhf_pipeline.config import INBOX_DONE
 from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.rules import AGENT_ID
+from rlhf_pipeline.feedback.sources import LINES
 from rlhf_pipeline.files import fitting
 
 if TYPE_CHECKING:
@@ -222,7 +223,10 @@ def _set_aside(path: Path) -> None:
     done.mkdir(exist_ok=True)
     target = done / path.name
     if target.exists():  # another day's file of the same name
-        target = done / fitting(path.stem, f".{time.time_ns()}{path.suffix}")
+        # The end stays whole: by it erasures know what they read.
+        ends = (len(end) for end in LINES if path.name.lower().endswith(end))
+        cut = len(path.name) - max(ends, default=len(path.suffix))
+        target = done / fitting(path.name[:cut], f".{time.time_ns()}{path.name[cut:]}")
     path.replace(target)
 
 

@@ -185,8 +185,10 @@ def _files_in(inbox: Path) -> list[Path]:
 
 def _is_of_rows(path: Path) -> bool:
     """Say whether rows were taken in from it, or will be: what waits may still be written to."""
-    was_taken = path.parent.name == INBOX_DONE and ".json" in path.name
-    return was_taken or path.name.lower().endswith(LINES)
+    name = path.name.lower()
+    # A second file of one name was once kept there as name.ndjson.<number>.gz.
+    was_taken = path.parent.name == INBOX_DONE and "json" in name
+    return was_taken or name.endswith(LINES)
 
 
 def _others_beside(path: Path, gone: Collection[str]) -> tuple[frozenset[Prompt], pd.DataFrame]:

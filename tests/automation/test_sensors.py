@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gzip
 import json
 import os
 import shutil
@@ -43,6 +44,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
+from rlhf_pipeline.feedback.withdrawn import lines_in
 from rlhf_pipeline.files import folder_sha256, locked, read_yaml, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -530,19 +532,25 @@ def take_in(ticks: Ticks, request: dg.RunRequest) -> dg.ExecuteInProcessResult:
     )
 
 
-@pytest.mark.parametrize("name", ["votes.jsonl", "v" * 249 + ".jsonl"])
+@pytest.mark.parametrize(
+    "name", ["votes.jsonl", "v" * 249 + ".jsonl", "votes.ndjson.gz", "v" * 245 + ".JSONL.gz"]
+)
 def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks, name: str) -> None:
     inbox = ticks.state / "inbox" / f"daily-{len(name)}"
     inbox.mkdir(parents=True)
     for number in (1, 2):
-        path = inbox / name
-        path.write_text(line(number) + "\n")
+        path, content = inbox / name, line(number).encode() + b"\n"
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         settle(path)
         seen = ticks.tick("dropped_files")
         [request] = ticks.tick("dropped_files", seen.cursor).run_requests
         assert take_in(ticks, request).success
     kept = sorted((inbox / "done").iterdir())
-    assert {p.read_text().strip() for p in kept} == {line(1), line(2)}
+    whole = [p.read_bytes() for p in kept]
+    if name.endswith(".gz"):
+        whole = [gzip.decompress(content) for content in whole]
+    assert {content.decode().strip() for content in whole} == {line(1), line(2)}
+    assert sorted(lines_in(inbox, taken=True)) == kept  # an erasure looks into both
 
 
 def test_a_file_is_taken_in_once_an_erasure_is_through_with_it(ticks: Ticks) -> None:
