@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,12 +52,12 @@ LOOKED_AT = 20  # rows that show how a table is written
 ESCAPED = re.compile("_x(00[01][0-9A-F]|005F)_", re.IGNORECASE)
 LAST_ROW = 1 << 20  # of a sheet, as Excel has it
 LARGEST_WORKBOOK = 1 << 30  # bytes once unpacked: its texts are held in memory together
-LARGEST_PART = 8 << 20  # bytes of one of its parts that openpyxl reads as one tree
-# The parts that it reads a piece at a time, and those that may be large and that it does not read.
-IN_PIECES = re.compile(
-    r"xl/(worksheets/[^/]+|sharedStrings|calcChain|(pivotCache|externalLinks)/.+)\.xml"
-    r"|(?!.*\.(xml|rels)$).+",
-    re.IGNORECASE,
+# Of its parts those that openpyxl reads as one tree, and how many bytes each may have. Others it
+# reads a piece at a time or not at all.
+LARGEST_PARTS = (
+    (r"\[Content_Types\]\.xml|(xl/)?_rels/.+|docProps/.+", 8 << 20),
+    (r"xl/(workbook|styles)\.xml|xl/theme/.+", 8 << 20),
+    (r"xl/worksheets/_rels/.+", 64 << 20),  # a row for each link in a sheet, 65,530 at most
 )
 NUMERIC_KINDS = ("thumbs", "rating", "score")
 
@@ -221,10 +221,10 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
                 f"a workbook of at most {LARGEST_WORKBOOK:,} bytes unpacked is needed, found "
                 f"{unpacked:,} in {path}; save the sheet as .csv"
             )
-        for part in parts:
-            if part.file_size > LARGEST_PART and not IN_PIECES.fullmatch(part.filename):
+        for part, (names, most) in product(parts, LARGEST_PARTS):
+            if part.file_size > most and re.fullmatch(names, part.filename, re.IGNORECASE):
                 raise SourceError(
-                    f"at most {LARGEST_PART:,} bytes unpacked are needed in {part.filename!a} of "
+                    f"at most {most:,} bytes unpacked are needed in {part.filename!a} of "
                     f"a workbook, found {part.file_size:,} in {path}; save the sheet as .csv"
                 )
         book = openpyxl.load_workbook(path, read_only=True, data_only=True, keep_links=False)
@@ -247,7 +247,7 @@ def sheet_rows(path: Path, position: Position, named: Named = list) -> Iterator[
             raise SourceError(
                 f"needed names and rows below them in the first sheet of {path}, found none in "
                 f"{sheet.title!a} and other sheets ({', '.join(others)[:300]}); move the one "
-                "that has them to the front, or save it as .csv"
+                "that has them to the front, where it is not hidden, or save it as .csv"
             )
     finally:
         book.close()
@@ -262,7 +262,8 @@ def _cells(sheet: Any) -> Iterator[_Line]:
 
     openpyxl's `iter_rows` ends where the file says that the sheet does, which programs write
     wrongly, leaves out a row that stands after a later one, and makes up those that lack.
-    Raises ValueError where rows are out of order, or one is beyond the last there can be.
+    Raises ValueError where rows are out of order, one is beyond the last there can be, or longer
+    than LONGEST_ROW: a text that is there once may be in each of its cells.
     """
     from openpyxl.worksheet._reader import WorkSheetParser
 
@@ -282,7 +283,12 @@ def _cells(sheet: Any) -> Iterator[_Line]:
             if number > LAST_ROW:
                 raise ValueError(f"row {number:,}, though a sheet ends at {LAST_ROW:,}")
             last = number
-            texts = {cell["column"]: _sheet_text(cell) for cell in cells}
+            texts, length = {}, 0
+            for cell in cells:
+                text = texts[cell["column"]] = _sheet_text(cell)
+                length += len(text)
+                if length > LONGEST_ROW:
+                    raise ValueError(f"row {number} has more than {LONGEST_ROW:,} characters")
             row = [texts.get(column, "") for column in range(1, max(texts, default=0) + 1)]
             yield number, _without_last_blanks(row)
 
@@ -305,6 +311,7 @@ def _split(file: IO[str], path: Path) -> Iterator[_Line]:
     read = _Lines(file)
     begun = [next(read, "")]
     while begun[-1].isspace():
+        read.length = 0
         begun.append(next(read, ""))
     at = len(begun) - 1
     # What cuts all rows into most, or else the names: one of these may hold another sign.
@@ -366,11 +373,14 @@ def _first_rows(path: Path, at: int, separator: str, skips: bool = False) -> lis
     rows: list[list[str]] = []
     with path.open("rb") as packed, _text(packed) as file, suppress(csv.Error, *DAMAGE):
         read = _Lines(file)
-        lines = _without_blanks_after_quotes(islice(read, at, None), separator, skips)
-        cut = csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=skips)
-        for cells in islice(filter(any, cut), LOOKED_AT):
+        for _ in islice(read, at):
             read.length = 0
-            rows.append(cells)
+        lines = _without_blanks_after_quotes(read, separator, skips)
+        for cells in csv.reader(lines, delimiter=separator, skipinitialspace=skips, strict=skips):
+            read.length = 0
+            rows += [cells] if any(cells) else []
+            if len(rows) == LOOKED_AT:
+                break
     return rows
 
 

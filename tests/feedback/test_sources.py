@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.errors import SourceError
+from rlhf_pipeline.feedback import flat as tables
 from rlhf_pipeline.feedback import lines, sources
 from rlhf_pipeline.feedback.formats import FORMATS, Row, to_row
 from rlhf_pipeline.feedback.lines import Position, parse, raw_rows, unpacked
@@ -1652,8 +1653,12 @@ def test_a_character_that_a_workbook_escapes_is_that_character(tmp_path: Path) -
         ("xl/SharedStrings.xml", True),
         ("xl/pivotCache/pivotCacheRecords1.xml", True),
         ("xl/media/image1.png", True),
-        ("xl/worksheets/_rels/sheet1.xml.rels", False),
-        ("customXml/item1.xml", False),
+        ("xl/worksheets/_rels/sheet7.xml.rels", True),  # as many rows as a sheet has links
+        ("xl/comments1.xml", True),
+        ("xl/drawings/drawing1.xml", True),
+        ("customXml/item1.xml", True),
+        ("docProps/more.xml", False),
+        ("XL/Theme/theme1.xml", False),
     ],
 )
 def test_a_workbooks_parts_may_be_long_where_they_are_not_held(
@@ -1702,7 +1707,8 @@ def test_what_is_no_workbook_is_refused_with_a_way_out(
     import openpyxl
 
     openpyxl.Workbook().save(path)
-    monkeypatch.setattr("rlhf_pipeline.feedback.flat.LARGEST_PART", 1_000)
+    small = [(names, 1_000) for names, _ in tables.LARGEST_PARTS]
+    monkeypatch.setattr(tables, "LARGEST_PARTS", small)
     with pytest.raises(SourceError, match=r"at most 1,000 bytes .* in 'xl/(theme|styles)"):
         read_all(path)
     monkeypatch.setattr("rlhf_pipeline.feedback.flat.LARGEST_WORKBOOK", 1_000)
@@ -1711,3 +1717,26 @@ def test_what_is_no_workbook_is_refused_with_a_way_out(
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(SourceError, match=r"needs openpyxl, found none .*pip install"):
         read_all(path)
+
+
+def test_a_sheets_row_that_is_too_long_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells may all be of one text that stands in the file once: 14 kB that come to 3 GB."""
+    monkeypatch.setattr(tables, "LONGEST_ROW", 1_000)
+    row = "thumbs,up,Why?,Because.,bob"
+    table = f"{TABLE}{row}\n{row},{'x' * 500},{'x' * 500}"
+    votes, aside = read_all(write_sheet(tmp_path / "votes.xlsx", table))
+    assert len(votes) == 1
+    assert rules_of(aside) == [(3, "damaged_file")]
+    assert "row 3 has more than 1,000 characters" in aside[0].detail
+
+
+def test_blank_lines_above_a_table_are_no_row_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "LONGEST_ROW", 1_000)
+    path = tmp_path / "votes.csv"
+    path.write_text("\n" * 2_000 + TABLE + "thumbs,up,Why?,Because.,bob\n")
+    votes, aside = read_all(path)
+    assert (len(votes), aside) == (1, [])
