@@ -784,6 +784,7 @@ def test_status_shows_the_others_where_an_agents_turn_cannot_be_read(
     monkeypatch.setattr(agents, "_next_turn", next_turn)
     damaged, sound = json.loads(rlhf("status", "--json").stdout)
     assert damaged["next_turn"] == "not known: a JSON file is needed at began.json, found none"
+    assert damaged["automatic_promotion"] is True
     assert sound["next_turn"] == "1 new votes of the 100 needed"
 
 

@@ -96,7 +96,8 @@ def _status(here: Workspace, agent_id: str) -> dict[str, Any]:
     try:
         settings = here.settings_of(agent_id)
         lacks = lacks_for_reward(here.store, agent_id, votes, settings)
-        automatic, next_turn = settings.promotion.automatic, _next_turn(here, agent_id, settings)
+        automatic = settings.promotion.automatic
+        next_turn = _next_turn(here, agent_id, settings)
     except ConfigError as error:  # the other agents are shown all the same
         next_turn = f"none until its recipe loads: {error}"
     except PipelineError as error:

@@ -22,7 +22,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rlhf_pipeline.errors import CheckpointDamaged, ConfigError, ModelError, TrainingError
+from rlhf_pipeline.errors import (
+    CheckpointDamaged,
+    ConfigError,
+    LogitsNotFinite,
+    ModelError,
+    TrainingError,
+)
 from rlhf_pipeline.files import remove_half_written
 from rlhf_pipeline.policy.loading import Policy, load_policy, save_policy, switch_off_dropout
 from rlhf_pipeline.policy.sampling import state_width, trunk_of
@@ -161,12 +167,7 @@ def train_specialists(
         looks = made == settings.updates or made % settings.evaluate_every == 0
         for agent in going:
             keep_going()
-            facts = _update(agent)
-
-            def told(facts: Mapping[str, float | int | str], name: str = agent.name) -> None:
-                report({"agent": name, **facts})
-
-            tell(agent.training, facts, told, looks=looks)
+            _update(agent, report, looks=looks)
         stops = any(reason_to_stop(a.now, a.training.settings) is not None for a in going)
         if looks or stops or made % settings.checkpoint_every == 0:
             write(made)
@@ -387,12 +388,16 @@ def _restore(
         agent.training.curriculum.restore(agent.now.reward)
 
 
-def _update(agent: _Agent) -> dict[str, float]:
+def _update(agent: _Agent, report: Progress, *, looks: bool) -> None:
+    def told(facts: Mapping[str, float | int | str]) -> None:
+        report({"agent": agent.name, **facts})
+
     try:
-        return update(agent.training)
-    except NotFinite as error:
+        tell(agent.training, update(agent.training), told, looks=looks)
+    except (NotFinite, LogitsNotFinite) as error:
+        what = "a logit of its policy" if isinstance(error, LogitsNotFinite) else error
         raise TrainingError(
-            f"the agents' training cannot go on: {agent.name} has {error} that is not finite after "
+            f"the agents' training cannot go on: {agent.name} has {what} that is not finite after "
             f"{agent.now.update} updates; lower the learning rates, or leave that agent out"
         ) from error
 

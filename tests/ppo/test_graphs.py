@@ -202,16 +202,15 @@ def test_one_agents_graph_moves_no_other_agents_policy(
     moved: list[float] = []
     update = specialists._update
 
-    def watched(agent: Any) -> Any:
+    def watched(agent: Any, *rest: Any, **named: Any) -> None:
         own = set(map(id, agent.training.learner.weights))
         groups = agent.training.learner.optimizer.param_groups
         others = [w for group in groups for w in group["params"] if id(w) not in own]
         before = [w.detach().clone() for w in others]
-        told = update(agent)
+        update(agent, *rest, **named)
         moved.extend(
             float((a.detach() - b).abs().max()) for a, b in zip(others, before, strict=True)
         )
-        return told
 
     monkeypatch.setattr(specialists, "_update", watched)
     agent = Specialist(base, base, lower_share, PROMPTS, PROMPTS[:4])

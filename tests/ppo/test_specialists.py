@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ConfigError, ModelError, TrainingError
 from rlhf_pipeline.policy.loading import Policy, save_policy
+from rlhf_pipeline.policy.sampling import output_head
 from rlhf_pipeline.policy.tiny import build_tiny
+from rlhf_pipeline.ppo import updating
+from rlhf_pipeline.ppo.learner import Learner
 from rlhf_pipeline.ppo.optimising import train_on
 from rlhf_pipeline.ppo.result import TrainingResult
 from rlhf_pipeline.ppo.settings import PpoSettings
@@ -219,6 +222,26 @@ def test_a_loss_that_is_not_finite_names_its_agent(base: Path, tmp_path: Path) -
             output_dir=tmp_path,
             settings=replace(SETTINGS, score_normalisation="none"),
         )
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_finite_name_their_agent(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Learner] = []
+
+    def ruinous(learner: Learner, *rest: Any) -> dict[str, float]:
+        facts = train_on(learner, *rest)
+        trained.append(learner)
+        if len(trained) == 2:
+            with torch.no_grad():
+                output_head(learner.policy.model).weight.fill_(torch.nan)
+        return facts
+
+    monkeypatch.setattr(updating, "train_on", ruinous)
+    settings = replace(SETTINGS, evaluate_every=1)
+    with pytest.raises(TrainingError, match=r"terse has a logit of its policy .* after 1 updates"):
+        train_specialists(specialists=two(base), output_dir=tmp_path, settings=settings)
 
 
 def _copies(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
