@@ -28,6 +28,7 @@ CONFIDENCE = 0.95
 Z = 1.959963984540054  # the standard normal's 97.5 % point
 TIE = 1e-6  # scores this close are a tie: equal texts differ by rounding between batches
 REPETITION_FLOOR = 0.02  # below this, twice as much repetition still is next to none
+BARS = 31  # of a histogram; odd, so that the middle lies within one
 INTERCEPT_LIMIT = 8.0  # log-odds; keeps a clean sweep finite (win rate 0.9997)
 
 
@@ -188,6 +189,18 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
     # At 0 and 1 the interval ends at the share itself, which rounding would miss by 1e-16.
     low, high = (centre - spread) / scale, (centre + spread) / scale
     return max(0.0, min(low, share)), min(1.0, max(high, share))
+
+
+def bin_edges(values: Sequence[float]) -> list[float]:
+    """Return the edges of a histogram's BARS bars; values that are a tie share one.
+
+    numpy's own refuse a range that has no room for so many numbers between its ends.
+    """
+    low, high = min(values), max(values)
+    if high - low <= TIE:
+        low, high = low - 0.5, high + 0.5
+    edges: list[float] = np.linspace(low, high, BARS + 1).tolist()
+    return edges
 
 
 def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
+from rlhf_pipeline.evaluation.metrics import bin_edges
 from rlhf_pipeline.evaluation.report import EvaluationReport
 
 COLOURS = {"candidate": "#1b7837", "baseline": "#999999", "champion": "#2166ac"}
@@ -23,7 +22,7 @@ def write_plots(report: EvaluationReport, directory: Path) -> list[Path]:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     pooled = [score for system in systems for score in report.scores[system]]
-    edges = np.histogram_bin_edges(pooled, 30).tolist()
+    edges = bin_edges(pooled)
     for system in systems:
         mean = report.numbers[system]["gate_score"].value
         axes.hist(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.evaluation.metrics import wilson_interval
+from rlhf_pipeline.evaluation.metrics import bin_edges, wilson_interval
 from rlhf_pipeline.reward.held_out import Findings, Measured
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def plot_report(report: RewardModelReport, margins: Sequence[float], folder: Pat
         of,
         f"Accuracy {report.accuracy:.3f} [{low:.3f}, {high:.3f}], n = {report.n}",
     )
-    axes.hist(margins, bins=30)
+    axes.hist(margins, bins=bin_edges(margins))
     axes.axvline(0, color="grey", linestyle=":")
     histogram.savefig(folder / PLOTS[2])
 

@@ -318,3 +318,13 @@ def test_of_ten_tries_the_interval_misses_as_seldom_as_it_says() -> None:
         number = metrics.bootstrap_mean(generator.normal(0, 1, 10), samples=500, seed=trial)
         missed += not (number.low or 0.0) <= 0.0 <= (number.high or 0.0)
     assert 0.03 <= missed / 1000 <= 0.07
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-16, 2.0**-52, 1e-3, 5.0])
+@pytest.mark.parametrize("value", [0.0, 0.7, -3e7])
+def test_a_histogram_shows_every_value_however_near_they_are(value: float, apart: float) -> None:
+    values = [value, value + apart, value]
+    counts, edges = np.histogram(values, bins=metrics.bin_edges(values))
+    assert counts.sum() == 3
+    assert counts.max() == (3 if apart < 1e-6 else 2)
+    assert (np.diff(edges) > 0).all()
