@@ -1189,6 +1189,13 @@ def test_one_completion_is_printed_and_nothing_else(shop: Path, rlhf: Run) -> No
     assert "found an empty one" in rlhf("chat", "--once", " ", code=1).stderr
 
 
+def test_a_conversation_without_an_input_is_told_what_to_take_instead() -> None:
+    words = f"{sys.executable} -m rlhf_pipeline.cli chat --agent tea <&-"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "found it closed; take --once or --batch" in done.stderr
+
+
 def test_a_recipe_longer_than_the_model_is_chatted_with_within_its_context(
     shop: Path, rlhf: Run, tmp_path: Path
 ) -> None:

@@ -72,6 +72,8 @@ def chat(
         raise ConfigError(f"--batch and --out belong together, found no {missing}; name both files")
     if batch is not None and once is not None:
         raise ConfigError("needed one of --once and --batch, found both; leave one out")
+    if sys.stdin is None and once is None and batch is None:
+        raise ConfigError("a conversation needs an input, found it closed; take --once or --batch")
     here = workspace()
     found = here.version(agent, version)
     folder, limits = here.registry.folder_of(found), here.settings_of(agent).policy
