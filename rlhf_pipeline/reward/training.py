@@ -181,29 +181,36 @@ def train_reward_model(
 ) -> RewardModelReport:
     """Train on `train_pairs`, judge on `test_pairs`, save in `output_dir` and return the report.
 
-    1. Check the pairs; 2. lay out tokens as sampling does; 3. train; 4. centre, so that the
-    `centre_on` completions score 0 on average; 5. measure accuracy and calibration on held-out
-    pairs, and what else these and `test_examples` say (held_out.py, by `topics` too: prompt as JSON
-    -> what it was filed under); 6. save model, report.json, worst.json and plots in one rename.
+    1. Check the pairs and load the model.
+    2. Lay out tokens as sampling does.
+    3. Train.
+    4. Centre, so that the `centre_on` completions score 0 on average.
+    5. Measure accuracy and calibration on held-out pairs, and what else these and `test_examples`
+       say (held_out.py; by `topics` too: prompt as JSON -> what it was filed under).
+    6. Save model, report.json, worst.json and plots in one rename.
+
     Where pairs are few test_examples judge it by `usual`, answers of the baseline by prompt as JSON
     to every prompt of matched.judging_votes; without it they never do.
     `base` is a policy folder or an encoder; `reads` is model.py's, the mean where a head is fitted
     first and nothing else is asked for. With reads_likelihood or `kinds` the head is fitted on the
     trunk as it is before all of it is trained: few votes then bend the features less
     (arXiv:2202.10054). With freeze_trunk it stays at that, and epochs, learning_rate and batch_size
-    are unused. With `kinds` (kind -> weight, kinds.py) it learns from train_pairs and `examples` of
-    those kinds, min_pairs counts both, and raters.json keeps who seems to have looked. With
-    lora_rank the trunk stays the
-    base's, in this dtype: adapters of that rank are trained (none with freeze_trunk) and saved with
-    the head alone, so that other models can share the base. With weigh_raters each pair counts as
-    far as its rater's word goes (raters.py; with `kinds`, as kinds.py has it), and raters.json
-    keeps that. `gold` is how raters answered gold questions (feedback/gold.py), where there were
-    some. Several heads (heads.py; a frozen trunk only) each learn from a part of the raters.
+    are unused.
+    With `kinds` (kind -> weight, kinds.py) it learns from train_pairs and `examples` of those
+    kinds, min_pairs counts both, and raters.json keeps who seems to have looked.
+    With lora_rank the trunk stays the base's, in this dtype: adapters of that rank are trained
+    (none with freeze_trunk) and saved with the head alone, so that other models can share the base.
+    With weigh_raters each pair counts as far as its rater's word goes (raters.py; with `kinds`, as
+    kinds.py has it), and raters.json keeps that. `gold` is how raters answered gold questions
+    (feedback/gold.py), where there were some. Several heads (heads.py; a frozen trunk only) each
+    learn from a part of the raters.
     It begins with the `earlier` model's weights where that was made alike, from the same base
     (reuse.py), else the report says why not. Begun so it tells no learning curve, as that trunk has
     seen such pairs. The same seed gives the same model.
+
     Raises NotEnoughData or TrainingError where the pairs cannot teach or judge a reward.
     """
+    # 1. Checks.
     started = time.perf_counter()
     if heads > 1 and not freeze_trunk:
         raise TrainingError(
@@ -238,6 +245,8 @@ def train_reward_model(
     check_lengths(model, tokenizer, limits)
     why_cold = None if earlier is None or freeze_trunk else begin_with(model, earlier)
     warm = earlier is not None and not freeze_trunk and why_cold is None
+
+    # 2. Tokens, of what it learns from and of what judges it.
     train = encode_pairs(tokenizer, train_pairs, limits)
     features: Tensor | None = None
     if kinds is None and (weigh_raters or heads > 1):
@@ -251,6 +260,8 @@ def train_reward_model(
     else:
         held_out = of_pairs(decided, *halves(decided))
     seen = all_features(model, rows, report) if freeze_trunk else None
+
+    # 3. Training.
     taught_by = [e for e in examples if (kinds or {}).get(e.kind) and is_good(e) is not None]
     curve: tuple[Learnt, ...] = ()
     if matches and not warm:
@@ -280,8 +291,11 @@ def train_reward_model(
     )
     model.eval()
 
+    # 4. Where 0 is.
     centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
     centre = score_rows(model, centre_rows)
+
+    # 5. What it is worth.
     by_head = scores_by_head(model, rows) if seen is None else scores_of_features(model, seen)
     scores = model.combined(by_head)
     margins = held_out.margins(scores)
@@ -356,6 +370,8 @@ def train_reward_model(
         began_with=earlier if warm else None,
         why_cold=why_cold,
     )
+
+    # 6. All of it in one rename.
     calibration = Calibration(
         result.offset, result.temperature, result.score_deviation, result.lapse
     )
