@@ -228,10 +228,11 @@ def _model_lacks(voters: Mapping[str, int], reward: RewardSettings, held_out: fl
         whose = f" for the {job} reward model"
         return _probably_lacks(whose, taught[job], reward.min_pairs, held_out)
     who = "one rater" if len(voters) == 1 else f"{len(voters):,} raters"
+    left = int(taught[job] * (1 - held_out))
     return (
-        f"{taught[job]:,} votes for the {job} reward model to learn from of at least "
-        f"{reward.min_pairs}: {who} gave all {sum(voters.values()):,}, and no rater teaches two "
-        "models; ask several more people"
+        f"{left:,} votes for the {job} reward model to learn from of at least {reward.min_pairs}: "
+        f"{who} gave all {sum(voters.values()):,}, and no rater teaches two models; ask several "
+        "more people"
     )
 
 

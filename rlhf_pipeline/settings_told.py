@@ -1,24 +1,37 @@
 """What every setting is for: the tree of config.py as a recipe whose comments tell it.
 
-It is read off the settings themselves (their schema), so it is what this release takes. What it
-does not have: `presets`, which fill others in, and what one setting means for another; a recipe
-that contradicts itself is refused when it is read.
+It is read off the settings themselves (their schema), so it is what this release takes. Presets,
+which fill others in, are told where they are asked for. What it does not have: what one setting
+means for another; a recipe that contradicts itself is refused when it is read.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from rlhf_pipeline.config import SHARED_WITH_PPO, Settings, nearest_settings
+from rlhf_pipeline.config import (
+    PPO_PRESETS,
+    PRESETS,
+    SHARED_WITH_PPO,
+    Settings,
+    nearest_settings,
+)
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 
 WIDTH = 88
 LEFT_OUT = {"recipe", *(f"ppo.{key}" for key in SHARED_WITH_PPO)}  # said once, under their homes
 Node = Mapping[str, Any]
+FILLED_IN = {  # by a name -> what stands there, and the names
+    "presets": ("some of them, the last wins, as in [production, memory-constrained]", PRESETS),
+    "ppo.preset": ("one of them", PPO_PRESETS),
+    "reward.preset": ("one of them, or a YAML file of such functions", REWARD_PRESETS),
+}
 
 
 def told(place: str = "") -> str:
@@ -27,6 +40,8 @@ def told(place: str = "") -> str:
     YAML that a recipe may hold as it is: what stands in comments alone is not set. Raises
     ConfigError where there is no such setting.
     """
+    if place in FILLED_IN:
+        return "".join(f"# {line}\n" for line in _preset_lines(place))
     schema = Settings.model_json_schema()
     node: Node = schema
     usual: Any = None
@@ -44,6 +59,15 @@ def told(place: str = "") -> str:
         node = _resolved(inner[name], schema)
     lines = _around(names, node, usual, schema) if names else _below(node, None, schema, "", "")
     return "\n".join(lines) + "\n"
+
+
+def _preset_lines(place: str) -> Iterator[str]:
+    """Yield what a preset's setting is for, and what each name fills in."""
+    what, presets = FILLED_IN[place]
+    yield f"{place}: {what}. Fills settings in;"
+    yield "what the recipe itself says wins. There are:"
+    # Through JSON, as some are read-only mappings, which YAML has no form for.
+    yield from yaml.safe_dump(json.loads(json.dumps({**presets}, default=dict))).splitlines()
 
 
 def _around(names: list[str], node: Node, usual: Any, schema: Node) -> Iterator[str]:

@@ -13,7 +13,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from html import escape
@@ -25,6 +25,7 @@ import click
 import pytest
 import structlog
 import typer
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -36,7 +37,7 @@ from rlhf_pipeline.commands.common import OBEYED, Workspace, lines_there
 from rlhf_pipeline.commands.conversation import Conversation
 from rlhf_pipeline.commands.feedback import _bytes_of
 from rlhf_pipeline.commands.score import read_items
-from rlhf_pipeline.config import RECIPES, Settings, recipe_names
+from rlhf_pipeline.config import PPO_PRESETS, PRESETS, RECIPES, Settings, recipe_names
 from rlhf_pipeline.database import open_database
 from rlhf_pipeline.errors import ConfigError, PipelineError, RegistryError
 from rlhf_pipeline.experiment import offline
@@ -50,6 +51,7 @@ from rlhf_pipeline.files import folder_sha256
 from rlhf_pipeline.records import as_messages, hash_rater, user_prompt
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.registry.reproduce import Reproduction
+from rlhf_pipeline.reward.settings import PRESETS as REWARD_PRESETS
 from tests.evaluation.test_gate import report
 
 HEAVY = (
@@ -330,9 +332,19 @@ def test_files_that_a_turn_would_not_find_are_named(
     (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
     for setting in ("sft.seed_conversations", "feedback.gold_questions"):
         assert f"{RECIPES.parent / 'mine.yaml'} ({setting})" in line
+    told = rlhf("config", "use", str(path), "--agent", "tea", code=1).stderr
+    assert f"{RECIPES.parent / 'mine.yaml'} (feedback.gold_questions)" in told
     for found in (path, "recipes/tiny.yaml"):
         write(path, sections.format(found))
         assert "sound" in rlhf("config", "check", str(path)).stdout
+        rlhf("config", "use", str(path), "--agent", "tea")
+    write(path, f"reward: {{given: {tmp_path}}}")
+    assert (
+        f"{tmp_path / 'gate'} (reward.given)" in rlhf("config", "check", str(path), code=1).stderr
+    )
+    for job in ("proxy", "stopping", "gate"):
+        (tmp_path / job).mkdir()
+    assert "sound" in rlhf("config", "check", str(path)).stdout
 
 
 def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +360,21 @@ def test_settings_are_explained_as_a_recipe_that_can_be_read(rlhf: Run, tmp_path
     (tmp_path / "mine.yaml").write_text(rlhf("config", "explain", "reward").stdout)
     assert "sound" in rlhf("config", "check", str(tmp_path / "mine.yaml")).stdout
     assert "'reward.heads'" in rlhf("config", "explain", "reward.head", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "presets"),
+    [("presets", PRESETS), ("ppo.preset", PPO_PRESETS), ("reward.preset", REWARD_PRESETS)],
+)
+def test_a_preset_is_explained_by_what_it_fills_in(
+    place: str, presets: Mapping[str, Mapping[str, Any]], rlhf: Run
+) -> None:
+    lines = rlhf("config", "explain", place).stdout.splitlines()
+    assert lines[0].startswith(f"# {place}: ")
+    told = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines[2:]))
+    assert told == json.loads(json.dumps({**presets}, default=dict))
+    near = rlhf("config", "explain", f"{place}x", code=1).stderr
+    assert f"the nearest right one is '{place}'" in near
 
 
 def test_recipes_are_listed_with_what_they_are_for(rlhf: Run) -> None:

@@ -510,6 +510,9 @@ def test_votes_that_teach_no_reward_are_told_with_what_would_let_them() -> None:
     told = reward_lacks(votes, {}, pairs, few)
     assert told is not None
     assert told.startswith("9 votes for the stopping reward model to learn from of at least 10: 3")
+    told = reward_lacks(votes, {}, pairs, few, held_out=0.4)
+    assert told is not None
+    assert told.startswith("5 votes for the stopping reward model to learn from of at least 10: 3")
     assert reward_lacks(votes, {}, pairs, {**few, by_job["stopping"]: 10}) is None
     assert reward_lacks(votes, {}, pairs, None) is None
     # Held-out conversations teach nothing: of 10 votes 8 or 9 are left, if nobody knows whose.

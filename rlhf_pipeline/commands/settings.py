@@ -80,6 +80,7 @@ def _check_files(settings: Settings) -> None:
     """Raise ConfigError with every file that a turn would not find, from where its stages run."""
     from rlhf_pipeline.config import RECIPES
     from rlhf_pipeline.errors import ConfigError
+    from rlhf_pipeline.feedback.datasets import JOBS
 
     named = {
         "policy.tiny.encoding": settings.policy.tiny.encoding,
@@ -93,9 +94,12 @@ def _check_files(settings: Settings) -> None:
         if name is not None and not name.startswith(("tiktoken:", "simulated:"))
     }
     gone = [f"{path} ({setting})" for setting, path in places.items() if not path.is_file()]
+    if settings.reward.given is not None:
+        folders = [RECIPES.parent / settings.reward.given / job for job in JOBS]
+        gone += [f"{folder} (reward.given)" for folder in folders if not folder.is_dir()]
     if gone:
         raise ConfigError(
-            f"recipe {settings.recipe}: needed the files it names, found none at "
+            f"recipe {settings.recipe}: needed the files that it names, found none at "
             f"{', '.join(gone)}; correct the path, a whole one"
         )
 
@@ -126,7 +130,7 @@ def use(
         here.store.set_agent(agent, recipe=None)
     elif name is not None:
         need_name(agent)
-        here.load(name)  # raises where it is none
+        _check_files(here.load(name))  # raises where it is no recipe, or a turn would fail at it
         is_file = Path(name).suffix in (".yaml", ".yml")
         recipe = str(Path(name).absolute()) if is_file else name
         others = here.store.agents()
