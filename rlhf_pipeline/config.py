@@ -1448,7 +1448,8 @@ def _explain(problem: ErrorDetails, section: str = "") -> str:
         hint = f"; the nearest right one is {' or '.join(map(repr, near))}" if near else ""
         return f"unknown setting {where!r}{hint}"
     if problem["type"] == "value_error":
-        return f"{where}: {problem['ctx']['error']}"  # ours: says what was found
+        told = str(problem["ctx"]["error"])  # ours: says what was found
+        return f"{where}: {told}" if where else told  # of several settings it names them itself
     found = "what may be a secret" if where.startswith(SECRETS) else repr(problem["input"])
     return f"{where}: {problem['msg']}, found {found}"
 

@@ -320,7 +320,7 @@ def test_a_model_folder_that_is_not_there_is_named(section: str, rlhf: Run, tmp_
     gone = tmp_path / "gone"
     path = write(tmp_path / "mine.yaml", f"{section}: {{base: {gone}}}")
     (line,) = rlhf("config", "check", str(path), code=1).stderr.splitlines()
-    assert f"found none at {gone}" in line
+    assert f"mine.yaml: {section}.base: a model folder is needed, found none at {gone}" in line
 
 
 def test_files_that_a_turn_would_not_find_are_named(

@@ -15,6 +15,7 @@ from rlhf_pipeline.commands.common import (
     tell_new,
     workspace,
 )
+from rlhf_pipeline.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from rlhf_pipeline.config import Settings
@@ -68,18 +69,23 @@ def check(
     """
     settings = workspace().load(str(need_file(file)))
     _check_files(settings)
-    for base in (settings.policy.base, settings.reward.base):
+    for setting, base in (
+        ("policy.base", settings.policy.base),
+        ("reward.base", settings.reward.base),
+    ):
         if base not in (None, "tiny") and not base.startswith("models:/"):
             from rlhf_pipeline.policy.loading import local_folder
 
-            local_folder(base)
+            try:
+                local_folder(base)
+            except ModelError as error:
+                raise ConfigError(f"recipe {settings.recipe}: {setting}: {error}") from error
     typer.echo(f"{file}: sound; the policy starts from {settings.policy.base}")
 
 
 def _check_files(settings: Settings) -> None:
     """Raise ConfigError with every file that a turn would not find, from where its stages run."""
     from rlhf_pipeline.config import RECIPES
-    from rlhf_pipeline.errors import ConfigError
     from rlhf_pipeline.feedback.datasets import JOBS
 
     named = {
