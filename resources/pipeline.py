@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import statistics
 import subprocess
@@ -578,6 +579,7 @@ def _training_of(turn: Turn) -> dict[str, Any]:
             "updates": len(result["reward_history"]),
             "reward_mean": result["final_reward_mean"],
             "reward_std": result["final_reward_std"],
+            "seconds": round(math.fsum(result["seconds"].values()), 1),
         }
     }
 

@@ -491,12 +491,11 @@ def _estimate(
     wanted: dict[str, Any] = {"updates": asked.maxSteps, "learning_rate": asked.learningRate}
     ppo = replace(ppo, **{key: value for key, value in wanted.items() if value is not None})
     opinion = policies.store.opinion(agent_id)
-    per_step = _minutes_per_step(policies, agent_id)
     return {
         "status": "dry_run",
         "feedbackCount": count,
         "estimatedSteps": ppo.updates,
-        "estimatedTimeMinutes": round(per_step * ppo.updates, 2),
+        "estimatedTimeMinutes": round(_minutes(policies, agent_id, ppo.updates), 2),
         "scoreMean": opinion.mean,
         "scoreStd": opinion.std,
         "modelConfig": {
@@ -507,19 +506,27 @@ def _estimate(
     }
 
 
-def _minutes_per_step(policies: Policies, agent_id: str) -> float:
-    """Return the median over the agent's last turns of a turn's minutes per update."""
-    tokens = {
-        v.lineage.get("token"): v.lineage["training"]["updates"]
+def _minutes(policies: Policies, agent_id: str, updates: int) -> float:
+    """Return how long a turn of so many updates would take, by the medians of the agent's last."""
+    reached = {
+        v.lineage.get("token"): v.lineage["training"]
         for v in policies.ledger.versions(agent_id)
         if "training" in v.lineage
     }
-    seen = [
-        (claim.heartbeat_at - claim.created_at).total_seconds() / 60 / tokens[claim.token]
-        for claim in policies.claims.history(agent_id)
-        if claim.state == "done" and tokens.get(claim.token)
-    ]
-    return statistics.median(seen[-5:]) if seen else MINUTES_PER_STEP
+    a_step: list[float] = []
+    besides: list[float] = []  # the steps of a turn that its updates are not
+    for claim in policies.claims.history(agent_id):
+        training = reached.get(claim.token, {"updates": 0})
+        if claim.state != "done" or not training["updates"]:
+            continue
+        took = (claim.heartbeat_at - claim.created_at).total_seconds() / 60
+        # Versions from before it was kept do not say how long the updates alone took.
+        trained = min(training["seconds"] / 60, took) if "seconds" in training else took
+        a_step.append(trained / training["updates"])
+        besides.append(took - trained)
+    if not a_step:
+        return MINUTES_PER_STEP * updates
+    return statistics.median(besides[-5:]) + statistics.median(a_step[-5:]) * updates
 
 
 def _policy_id(version: ModelVersion) -> str:

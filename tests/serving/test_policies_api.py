@@ -26,6 +26,7 @@ from gql.transport import Transport
 from gql.transport.exceptions import TransportConnectionFailed
 from graphql import ExecutionResult, OperationDefinitionNode
 
+from rlhf_pipeline import database as db
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.database import Database
 from rlhf_pipeline.feedback import snapshot
@@ -147,7 +148,13 @@ class Service:
         return self.ask("POST", f"/api/policies/train_policy/{agent_id}{query}", body)
 
     def registers(
-        self, agent_id: str, run_id: str, *, folder: str = "m1", fails: bool = False
+        self,
+        agent_id: str,
+        run_id: str,
+        *,
+        folder: str = "m1",
+        fails: bool = False,
+        seconds: float | None = None,
     ) -> None:
         """Do what the run last asked for does: a version of its votes, and the claim's verdict."""
         config = self.dagster.launched[-1]["runConfigData"]["ops"]["feedback_snapshot"]["config"]
@@ -156,6 +163,8 @@ class Service:
         claims, ledger = self.policies.claims, self.policies.ledger
         claim = claims.claim(agent_id, mark, watermark, holder=run_id, asked_by="api", again=again)
         lineage = {"votes": 12, "token": claim.token, "fingerprint": mark}
+        training = {"updates": 7, "reward_mean": 0.5, "reward_std": 0.25}
+        training |= {} if seconds is None else {"seconds": seconds}
         where = self.policies.settings.state_dir
         if not ledger.versions(agent_id):
             files = {"model.safetensors": "0" * 64}
@@ -167,10 +176,7 @@ class Service:
             label="v12",
             path=where / folder,
             files={"model.safetensors": "1" * 64},
-            lineage={
-                **lineage,
-                "training": {"updates": 7, "reward_mean": 0.5, "reward_std": 0.25},
-            },
+            lineage={**lineage, "training": training},
             gate={"passed": False, "results": []},
             fingerprint=mark,
             token=claim.token,
@@ -455,12 +461,23 @@ def test_who_waits_is_told_what_was_trained(
     assert (twice.status_code, twice.json()["runId"]) == (409, claims.history(agent_id)[-1].holder)
     assert service.train(agent_id, "?again=true").status_code == 200
     service.dagster.states = dict.fromkeys(service.dagster.states, "SUCCESS")
-    # The next estimate knows how long a step of this agent's took.
-    spent = claims.history(agent_id)[-1]
-    minutes = (spent.heartbeat_at - spent.created_at) / timedelta(minutes=1)
-    assert service.train(agent_id, dryRun=True, maxSteps=14).json()[
-        "estimatedTimeMinutes"
-    ] == pytest.approx(2 * minutes, abs=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "minutes"), [(None, 60), (7 * 60, 23 + 20)])
+def test_an_estimate_goes_by_how_long_the_agents_last_turn_and_its_updates_took(
+    service: Service, seconds: float | None, minutes: float
+) -> None:
+    """A turn of 7 updates took half an hour: in all of it, or in 7 minutes of it alone."""
+    agent_id = service.filled(f"estimate-{minutes}")
+    begun = service.train(agent_id).json()["runId"]
+    service.registers(agent_id, begun, seconds=seconds)
+    claim = service.policies.claims.history(agent_id)[-1]
+    began = {"created_at": claim.heartbeat_at - timedelta(minutes=30)}
+    with service.database.write() as connection:
+        connection.execute(db.claims.update().where(db.claims.c.token == claim.token).values(began))
+    service.dagster.states[begun] = "SUCCESS"
+    told = service.train(agent_id, dryRun=True, maxSteps=14 if seconds is None else 20).json()
+    assert told["estimatedTimeMinutes"] == pytest.approx(minutes, abs=0.01)
 
 
 def test_again_trains_from_votes_that_were_trained_on_and_is_else_refused_as_any(
