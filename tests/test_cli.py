@@ -347,6 +347,19 @@ def test_files_that_a_turn_would_not_find_are_named(
     assert "sound" in rlhf("config", "check", str(path)).stdout
 
 
+def test_the_prompts_of_specialists_are_looked_through(
+    rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where `rlhf specialise` looks from, unlike a turn
+    one = "specialists: {{short: {{functions: {{length: {{weight: 1}}}}, prompts: {0}}}}}"
+    path = write(tmp_path / "mine.yaml", one.format("mine.jsonl"))
+    assert "found none" in rlhf("config", "check", str(path), code=1).stderr
+    write(tmp_path / "mine.jsonl", "".join(f'{{"prompt": "q{i}"}}\n' for i in range(8)))
+    assert "sound" in rlhf("config", "check", str(path)).stdout
+    write(tmp_path / "mine.jsonl", '{"question": "q"}\n')
+    assert "mine.jsonl:1 needs" in rlhf("config", "check", str(path), code=1).stderr
+
+
 def test_secrets_are_not_shown(rlhf: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_DATABASE_URL", "postgresql://me:hunter2@db/rlhf")
     monkeypatch.setenv("RLHF_WEBHOOK", "https://hooks.example/hunter2")

@@ -64,11 +64,15 @@ def check(
     """Tell everything that is wrong with a recipe at once.
 
     Unknown keys (with the nearest right one), values out of range, contradictions; then whether the
-    files that it names for a turn are there, and its folders hold models. Models of a hub or a
-    registry are looked for by `rlhf plan`.
+    files that it names are there (a specialist's prompts are read), and its folders hold models.
+    Models of a hub or a registry are looked for by `rlhf plan`.
     """
+    from rlhf_pipeline.specialising import prompts_of
+
     settings = workspace().load(str(need_file(file)))
     _check_files(settings)
+    for name, one in settings.specialists.items():
+        prompts_of(name, one, settings)
     for setting, base in (
         ("policy.base", settings.policy.base),
         ("reward.base", settings.reward.base),

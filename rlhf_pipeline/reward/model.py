@@ -549,7 +549,7 @@ def _finite(scores: Tensor) -> Tensor:
     if broken:
         raise ModelError(
             f"a reward model must give finite scores, found {len(broken)} of {len(scores)} that "
-            f"are not (first at item {broken[0]}); its weights are damaged: train it again"
+            f"are not (first at item {broken[0] + 1}); its weights are damaged: train it again"
         )
     return scores
 

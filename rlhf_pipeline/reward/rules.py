@@ -101,7 +101,7 @@ def bleu(items: Sequence[RewardInput], /) -> list[float]:
 
 def _need_references(items: Sequence[RewardInput], name: str) -> None:
     """Raise ModelError for an item without: 0 would say that it was compared and failed."""
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, 1):
         if not item.references:
             raise ModelError(
                 f"the reward {name} needs a reference for every item, found none for item {i}; "

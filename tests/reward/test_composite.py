@@ -60,7 +60,7 @@ def test_rouge_l_agrees_with_the_papers_example() -> None:
 def test_rouge_takes_the_nearest_reference_and_refuses_to_guess_without_one() -> None:
     near = RewardInput(PROMPT, "a b", ("c d", "a b"))
     assert RULES["rouge-l"]([near]) == [1.0]
-    with pytest.raises(ModelError, match="found none for item 1"):
+    with pytest.raises(ModelError, match="found none for item 2"):
         RULES["rouge-l"]([near, RewardInput(PROMPT, "a b")])
 
 
