@@ -42,8 +42,9 @@ from rlhf_pipeline.reward.calibration import (
 )
 from rlhf_pipeline.reward.fitting import opening_digest
 from rlhf_pipeline.reward.held_out import of_like_length
+from rlhf_pipeline.reward.judging import halves
 from rlhf_pipeline.reward.model import load_reward_model
-from rlhf_pipeline.reward.training import halves, train_reward_model
+from rlhf_pipeline.reward.training import train_reward_model
 
 DATA = Path(os.environ.get("RLHF_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 SETS = ("helpful-base", "helpful-online")

@@ -269,8 +269,9 @@ def train_reward_models(turn: Turn, report: Progress, keep_going: KeepGoing) -> 
     Given ones are used as they are, and the turn before's while they are good enough
     (reward.retrain_drop).
     """
+    from rlhf_pipeline.reward.judging import check_judge
     from rlhf_pipeline.reward.matched import by_prompt, judging_votes
-    from rlhf_pipeline.reward.training import check_judge, train_reward_model
+    from rlhf_pipeline.reward.training import train_reward_model
 
     settings = turn.settings
     baseline = _need(turn.baseline, "a baseline")

@@ -1,4 +1,4 @@
-"""What a reward model is judged on: pairs that people decided, or votes on single answers, matched.
+"""Votes on single answers, matched two by two to judge a reward model where few people compare.
 
 Where nobody compares, people still like one answer and dislike another, to other questions. A
 reward that knows which questions please, and nothing of answers, would tell the two apart; so each

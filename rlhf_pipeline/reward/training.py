@@ -10,16 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.errors import NotEnoughData, TrainingError
-from rlhf_pipeline.feedback.datasets import opening_of, unit_interval
+from rlhf_pipeline.feedback.datasets import opening_of
 from rlhf_pipeline.feedback.gold import Tally
 from rlhf_pipeline.files import new_folder, write_json
 from rlhf_pipeline.records import (
@@ -29,7 +27,7 @@ from rlhf_pipeline.records import (
     RewardInput,
     ignore_progress,
 )
-from rlhf_pipeline.reward import FEWEST_JUDGED, FEWEST_MATCHED, RATERS, WORST
+from rlhf_pipeline.reward import RATERS, WORST
 from rlhf_pipeline.reward.calibration import (
     Bin,
     Confidence,
@@ -43,49 +41,40 @@ from rlhf_pipeline.reward.calibration import (
 from rlhf_pipeline.reward.ensemble import Combine
 from rlhf_pipeline.reward.fitting import (
     Heard,
-    all_features,
     encode_pairs,
     learn,
-    opening_digest,
 )
 from rlhf_pipeline.reward.heads import Combined, disagreement
 from rlhf_pipeline.reward.held_out import (
-    CURVE_PAIRS,
-    Disagreement,
     Findings,
     HeldOut,
     JudgedBy,
-    Learnt,
-    find,
     is_good,
-    learning_curve,
     learnt_floors,
-    of_pairs,
-    some_of_each_kind,
-    taught,
 )
 from rlhf_pipeline.reward.influence import PartInfluence, of_heads, of_one_head, why_unknown
+from rlhf_pipeline.reward.judging import (
+    ByPairs,
+    ByVotes,
+    Judge,
+    Lesson,
+    Reader,
+    check_judge,
+)
 from rlhf_pipeline.reward.kinds import (
     gather,
-    scales,
     voters_of,
 )
 from rlhf_pipeline.reward.matched import (
     Matches,
-    find_by_votes,
     judging_votes,
-    of_matches,
-    sides_of,
 )
 from rlhf_pipeline.reward.model import (
-    LIKELIHOODS,
     Calibration,
     Limits,
     Reads,
     RewardModel,
-    Row,
     check_lengths,
-    encode_rows,
     new_reward_model,
     save_reward_model,
     score_rows,
@@ -94,7 +83,7 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.reward.plots import plot_report
 from rlhf_pipeline.reward.reuse import begin_with
-from rlhf_pipeline.reward.tuning import Descent, EncodedPairs
+from rlhf_pipeline.reward.tuning import Descent
 
 
 @dataclass(frozen=True)
@@ -218,6 +207,9 @@ def train_reward_model(
             "or set reward.heads to 1"
         )
     matches = judging_votes(test_pairs, test_examples, kinds or ()) if usual else None
+    judge: Judge = (
+        ByVotes.of(matches, usual) if matches and usual else ByPairs.of(test_pairs, test_examples)
+    )
     check_pairs(
         train_pairs,
         test_pairs,
@@ -247,30 +239,23 @@ def train_reward_model(
     warm = earlier is not None and not freeze_trunk and why_cold is None
 
     # 2. Tokens, of what it learns from and of what judges it.
+    reader = Reader(model, tokenizer, limits, report)
     train = encode_pairs(tokenizer, train_pairs, limits)
     features: Tensor | None = None
     if kinds is None and (weigh_raters or heads > 1):
-        features = all_features(model, [*train.chosen, *train.rejected], report)
-    decided = [] if matches else [pair for pair in test_pairs if pair.decided]
-    test = encode_pairs(tokenizer, decided, limits)
-    rows = [*test.chosen, *test.rejected]
-    if matches and usual:
-        held_out = of_matches(matches, usual)
-        rows = encode_rows(tokenizer, held_out.texts, limits)
-    else:
-        held_out = of_pairs(decided, *halves(decided))
-    seen = all_features(model, rows, report) if freeze_trunk else None
+        features = reader.features([*train.chosen, *train.rejected])
+    held_out = judge.held_out
+    rows = judge.rows(reader)
+    seen = reader.features(rows) if freeze_trunk else None
 
     # 3. Training.
-    taught_by = [e for e in examples if (kinds or {}).get(e.kind) and is_good(e) is not None]
-    curve: tuple[Learnt, ...] = ()
-    if matches and not warm:
-        curve = head_curve_by_votes(
-            model, tokenizer, taught_by, held_out, rows, seen, limits, report
-        )
-    elif not warm:
-        pair_ids = [pair.pair_id for pair in train_pairs]
-        curve = head_curve(model, train, pair_ids, test, held_out.people, features, seen, report)
+    lesson = Lesson(
+        pairs=train_pairs,
+        rows=train,
+        features=features,
+        votes=[e for e in examples if (kinds or {}).get(e.kind) and is_good(e) is not None],
+    )
+    curve = () if warm else judge.curve(reader, lesson, rows, seen)
     if heads > 1:
         model.combined = Combined(combine, disagreement_weight)
     heard = learn(
@@ -292,8 +277,7 @@ def train_reward_model(
     model.eval()
 
     # 4. Where 0 is.
-    centre_rows = encode_rows(tokenizer, [(i.prompt, i.completion) for i in centre_on], limits)
-    centre = score_rows(model, centre_rows)
+    centre = score_rows(model, reader.rows([(i.prompt, i.completion) for i in centre_on]))
 
     # 5. What it is worth.
     by_head = scores_by_head(model, rows) if seen is None else scores_of_features(model, seen)
@@ -306,31 +290,7 @@ def train_reward_model(
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
-    learnt_from = [pair for pair in train_pairs if pair.decided]
-    if matches:
-        findings = find_by_votes(
-            held_out,
-            matches,
-            scores,
-            train=learnt_from,
-            examples=taught_by,
-            topics=topics or {},
-            curve=curve,
-        )
-    else:
-        # Not so where these judge: a score that knows questions alone tells them apart.
-        singles = some_of_each_kind(test_examples)
-        said = encode_rows(tokenizer, [(e.prompt, e.completion) for e in singles], limits)
-        findings = find(
-            held_out,
-            decided,
-            scores,
-            train=learnt_from,
-            examples=singles,
-            example_scores=score_rows(model, said),
-            topics=topics or {},
-            curve=curve,
-        )
+    findings = judge.find(reader, scores, lesson, topics or {}, curve)
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
@@ -382,8 +342,7 @@ def train_reward_model(
             folder / "report.json",
             {**asdict(result), "path": str(result.path), "began_with": began},
         )
-        votes_there = matches.votes if matches else ()
-        write_json(folder / WORST, in_words(findings.worst, decided, votes_there))
+        write_json(folder / WORST, judge.in_words(findings.worst))
         plot_report(result, margins, folder)
         if (told := heard.to_json()) is not None:
             write_json(folder / RATERS, told)
@@ -481,125 +440,3 @@ def check_pairs(
                 f"a preference needs two different completions, found the same one twice in pair "
                 f"{pair.pair_id}; remove it or mark it a tie"
             )
-
-
-def check_judge(
-    test_pairs: Sequence[PreferencePair],
-    matches: Matches | None,
-    test_examples: Sequence[RewardExample],
-    kinds: Collection[str],
-) -> None:
-    """Raise NotEnoughData unless `matches`, or else test_pairs, can judge a reward model.
-
-    The message tells what votes of `kinds` there are among test_examples.
-    """
-    if matches is not None:
-        return
-    decided = sum(pair.decided for pair in test_pairs)
-    if decided < FEWEST_JUDGED:
-        raise NotEnoughData(
-            f"judging a reward model needs {FEWEST_JUDGED} preferences or corrections on "
-            f"held-out prompts (a tie is none), found {decided}, or {FEWEST_MATCHED} answers there "
-            "that people liked beside as many they did not (a rating of 3 is neither), by votes of "
-            "one kind in reward.kinds and in several conversations, found "
-            f"{sides_of(test_examples, kinds)}; collect more (the review page asks people for "
-            "preferences), or raise feedback.evaluation_share"
-        )
-
-
-def head_curve(
-    model: RewardModel,
-    train: EncodedPairs,
-    pair_ids: Sequence[str],
-    test: EncodedPairs,
-    people: Sequence[Collection[str]] | None,
-    features: Tensor | None,
-    seen: Tensor | None,
-    report: Progress,
-) -> tuple[Learnt, ...]:
-    """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS pairs at most.
-
-    `people` are those that each held-out pair hangs on; `features` are those of the training pairs
-    where they are known, `seen` of the held-out ones. Empty where none was decided.
-    """
-    known = [i for i in range(len(train)) if train.targets[i] == 1]
-    chosen = sorted(known, key=lambda i: unit_interval("curve", pair_ids[i]))[:CURVE_PAIRS]
-    if not chosen:
-        return ()
-    if features is None:
-        rows = [side[i] for side in (train.chosen, train.rejected) for i in chosen]
-        features = all_features(model, rows, report)
-    else:
-        features = features[[*chosen, *(len(train) + i for i in chosen)]]
-    held = min(len(test), CURVE_PAIRS // 2)
-    if seen is None:
-        judged = all_features(model, [*test.chosen[:held], *test.rejected[:held]], report)
-    else:
-        judged = torch.cat([seen[:held], seen[len(test) : len(test) + held]])
-    scale = scales(features, LIKELIHOODS * model.likelihood)
-    told, unseen = features / scale, judged / scale
-    ahead = told[: len(chosen)] - told[len(chosen) :]
-    ones = torch.ones(len(ahead), dtype=torch.float64)
-    return learning_curve(ahead, ones, unseen[:held] - unseen[held:], people and people[:held])
-
-
-def head_curve_by_votes(
-    model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    votes: Sequence[RewardExample],
-    held_out: HeldOut,
-    rows: Sequence[Row],
-    seen: Tensor | None,
-    limits: Limits,
-    report: Progress,
-) -> tuple[Learnt, ...]:
-    """Return the learning curve of a head on the trunk as it is, on CURVE_PAIRS votes at most.
-
-    `votes` are those it may learn from, all of them good or bad; `rows` are the held-out texts',
-    `seen` the features of these where they are known. Empty where there are no votes.
-    """
-    chosen = sorted(votes, key=lambda vote: unit_interval("curve", vote.example_id))[:CURVE_PAIRS]
-    if not chosen:
-        return ()
-    said = encode_rows(tokenizer, [(vote.prompt, vote.completion) for vote in chosen], limits)
-    features = all_features(model, said, report)
-    if seen is None:
-        seen = all_features(model, rows, report)
-    scale = scales(features, LIKELIHOODS * model.likelihood)
-    none = features[:0]
-    told, targets = taught(none, (features - features.mean(0)) / scale, chosen)
-    ahead = held_out.ahead(seen / scale)
-    ahead = torch.nn.functional.pad(ahead, (0, 1))
-    return learning_curve(told, targets, ahead, held_out.people)
-
-
-def in_words(
-    worst: Sequence[Disagreement],
-    pairs: Sequence[PreferencePair],
-    votes: Sequence[RewardExample] = (),
-) -> dict[str, list[dict[str, object]]]:
-    """Return the pairs, or the votes, in words: what erasure goes through by their ids."""
-    by_id: dict[str, PreferencePair | RewardExample] = {pair.pair_id: pair for pair in pairs}
-    by_id |= {vote.example_id: vote for vote in votes}
-    found: dict[str, list[dict[str, object]]] = {"pairs": [], "votes": []}
-    for one in worst:
-        said = by_id[one.pair_id]
-        prompt = [asdict(message) for message in said.prompt]
-        told: dict[str, object] = {"margin": one.margin, "prompt": prompt}
-        if isinstance(said, PreferencePair):
-            told |= {"people preferred": said.chosen, "the model prefers": said.rejected}
-            found["pairs"].append({"pair_id": one.pair_id, **told})
-        else:
-            told |= {"completion": said.completion, "liked": bool(is_good(said))}
-            found["votes"].append({"example_id": one.pair_id, **told})
-    return found
-
-
-def halves(pairs: Sequence[PreferencePair]) -> tuple[list[int], list[int]]:
-    """Return two halves of the pairs' numbers that share no conversation, where there are two."""
-    digests = [opening_digest(pair) for pair in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: (digests[i], i))
-    middle = len(order) // 2
-    cuts = [i for i in range(1, len(order)) if digests[order[i]] != digests[order[i - 1]]]
-    cut = min(cuts, key=lambda i: abs(i - middle), default=middle)
-    return order[:cut], order[cut:]

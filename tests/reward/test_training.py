@@ -20,9 +20,10 @@ from rlhf_pipeline.reward import tuning
 from rlhf_pipeline.reward.calibration import highest_floor
 from rlhf_pipeline.reward.fitting import encode_pairs, fit_head
 from rlhf_pipeline.reward.functions import as_reward
+from rlhf_pipeline.reward.judging import halves
 from rlhf_pipeline.reward.logistic import logistic, preference_loss
 from rlhf_pipeline.reward.model import Limits, load_reward_model, new_reward_model, score_rows
-from rlhf_pipeline.reward.training import RewardModelReport, halves, train_reward_model
+from rlhf_pipeline.reward.training import RewardModelReport, train_reward_model
 from tests.reward.conftest import SETTINGS, Planted
 
 
