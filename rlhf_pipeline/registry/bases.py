@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from rlhf_pipeline.errors import HashMismatch, RegistryError
-from rlhf_pipeline.files import folder_sha256, new_folder, sqlite_path
+from rlhf_pipeline.files import folder_sha256, new_folder
 from rlhf_pipeline.records import hashed
 from rlhf_pipeline.registry.models import (
     FILES_DIGEST,
@@ -52,7 +52,7 @@ def base_folder(registry: ModelRegistry, uri: str) -> Path:
         cached = registry.folder / "cache" / "bases" / f"{name}-{entity.version}-{mark}"
         if not cached.is_dir():
             with registry.copy_of(name, str(entity.version)) as stored:
-                if sqlite_path(registry.tracking_uri) is not None:
+                if registry.is_embedded:
                     return _checked(stored, uri, entity.tags.get(FILES_DIGEST))
                 with new_folder(cached) as aside:
                     shutil.copytree(stored, aside, dirs_exist_ok=True)

@@ -75,6 +75,11 @@ class ModelRegistry:
         """Return the MlflowClient; the first use imports MLflow."""
         return open_client(self.tracking_uri)
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether MLflow is a database and files of the state folder, and no server."""
+        return sqlite_path(self.tracking_uri) is not None
+
     # ---- runs
 
     def run(
@@ -318,7 +323,7 @@ class ModelRegistry:
                 self._stored(version) as stored,
             ):
                 self._check(version, stored)
-                if sqlite_path(self.tracking_uri) is not None:
+                if self.is_embedded:
                     return stored
                 with new_folder(cached) as aside:
                     for child in stored.iterdir():
@@ -359,7 +364,7 @@ class ModelRegistry:
         from mlflow.exceptions import MlflowException
 
         location = self.client.get_model_version_download_uri(name, number)
-        if sqlite_path(self.tracking_uri) is not None:
+        if self.is_embedded:
             try:
                 stored = download_artifacts(artifact_uri=location, tracking_uri=self.tracking_uri)
             except MlflowException:
@@ -480,14 +485,13 @@ class ModelRegistry:
         # Embedded: the artifacts' location and no model_id. Given models:/<id> or a model_id,
         # MLflow's SQL store asks the process's global tracking URI instead of this client
         # (3.17, store/model_registry/sqlalchemy_store.py create_model_version).
-        embedded = sqlite_path(self.tracking_uri) is not None
         registered = client.create_model_version(
             model_name(version.agent_id),
-            model.artifact_location if embedded else model.model_uri,
+            model.artifact_location if self.is_embedded else model.model_uri,
             run_id,
             tags=tags | {"rlhf.model_id": model.model_id},
             description=told,
-            model_id=None if embedded else model.model_id,
+            model_id=None if self.is_embedded else model.model_id,
             await_creation_for=0,  # it is ready at once; waiting only writes a line
         )
         return str(registered.version)
@@ -525,8 +529,8 @@ class ModelRegistry:
         with mlflow_refusals(f"opening the experiment {name}"):
             experiment = self._experiment(agent_id)
             if experiment is None:
-                local = sqlite_path(self.tracking_uri) is not None
-                place = (self.folder / "artifacts").resolve().as_uri() if local else None
+                artifacts = (self.folder / "artifacts").resolve().as_uri()
+                place = artifacts if self.is_embedded else None
                 try:
                     return str(self.client.create_experiment(name, place, tags))
                 except MlflowException as error:
@@ -564,8 +568,8 @@ class ModelRegistry:
         they are those of the old one, whose files are not ours to change, or to add to.
         """
         folder = self.folder.resolve()
-        embedded = sqlite_path(self.tracking_uri) is not None
-        if embedded and uri.startswith("file:") and not uri.startswith(f"{folder.as_uri()}/"):
+        ours = uri.startswith(f"{folder.as_uri()}/")
+        if self.is_embedded and uri.startswith("file:") and not ours:
             raise RegistryError(
                 f"MLflow's files need to be in {folder}, found {uri} in its database: the state "
                 "folder was moved or copied by hand; `rlhf moved` lets their places follow"
