@@ -92,6 +92,7 @@ async def upstream_pieces(
         "stream_options": {"include_usage": True},
     }
     last: dict[str, Any] = {"finish_reason": None, "usage": None}
+    strange = False
     async with _asked(upstream, "chat/completions", deadline, body) as answer:
         lines = _lines(answer, deadline)
         if answer.status_code in (400, 413) and TOO_LONG.search(await _beginning(answer, deadline)):
@@ -109,13 +110,21 @@ async def upstream_pieces(
             if not data:  # an event of no data is nobody's (WHATWG HTML, 9.2.6)
                 continue
             if data == b"[DONE]":
+                # Some tell of a failure in words of their own, and end as if all were well.
+                if strange and last["finish_reason"] is None:
+                    raise ModelError(
+                        f"the upstream at {upstream.url} must end with a finish_reason, found none "
+                        "and an event that is no chunk of a completion; look at its log"
+                    )
                 yield last
                 with suppress(TimeoutError, ModelError, httpx.HTTPError):  # the answer is whole
                     async with asyncio.timeout(END_SECONDS):
                         async for _ in lines:  # a connection is used again once it is read empty
                             pass
                 return
-            if piece := _read(data, last):
+            piece = _read(data, last)
+            strange = strange or piece is None
+            if piece:
                 yield piece
             if last["usage"] is not None and last["finish_reason"] is None:
                 yield dict(last)
@@ -338,8 +347,8 @@ async def _chunks(answer: httpx.Response, deadline: float) -> AsyncGenerator[byt
         yield some
 
 
-def _read(data: bytes, last: dict[str, Any]) -> str:
-    """Return one event's text and take its ending into `last`."""
+def _read(data: bytes, last: dict[str, Any]) -> str | None:
+    """Return one event's text and take its ending into `last`; None where it is no chunk."""
     try:
         event = json.loads(data)
         if event.get("error") is not None:
@@ -360,7 +369,7 @@ def _read(data: bytes, last: dict[str, Any]) -> str:
             "the upstream must send chat completion chunks, found something else; check that its "
             "address ends with /v1"
         ) from error
-    return text
+    return text if "choices" in event or "usage" in event else None
 
 
 def _count(told: Any) -> int:

@@ -188,6 +188,7 @@ def pieces_of(upstream: UpstreamSettings, seconds: float = PATIENCE) -> list[str
         + (chunk("Hello you", "stop", error=None) + event(USAGE) + DONE).replace(b"\n", b"\r\n"),
         # Some proxies keep a connection open so.
         chunk("Hello ") + b"data: \n\ndata:\n\n" + chunk("you", "stop") + event(USAGE) + DONE,
+        event({"type": "ping"}) + chunk("Hello you", "stop") + event(USAGE) + DONE,
     ],
 )
 def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
@@ -205,6 +206,8 @@ def test_a_whole_answer_is_taken_however_it_ends(body: bytes) -> None:
         event({"error": {"message": "no memory"}}) + DONE,
         chunk("", "abort") + DONE,
         chunk("you", "error") + event(USAGE) + DONE,
+        # FastChat's way of telling it, after which its API ends as ever.
+        event({"text": "NETWORK ERROR", "error_code": 50001}) + DONE,
     ],
 )
 def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
