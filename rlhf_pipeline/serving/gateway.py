@@ -86,8 +86,16 @@ class _Exchange:
         self.trouble.append({"arm": whose, "rule": rule})
         self.untold.append({**self.trouble[-1], "detail": detail})
 
-    def as_kept(self, draft: Draft, **more: Any) -> Interaction:
-        """Return the answer as it is stored, with `more` beside its sampling settings."""
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self.began
+
+    def as_kept(self, draft: Draft, seconds: float, **more: Any) -> Interaction:
+        """Return the answer as it is stored, with `more` beside its sampling settings.
+
+        `seconds` is how long whoever asked has waited for all of it.
+        """
         in_trial: dict[str, Any] = {}
         if self.trial is not None:
             in_trial = {
@@ -115,7 +123,7 @@ class _Exchange:
                 **({"events": self.trouble} if self.trouble else {}),
                 **more,
             },
-            latency_seconds=time.monotonic() - self.began,
+            latency_seconds=seconds,
         )
 
 
@@ -222,7 +230,7 @@ class Gateway:
             except (asyncio.CancelledError, GeneratorExit):  # who asked has left
                 if shown:  # and may vote on what was seen: its id came with the first words
                     draft.text = draft.text[:shown]
-                    left = exchange.as_kept(draft, left=True)
+                    left = exchange.as_kept(draft, exchange.seconds, left=True)
                     # Not waited for: whoever cancels does so again at every wait.
                     self._finish(exchange, partial(self.keep, left))
                 raise
@@ -263,7 +271,9 @@ class Gateway:
             await self._finished(exchange, *last)
             assert exchange.first is not None
             raise exchange.first
-        interaction = exchange.as_kept(done, **(note(done.text, done.others) if note else {}))
+        seconds = exchange.seconds  # a note may ask a judge, for which nobody waits
+        noted = note(done.text, done.others) if note else {}
+        interaction = exchange.as_kept(done, seconds, **noted)
         await self._finished(exchange, *last, partial(self.keep, interaction))
         if unseen:
             yield unseen

@@ -37,7 +37,7 @@ from rlhf_pipeline.policy.cache import merge
 from rlhf_pipeline.policy.loading import load_policy, save_policy
 from rlhf_pipeline.policy.sampling import Completion
 from rlhf_pipeline.policy.streaming import stream
-from rlhf_pipeline.records import Prompt, hash_rater, now, user_prompt, uuid7
+from rlhf_pipeline.records import Interaction, Prompt, hash_rater, now, user_prompt, uuid7
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import cached_folder
 from rlhf_pipeline.serving import access, batching, chat_events, feedback_api
@@ -1440,6 +1440,30 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
         assert eventually_in(begun, met).arm == "challenger"
         book.end(begun, "stopped", "the test is over")
     assert waited == [True]  # the answers came while it was loading
+
+
+def test_what_is_noted_of_an_answer_is_no_part_of_the_wait_for_it(world: Workspace) -> None:
+    gateway = Gateway(world.settings, world.store, world.registry)
+
+    def slowly(text: str, others: Sequence[str]) -> dict[str, Any]:
+        time.sleep(1.0)
+        return {"judged": True}
+
+    async def asked() -> tuple[float, Interaction]:
+        await gateway.champions.seat("shop", "champion")
+        began, waited = time.monotonic(), 0.0
+        async for piece in gateway.reply(
+            "shop", user_prompt("hi"), Wishes(2, seed=SEED), note=slowly, at_once=True
+        ):
+            if isinstance(piece, Reply):
+                return waited, piece.interaction
+            waited = time.monotonic() - began
+        raise AssertionError("a reply ends with a Reply")
+
+    waited, kept = asyncio.run(asked())
+    gateway.close()
+    assert kept.sampling["judged"] is True
+    assert kept.latency_seconds == pytest.approx(waited, abs=0.5)
 
 
 @pytest.mark.parametrize("how", ["fails", "is blocked"])
