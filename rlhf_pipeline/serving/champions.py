@@ -140,14 +140,17 @@ class Champions:
             with self._asking:
                 del self._asked[agent_id, arm]
 
-    def prepared(self, agent_id: str, version: int) -> bool:
-        """Say whether this version is the challenger here, loaded or found unfit; if not, load it
-        beside.
+    def prepared(self, agent_id: str, champion: int, challenger: int) -> bool:
+        """Say whether an experiment's versions are its arms here, loaded or found unfit.
 
-        The champion comes first, where that is not loaded either: it answers meanwhile.
+        Where the challenger is not, it is loaded beside. The champion comes first, where none is
+        loaded: it answers meanwhile. One that was promoted a moment ago takes its place by itself.
         """
+        answers = self._seats.get((agent_id, "champion"))
+        if answers is not None and _version_of(answers) != champion:
+            return False
         seat = self._seats.get((agent_id, "challenger"))
-        if seat is not None and _version_of(seat) == version:
+        if seat is not None and _version_of(seat) == challenger:
             return True
         if agent_id not in self._beside and (agent_id, "champion") in self._seats:
             self._beside.add(agent_id)

@@ -317,8 +317,8 @@ class Gateway:
         trial = None
         if exchange.arm == "champion" and unit and agent_id not in self.settings.serving.upstreams:
             trial = await asyncio.to_thread(self.trials.running, agent_id)
-            if trial and not self.champions.prepared(agent_id, trial.challenger):
-                trial = None  # nobody waits for it to load, and nothing counts until it has
+            if trial and not self.champions.prepared(agent_id, trial.champion, trial.challenger):
+                trial = None  # nobody waits for them to load, and nothing counts until they have
             if trial is not None and self.trials.is_challenged(trial, unit):
                 exchange.arm = "challenger"
         exchange.trial = trial

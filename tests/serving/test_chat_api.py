@@ -1442,6 +1442,42 @@ def test_nobody_waits_for_a_challenger_and_none_counts_until_it_has_loaded(
     assert waited == [True]  # the answers came while it was loading
 
 
+def test_nothing_counts_while_another_than_the_experiments_champion_answers(
+    world: Workspace,
+) -> None:
+    """One that was promoted a moment before it began is not loaded yet."""
+    book, gateway = (
+        ExperimentBook(world.database),
+        Gateway(world.settings, world.store, world.registry),
+    )
+
+    async def met(user: str) -> Interaction:
+        asked = gateway.reply("shop", user_prompt("hi"), Wishes(2, seed=SEED), user_id=user)
+        *_, reply = [piece async for piece in asked]
+        assert isinstance(reply, Reply)
+        return reply.interaction
+
+    async def asked() -> list[Interaction]:
+        await gateway.champions.seat("shop", "champion")
+        begun = book.start("shop", champion=1, challenger=0, share=0.5, actor="test")
+        try:
+            await gateway.champions.seat("shop", "challenger")
+            users = list(map(str, range(40)))
+            of_each = [
+                next(u for u in users if is_challenged(begun, u) is challenged)
+                for challenged in (True, False)
+            ]
+            return [await met(hash_rater("shop", user)) for user in of_each]
+        finally:
+            book.end(begun, "stopped", "the test is over")
+
+    found = asyncio.run(asked())
+    gateway.close()
+    assert [(one.experiment, one.arm, one.model_version) for one in found] == [
+        (None, "champion", 0)
+    ] * 2
+
+
 def test_what_is_noted_of_an_answer_is_no_part_of_the_wait_for_it(world: Workspace) -> None:
     gateway = Gateway(world.settings, world.store, world.registry)
 
