@@ -18,7 +18,7 @@ from rlhf_pipeline.continuous import Due
 from rlhf_pipeline.errors import ClaimLost
 from rlhf_pipeline.feedback.rules import AGENT_ID
 from rlhf_pipeline.feedback.sources import LINES
-from rlhf_pipeline.files import fitting
+from rlhf_pipeline.files import fitting, made_by_another, moved
 
 if TYPE_CHECKING:
     from rlhf_pipeline.feedback.ingest import IngestSummary
@@ -206,7 +206,7 @@ def unfit_to_take(path: Path) -> str:
     if not stat.S_ISREG(path.stat().st_mode):
         return "no file"  # reading a pipe would never end
     for each in (path.parent, path, path.parent / INBOX_DONE):
-        if each.is_symlink() and each.lstat().st_uid not in (0, os.getuid()):
+        if made_by_another(each):
             return f"reached by a link that somebody else made ({each.name})"
     return ""
 
@@ -227,7 +227,7 @@ def _set_aside(path: Path) -> None:
         ends = (len(end) for end in LINES if path.name.lower().endswith(end))
         cut = len(path.name) - max(ends, default=len(path.suffix))
         target = done / fitting(path.name[:cut], f".{time.time_ns()}{path.name[cut:]}")
-    path.replace(target)
+    moved(path, target)
 
 
 @dg.job(

@@ -91,6 +91,30 @@ def beside(target: Path, why: str) -> Path:
     return target.parent / fitting(f".{target.name}", f".{why}-{uuid.uuid4().hex[:12]}")
 
 
+def moved(path: Path, target: Path) -> None:
+    """Move a file to where none is, on another file system too.
+
+    One that is a link leads from there to where it led.
+    """
+    if path.is_symlink():
+        target.symlink_to(path.resolve())
+        path.unlink()
+        return
+    try:
+        path.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with new_file(target) as aside:
+            shutil.copy2(path, aside)
+        path.unlink()
+
+
+def made_by_another(link: Path) -> bool:
+    """Say whether it is a link that neither whoever runs this made nor the administrator."""
+    return link.is_symlink() and link.lstat().st_uid not in (0, os.getuid())
+
+
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Hold a folder that is trained in; raises TrainingError where another process holds it.

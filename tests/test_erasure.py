@@ -867,6 +867,16 @@ def test_dropped_files_lose_what_is_theirs_however_they_are_written_and_nothing_
     assert path.read_bytes() == after
 
 
+def test_files_that_were_put_behind_a_link_lose_what_is_theirs(tmp_path: Path) -> None:
+    inbox, archive = tmp_path / "tea", tmp_path / "archive"
+    inbox.mkdir()
+    archive.mkdir()
+    (inbox / "done").symlink_to(archive)
+    (archive / "votes.jsonl").write_bytes(LINES)
+    assert clean_inbox(inbox, Person("tea", ANN), frozenset()) == 1
+    assert b"ann" not in (archive / "votes.jsonl").read_bytes()
+
+
 def test_a_whole_array_under_a_name_for_lines_loses_rows_and_not_lines(tmp_path: Path) -> None:
     path = tmp_path / "votes.jsonl"
     path.write_bytes(PRETTY)

@@ -34,7 +34,7 @@ from rlhf_pipeline.feedback.raters import Person, is_signed_by, mentions
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.sources import AS_IT_IS, LINES
 from rlhf_pipeline.feedback.support import WORD
-from rlhf_pipeline.files import new_file, read_json, write_bytes, write_json
+from rlhf_pipeline.files import made_by_another, new_file, read_json, write_bytes, write_json
 from rlhf_pipeline.records import Message, Prompt, hash_rater, prompt_from_json
 from rlhf_pipeline.topics import ERASED, without_topics
 
@@ -162,25 +162,44 @@ def clean_inbox(
 
 
 def lines_in(inbox: Path, *, taken: bool) -> list[Path]:
-    """Return the dropped files of rows that ingestion has taken in, or those that wait."""
+    """Return the dropped files of rows that ingestion has taken in, or those that wait.
+
+    Of those taken in not what a link leads to: it is kept elsewhere, for others.
+    """
     return [
         path
         for path in _files_in(inbox)
-        if _is_of_rows(path) and taken == (INBOX_DONE in path.relative_to(inbox).parts)
+        if _is_of_rows(path)
+        and taken == _was_taken(path, inbox)
+        and not (taken and path.is_symlink())
     ]
 
 
 def unread_in(inbox: Path) -> list[Path]:
     """Return the dropped tables, workbooks and files of other names: nothing looks into these.
 
-    Not those that hide, which systems leave in every folder.
+    Nor into files elsewhere that were taken in by a link. Not those that hide, which systems leave
+    in every folder.
     """
-    every = _files_in(inbox)
-    return [path for path in every if not (_is_of_rows(path) or path.name.startswith("."))]
+    return [
+        path
+        for path in _files_in(inbox)
+        if not path.name.startswith(".")
+        and (not _is_of_rows(path) or (path.is_symlink() and _was_taken(path, inbox)))
+    ]
+
+
+def _was_taken(path: Path, inbox: Path) -> bool:
+    return INBOX_DONE in path.relative_to(inbox).parts
 
 
 def _files_in(inbox: Path) -> list[Path]:
-    return [path for path in sorted(inbox.rglob("*")) if path.is_file()]
+    """Return the files of an inbox. Of folders behind links, which rglob passes over, it has that
+    of the files that were taken in: ingestion moves them there.
+    """
+    done = inbox / INBOX_DONE
+    folders = [inbox, done] if done.is_symlink() and not made_by_another(done) else [inbox]
+    return sorted(path for each in folders for path in each.rglob("*") if path.is_file())
 
 
 def _is_of_rows(path: Path) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 import urllib.error
@@ -44,7 +45,7 @@ from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.experiment.watch import WATCH
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.ingest import IngestSummary, ingest
-from rlhf_pipeline.feedback.withdrawn import lines_in
+from rlhf_pipeline.feedback.withdrawn import lines_in, unread_in
 from rlhf_pipeline.files import folder_sha256, locked, read_yaml, write_text
 from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -551,6 +552,33 @@ def test_a_file_of_a_name_that_was_there_before_overwrites_nothing(ticks: Ticks,
         whole = [gzip.decompress(content) for content in whole]
     assert {content.decode().strip() for content in whole} == {line(1), line(2)}
     assert sorted(lines_in(inbox, taken=True)) == kept  # an erasure looks into both
+
+
+def test_files_are_put_where_ones_own_link_leads_and_erasures_look_there(
+    ticks: Ticks, tmp_path: Path
+) -> None:
+    """On another disk, say, than the state folder."""
+    agent, memory = "linked", Path("/dev/shm")
+    inbox, export = ticks.state / "inbox" / agent, tmp_path / "export.jsonl"
+    inbox.mkdir(parents=True)
+    elsewhere = memory if memory.is_dir() and os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=elsewhere) as archive:
+        (inbox / "done").symlink_to(archive)
+        (inbox / "own.jsonl").write_text(line(1) + "\n")
+        export.write_text(line(2) + "\n")
+        (inbox / "link.jsonl").symlink_to(os.path.relpath(export, inbox))
+        settle(inbox / "own.jsonl")
+        settle(export)
+        seen = ticks.tick("dropped_files")
+        for request in ticks.tick("dropped_files", seen.cursor).run_requests:
+            assert take_in(ticks, request).success
+        assert sum(ticks.pipeline.store.counts(agent).values()) == 2
+        assert [path.name for path in inbox.iterdir()] == ["done"]
+        own, link = inbox / "done" / "own.jsonl", inbox / "done" / "link.jsonl"
+        assert own.read_text() == line(1) + "\n"
+        assert link.resolve() == export
+        assert (lines_in(inbox, taken=True), unread_in(inbox)) == ([own], [link])
+    shutil.rmtree(inbox)
 
 
 def test_a_file_is_taken_in_once_an_erasure_is_through_with_it(ticks: Ticks) -> None:
