@@ -52,9 +52,10 @@ AGENT = "dagster/partition"  # run tag, whoever started the run: one at a time (
 MAX_STEPS = "rlhf/max_steps"  # run tag: PPO updates instead of the recipe's
 LEARNING_RATE = "rlhf/learning_rate"  # run tag: PPO's instead of the recipe's
 MOST_STEPS = 100_000  # as many as the API takes
-TRAINED_WITH = {  # which sections of a recipe say what a stage came to
-    "reward": ("reward",),
+TRAINED_WITH = {  # which sections of a recipe say what a stage came to, and the steps before it
+    "reward": ("validation", "drift", "reward"),
     "ppo": ("policy", "ppo", "training"),
+    "evaluation": ("evaluation", "promotion"),
 }
 LEARNT_WITH = ("feedback", "policy", "sft", "reward", "ppo", "training")  # what any of them reads
 
@@ -253,7 +254,9 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def tracked(self, turn: Turn) -> AbstractContextManager[TrackedRun]:
         """Return the turn's one MLflow run; every asset of the turn adds to the same.
 
-        It is RUNNING until the turn has come to its verdict, or to another end.
+        It is RUNNING until the turn has come to its verdict, or to another end. Its parameters are
+        what this attempt's stages were given: a setting that a person changes once its stage has
+        begun is no other work, and makes no other run.
         """
         return self.registry.run(
             turn.agent_id,
@@ -262,7 +265,7 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
             parameters={
                 "fingerprint": turn.fingerprint,
                 "watermark": turn.watermark,
-                **flattened(shown(turn.settings)),
+                **flattened(_recipe_of(turn, attempt=turn.token)),
             },
         )
 
@@ -536,8 +539,8 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _recipe_of(turn: Turn) -> dict[str, Any]:
-    """Return the recipe the turn went by, as `shown` tells one.
+def _recipe_of(turn: Turn, *, attempt: int | None = None) -> dict[str, Any]:
+    """Return the recipe the turn went by, or one attempt at it, as `shown` tells one.
 
     Each step reads it anew, so that what a person corrects counts from the next one on. What a
     stage trained with is what it was given, whatever stands there since; `_stage_recipes` tells
@@ -547,8 +550,9 @@ def _recipe_of(turn: Turn) -> dict[str, Any]:
     for stage, sections in TRAINED_WITH.items():
         given = turn.work / f"{stage}.spec.json"
         if given.exists():
-            settings = read_json(given)["settings"]
-            recipe |= {name: settings[name] for name in sections}
+            spec = read_json(given)
+            if attempt in (None, spec["token"]):
+                recipe |= {name: spec["settings"][name] for name in sections}
     return recipe
 
 

@@ -37,6 +37,7 @@ from rlhf_pipeline.records import (
     uuid7,
 )
 from tests.assets.world import (
+    RECIPE,
     FirstTurn,
     Loop,
     chat,
@@ -44,6 +45,7 @@ from tests.assets.world import (
     going_on,
     replaying,
     save_alternating,
+    write_recipe,
 )
 
 SNAPSHOT = "feedback_snapshot"
@@ -345,6 +347,51 @@ def test_a_turns_run_in_mlflow_is_at_work_until_the_turn_has_ended(loop: Loop) -
     loop.run("retrain", agent, compute=Refusing())
     assert sorted(seen[-1]) == ["KILLED", "RUNNING"]
     assert sorted(statuses(loop, agent)) == ["FAILED", "KILLED"]
+
+
+def test_what_is_changed_once_a_stage_was_given_it_is_told_as_it_was_given(
+    loop: Loop, first_turn: FirstTurn
+) -> None:
+    """By the version, and by MLflow, where the turn stays one run."""
+    agent, recipe = loop.agent("edited", promotion={"automatic": False}), RECIPE
+    chat(loop.pipeline.store, agent, 60)
+    edits: dict[str, dict[str, dict[str, Any]]] = {
+        "ppo": {"ppo": {"kl_coef": 0.7, "learning_rate": 5e-3}, "reward": {"epochs": 7}},
+        "evaluation": {
+            "promotion": {"gate": {"win_rate_vs_champion": 0.99}},
+            "evaluation": {"prompts": 500},
+            "validation": {"top_raters_share": 0.2},
+        },
+    }
+    replayed = replaying(first_turn.work)
+
+    class Edited(Compute):
+        """Has somebody write into the recipe once a stage is through."""
+
+        def run_stage(self, context: Any, stage: str, turn: Any) -> dict[str, Any]:
+            """Return what the stage left."""
+            result: dict[str, Any] = replayed.run_stage(context, stage, turn)
+            for section, values in edits.get(stage, {}).items():
+                changed[section] = {**changed.get(section, {}), **values}
+            write_recipe(loop.state / f"{agent}.yaml", loop.state, **changed)
+            return result
+
+    changed: dict[str, dict[str, Any]] = {"promotion": {"automatic": False}}
+    result = loop.run("retrain", agent, compute=Edited())
+    assert result.success, failures(result)
+    version = loop.pipeline.ledger.versions(agent)[-1]
+    told = version.lineage["recipe"]
+    given = {name: told[name] for name in ("ppo", "reward", "evaluation")}
+    assert given["ppo"]["kl_coef"] != 0.7
+    assert given["ppo"]["learning_rate"] == recipe["ppo"]["learning_rate"]
+    assert given["reward"]["epochs"] == recipe["reward"]["epochs"]
+    assert given["evaluation"]["prompts"] == recipe["evaluation"]["prompts"]
+    assert told["promotion"]["gate"] == recipe["promotion"]["gate"]
+    assert told["validation"]["top_raters_share"] != 0.2
+    client = loop.pipeline.registry.client
+    [run] = client.search_runs([loop.pipeline.registry.experiment(agent)])
+    assert (run.info.run_id, run.info.status) == (version.mlflow_run_id, "FINISHED")
+    assert run.data.params["ppo.learning_rate"] == str(recipe["ppo"]["learning_rate"])
 
 
 @pytest.mark.slow

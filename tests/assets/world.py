@@ -336,6 +336,7 @@ def replaying(source: Path) -> Any:
     The gate judges that turn's real comparison by the limits and the votes of the turn at hand.
     """
     from resources.compute import Compute
+    from resources.worker import specification
     from rlhf_pipeline.evaluation.facts import gate_facts
     from rlhf_pipeline.evaluation.gate import decide
     from rlhf_pipeline.evaluation.report import EvaluationReport
@@ -348,6 +349,8 @@ def replaying(source: Path) -> Any:
             """Return the earlier result with its paths in this turn's folder."""
             result = read_json(source / f"{stage}.json")["result"]
             folder = {"baseline": "sft"}.get(stage, stage)
+            turn.work.mkdir(parents=True, exist_ok=True)
+            write_json(turn.work / f"{stage}.spec.json", specification(turn))
             shutil.copytree(source / folder, turn.work / folder, dirs_exist_ok=True)
             if stage == "evaluation":
                 report = EvaluationReport.from_json(result["report"])
