@@ -1,5 +1,6 @@
 """The jobs: a turn from feedback to verdict, version 0 alone, and taking in dropped files."""
 
+import errno
 import fcntl
 import os
 import re
@@ -31,6 +32,8 @@ CAME_TO_NOTHING = [dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED]  #
 MAX_RUNTIME = "dagster/max_runtime"  # run tag: seconds, after which a dead run gives its place back
 # What Dagster puts before the words of an error that was raised to be read.
 TYPE_OF_WORDS = re.compile(r"^(?:rlhf_pipeline\.errors\.\w+|dagster\.[\w.]+\.Failure): ")
+# What SQLite and the operating system say of it, whoever passes it on.
+OF_A_FULL_DISK = re.compile(rf"database or disk is full|\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 # What Dagster says of a run that something else than the run itself marked as failed.
 FROM_OUTSIDE = "This run has been marked as failed from outside the execution context."
 TRAINING = {"sft_policy", "reward_model", "ppo_policy"}  # steps that make an attempt of a run
@@ -115,6 +118,8 @@ def why_failed_in_our_words(events: Sequence[dg.DagsterEvent], message: str) -> 
     causes = [error.cause.message for error in errors if error is not None and error.cause]
     if errors and all(TYPE_OF_WORDS.match(cause) for cause in causes):
         return why_failed(events)
+    if any(OF_A_FULL_DISK.search(cause) for cause in causes):
+        return "needed room on the disk, found it full; make room, and ask for the run again"
     return message
 
 

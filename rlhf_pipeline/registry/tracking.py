@@ -25,7 +25,7 @@ import structlog
 
 from rlhf_pipeline.errors import ClaimLost, RegistryAway, RegistryError
 from rlhf_pipeline.fence import need_right_to_write
-from rlhf_pipeline.files import file_identity, sqlite_path
+from rlhf_pipeline.files import file_identity, no_room, sqlite_path
 from rlhf_pipeline.records import hashed
 
 log = structlog.get_logger(__name__)
@@ -139,10 +139,21 @@ def mlflow_refusals(wanted: str) -> Iterator[None]:
                 f"{wanted} needs MLflow to answer, found {error.message}; start its server, or "
                 "check the tracking URI, and try again"
             ) from error
+        if full := _full(error):
+            raise RegistryError(f"{wanted}: {full}") from error
         raise RegistryError(
             f"{wanted} needs MLflow to agree, found {error.error_code}: {error.message}; "
             "check the tracking URI and what was deleted in the MLflow page"
         ) from error
+
+
+def _full(error: BaseException | None) -> str:
+    """Return what to tell of a disk that was full for what MLflow raised; "" where none was."""
+    while error is not None:
+        if full := no_room(getattr(error, "orig", error)):
+            return full
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def is_missing(error: Exception) -> bool:

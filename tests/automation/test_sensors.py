@@ -1203,7 +1203,7 @@ def test_people_hear_what_killed_a_run(ticks: Ticks, hook: tuple[str, type[Hook]
 def test_people_hear_why_a_step_failed_in_our_words_alone(
     ticks: Ticks, hook: tuple[str, type[Hook]]
 ) -> None:
-    url, kept = hook
+    url, heard = hook
     ticks.set(notifications={"webhook": url})
     unfit = dg.AssetCheckSpec("rows", asset="judged", blocking=True)
 
@@ -1220,15 +1220,20 @@ def test_people_hear_why_a_step_failed_in_our_words_alone(
     def elsewhere() -> None:
         raise ValueError("ann wrote this")
 
-    for asset in (model, judged, elsewhere):
+    @dg.asset
+    def kept() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "what ann wrote")
+
+    for asset in (model, judged, elsewhere, kept):
         result = dg.materialize(
             [asset], instance=ticks.instance, run_config=QUIET, raise_on_error=False
         )
         hear_of(ticks, result.dagster_run)
-    by_step, by_check, by_another = [body["message"] for body in kept.received]
+    by_step, by_check, by_another, by_disk = [body["message"] for body in heard.received]
     assert by_step == "model: needed 5 pairs, found 2"
     assert by_check == "rows: found 3 rows"
     assert by_another.endswith("Steps failed: ['elsewhere'].")
+    assert by_disk == "needed room on the disk, found it full; make room, and ask for the run again"
 
 
 def test_a_run_that_died_is_told_once_whoever_began_it(

@@ -14,13 +14,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from rlhf_pipeline.database import model_versions
 from rlhf_pipeline.errors import ClaimLost, HashMismatch, RegistryAway, RegistryError
 from rlhf_pipeline.fence import writing_while
-from rlhf_pipeline.files import folder_sha256, sqlite_path
+from rlhf_pipeline.files import folder_sha256, sqlite_path, sqlite_url
 from rlhf_pipeline.registry.ledger import ModelVersion
 from rlhf_pipeline.registry.models import PROJECTED, ModelRegistry, model_name
 from rlhf_pipeline.registry.tracking import Ended, open_client
@@ -485,6 +486,25 @@ def test_a_retried_step_resumes_its_run(registry: ModelRegistry, agent: str) -> 
     assert [(m.step, m.value) for m in curve] == [(1, 0.5), (2, 0.7)]
     with registry.run(agent, **(work | {"parameters": {"rate": 1e-4}})) as other:
         assert not other.resumed
+
+
+def test_a_disk_that_is_full_is_told_of_as_that(registry: ModelRegistry, tmp_path: Path) -> None:
+    own = ModelRegistry(registry.ledger, sqlite_url(tmp_path / "mlflow.db"), tmp_path)
+    assert own.client  # its tables are there
+
+    def no_more_pages(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("PRAGMA max_page_count = 1")  # SQLite keeps those it has
+
+    many = {f"setting_{n}": "x" * 400 for n in range(90)}
+    sa.event.listen(sa.Engine, "begin", no_more_pages)
+    try:
+        with (
+            pytest.raises(RegistryError, match=r"needed room on the disk, found.* full; make room"),
+            own.run("tea", fingerprint="full", stage="ppo", parameters=many),
+        ):
+            pass
+    finally:
+        sa.event.remove(sa.Engine, "begin", no_more_pages)
 
 
 def test_settings_named_by_a_persons_own_words_are_parameters_of_a_run(
