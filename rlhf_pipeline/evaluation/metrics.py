@@ -225,7 +225,7 @@ def design_effect(values: Sequence[float], people: Sequence[Collection[str]]) ->
     everywhere = frozenset(people[0]).intersection(*people)
     for value, all_of_it in zip(values, people, strict=True):
         who = frozenset(all_of_it) - everywhere
-        for person in who:
+        for person in sorted(who):  # a set's order differs by process, and by it what sums come to
             of_one[person].append(value - mean)
         if len(who) == 2:
             of_two[who].append(value - mean)
