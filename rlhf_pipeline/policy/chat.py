@@ -134,13 +134,16 @@ def encode_completions(
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]
 ) -> list[str]:
-    """Return the text of each row of completion tokens, special tokens left out."""
+    """Return the text of each row of completion tokens, special tokens left out.
+
+    NUL, which tokens of bytes can spell, no store or API takes: the replacement character is there.
+    """
     texts: list[str] = tokenizer.batch_decode(
         [list(row) for row in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     if not tokenizer.chat_template:
         texts = [text.removeprefix(" ") for text in texts]
-    return texts
+    return [text.replace("\x00", "\N{REPLACEMENT CHARACTER}") for text in texts]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
