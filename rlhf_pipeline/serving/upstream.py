@@ -252,6 +252,7 @@ async def _asked(
     Raises ModelError where it cannot be asked or breaks off, TimeoutError at the deadline.
     """
     kept = _kept.get(asyncio.get_running_loop())
+    begun = False
     try:
         async with AsyncExitStack() as opened:
             answer = await _sent(kept, upstream, path, deadline, body) if kept else None
@@ -266,6 +267,7 @@ async def _asked(
                     f"the upstream at {upstream.url} must answer as it stands, found "
                     f"{packed[:20]!r}; switch compression off there"
                 )
+            begun = True
             yield answer
     except httpx.ConnectTimeout as error:
         raise ModelError(
@@ -273,6 +275,11 @@ async def _asked(
             "found none; start it or correct serving.upstreams"
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if begun:
+            raise ModelError(
+                f"the upstream at {upstream.url} must send all of its answer, found it cut off "
+                f"({type(error).__name__}); look at its log"
+            ) from error
         raise ModelError(
             f"the upstream at {upstream.url} must answer, found {type(error).__name__}; start it "
             "or correct serving.upstreams"

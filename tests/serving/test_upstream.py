@@ -215,6 +215,15 @@ def test_an_answer_that_breaks_off_is_none(rest: bytes) -> None:
         pieces_of(upstream)
 
 
+def test_an_answer_that_is_cut_off_is_not_told_as_an_upstream_that_is_away() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n"
+    with (
+        sending([(0, head), (0, chunk("Hello "))]) as upstream,
+        pytest.raises(ModelError, match="must send all of its answer, found it cut off"),
+    ):
+        pieces_of(upstream)
+
+
 def test_a_packed_answer_is_not_unpacked() -> None:
     """These 73 KB would come out as 38 MB, among everybody's answers."""
     packed = gzip.compress(b"data: {}\n" * (4 << 20))
