@@ -118,12 +118,12 @@ def files_in(folder: Path) -> list[Path]:
 def passed_over(folder: Path) -> list[Path]:
     """Return the files in a folder that their names say nothing is read of, but what tools leave.
 
-    Those are hidden, begin with _ as Spark's marks do, or are checksums.
+    Those are hidden, begin with _ as Spark's marks do, or are checksums, or a data set's card.
     """
     return [
         path
         for path in _in(folder)
-        if not path.name.lower().endswith((*SUFFIXES, ".crc"))
+        if not path.name.lower().endswith((*SUFFIXES, ".crc", ".md"))
         and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
     ]
 
