@@ -377,6 +377,12 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
                 "experiment, so this one waits for a person"
             )
         if turn.settings.experiments.enabled:
+            if turn.agent_id in turn.settings.serving.upstreams:
+                return (
+                    f"version {version.version} passed, and an experiment would reach nobody, as "
+                    "an upstream answers this agent's people, so a person decides: "
+                    f"rlhf promote {version.version} --agent {turn.agent_id}"
+                )
             met = [e for e in book.history(turn.agent_id) if e.challenger == version.version]
             if met:  # begun by an attempt that died before it could say so
                 return (

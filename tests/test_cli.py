@@ -469,7 +469,14 @@ def test_a_file_that_cannot_be_read(rlhf: Run, tmp_path: Path) -> None:
 def test_files_of_a_folder_that_are_not_read_are_named(rlhf: Run, tmp_path: Path) -> None:
     folder = tmp_path / "votes"
     write(folder / "good.jsonl", THUMBS)
-    for left in (".DS_Store", "_SUCCESS", ".good.jsonl.crc", "good.crc", ".git/config"):
+    for left in (
+        ".DS_Store",
+        "_SUCCESS",
+        ".good.jsonl.crc",
+        "good.crc",
+        ".git/config",
+        "README.md",
+    ):
         write(folder / left, "")
     assert "passed over" not in rlhf("ingest", str(folder), "-a", "tea").stderr
     names = ("a.txt", "deep/b.zip", "c.jsonl.zst")
@@ -1112,7 +1119,8 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
 ) -> None:
     assert "has had no experiment" in rlhf("experiment", "status").stdout
     assert rlhf("experiment", "start", "--version", "1").stdout == (
-        "shop: version 1 meets 1% of the people beside version 0\n"
+        "shop: version 1 meets 1% of the people beside version 0, and is promoted if they like it "
+        "better\n"
     )
     begun = rlhf("experiment", "status").stdout
     assert begun == "version 1 beside 0: running, 1% of the people, 0 looks kept\n"
@@ -1123,20 +1131,34 @@ def test_an_experiments_differences_are_told_with_what_their_sign_says(
     book = ExperimentBook(Workspace(None, str(shop)).store.database)
     (experiment,) = book.history("shop")
     book.record(experiment, "continue", decide(arms, []).to_json())
-    sign, _, *lines = rlhf("experiment", "status").stdout.splitlines()
+    sign, _, why, *lines = rlhf("experiment", "status").stdout.splitlines()
     assert sign == SIGN
+    assert why.startswith("  too few users yet: satisfaction is known of 7 of the challenger's")
     told = dict(line.strip().split(": ", 1) for line in lines)
     assert told["satisfaction"] == "-0.100 (? to ?), 7 and 9 users"
     assert told["thumbs_down"] == "+0.100 (? to ?), 7 and 9 users"  # there are fewer of them
     arms[PRIMARY.name] = Arms(Sample.of([]), Sample(9, 0.3, 0.01))
     book.record(experiment, "continue", decide(arms, []).to_json())
     assert "  satisfaction: ? (? to ?), 0 and 9 users\n" in rlhf("experiment", "status").stdout
-    assert rlhf("experiment", "stop").stdout == "shop: stopped; version 0 answers everybody\n"
+    here = Workspace(None, str(shop))
+    here.ledger.promote("shop", 1, actor="t", reason="t", expected_champion=0, force=True)
+    assert rlhf("experiment", "stop").stdout == "shop: stopped; version 1 answers everybody\n"
+    here.ledger.promote("shop", 0, actor="t", reason="t", expected_champion=1, force=True)
     (ended,) = book.history("shop")
     assert ended.ended_at is not None
     times = f"{ended.started_at:%Y-%m-%d %H:%M} to {ended.ended_at:%Y-%m-%d %H:%M} UTC"
     said = f"version 1 beside 0: stopped, {times}, at last 1% of the people, 2 looks kept\n"
     assert said in rlhf("experiment", "status").stdout
+
+
+def test_no_experiment_begins_where_an_upstream_answers(
+    shop: Path, rlhf: Run, tmp_path: Path
+) -> None:
+    serving = "{upstreams: {shop: {url: 'http://127.0.0.1:9/v1', model: m}}}"
+    recipe = write(tmp_path / "served.yaml", f"serving: {serving}")
+    refused = rlhf("--recipe", str(recipe), "experiment", "start", "--version", "1", code=1)
+    assert "found that those of agent 'shop' are answered by its upstream" in refused.stderr
+    assert ExperimentBook(Workspace(None, str(shop)).store.database).history("shop") == []
 
 
 def test_the_newest_experiments_are_shown_and_the_others_on_demand(shop: Path, rlhf: Run) -> None:

@@ -40,13 +40,19 @@ def start(
     """Let a version meet a growing share of the people who chat through `rlhf serve`.
 
     It begins at the first step of experiments.ramp. A sensor of the daemon looks at it, widens the
-    share, promotes, rolls back or gives up; `rlhf experiment status` has what it saw.
+    share, promotes, rolls back or gives up; `rlhf experiment status` has what it saw. It promotes
+    also where `rlhf automatic` is off: whoever begins one asks for what comes of it.
     """
     from rlhf_pipeline.errors import ExperimentError
     from rlhf_pipeline.experiment.assignment import percent
 
     here = workspace()
     here.need_agent(agent)
+    if agent in here.settings.serving.upstreams:
+        raise ExperimentError(
+            f"an experiment needs people whom this service answers, found that those of agent "
+            f"{agent!r} are answered by its upstream; compare versions by `rlhf experiment offline`"
+        )
     champion = here.ledger.champion(agent)
     challenger = here.ledger.find(agent, version)
     if champion is None:
@@ -70,7 +76,7 @@ def start(
     )
     typer.echo(
         f"{agent}: version {begun.challenger} meets {percent(begun.share)} of the people beside "
-        f"version {begun.champion}"
+        f"version {begun.champion}, and is promoted if they like it better"
     )
 
 
@@ -110,7 +116,10 @@ def status(
             f"{was}{percent(each['share'])} of the people, {each['looks']} looks kept"
             + (f"\n  {each['reason']}" if each["reason"] else "")
         )
-        differences = (each["latest"] or {}).get("differences", {})
+        latest = each["latest"] or {}
+        if each["ended_at"] is None and latest.get("reasons"):
+            typer.echo(f"  {'; '.join(latest['reasons'])}")
+        differences = latest.get("differences", {})
         for name, difference in differences.items():
             value, low, high = as_read(difference)
             typer.echo(
@@ -138,7 +147,9 @@ def stop(
             f"stopping needs a running experiment of agent {agent!r}, found none; "
             "`rlhf experiment status` lists those that ended"
         )
-    typer.echo(f"{agent}: stopped; version {running.champion} answers everybody")
+    champion = here.ledger.champion(agent)
+    answers = running.champion if champion is None else champion.version  # moved meanwhile, perhaps
+    typer.echo(f"{agent}: stopped; version {answers} answers everybody")
 
 
 def offline(

@@ -28,6 +28,7 @@ from resources.pipeline import (
     flattened,
 )
 from resources.worker import same_work, specification, turn_from
+from rlhf_pipeline.config import UpstreamSettings
 from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
 from rlhf_pipeline.files import folder_sha256
@@ -238,6 +239,24 @@ def test_a_retried_promotion_finds_the_experiment_it_began(
     words = pipeline.promote_if_due(turn)
     assert "version 1 passed and meets" in words
     assert pipeline.promote_if_due(turn) == words
+
+
+def test_a_version_whose_people_an_upstream_answers_waits_for_a_person(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    turn = judged(pipeline, tmp_path, PASSED)
+    pipeline.store.set_agent("a", automatic_promotion=True)
+    upstream = UpstreamSettings(url="http://127.0.0.1:9/v1", model="m")
+    changed = {
+        "experiments": turn.settings.experiments.model_copy(update={"enabled": True}),
+        "serving": turn.settings.serving.model_copy(update={"upstreams": {"a": upstream}}),
+    }
+    turn = replace(turn, settings=turn.settings.model_copy(update=changed))
+    assert "an experiment would reach nobody" in pipeline.promote_if_due(turn)
+    assert ExperimentBook(pipeline.database).history("a") == []
+    champion = pipeline.ledger.champion("a")
+    assert champion is not None
+    assert champion.version == 0
 
 
 def another(ledger: PromotionLedger, tmp_path: Path) -> ModelVersion:
