@@ -45,6 +45,11 @@ from rlhf_pipeline.reward.model import (
 )
 from rlhf_pipeline.reward.tuning import EncodedPairs
 
+Rows = Sequence[Row]
+Curve = tuple[Learnt, ...]
+Topics = Mapping[str, str]
+"""What prompts, as JSON, were filed under."""
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -59,7 +64,7 @@ class Reader:
         """Return the tokens of prompts and completions, in order."""
         return encode_rows(self.tokenizer, texts, self.limits)
 
-    def features(self, rows: Sequence[Row]) -> Tensor:
+    def features(self, rows: Rows) -> Tensor:
         """Return what the head reads of every row, (len(rows), features) float64 on the CPU."""
         return all_features(self.model, rows, self.report)
 
@@ -89,23 +94,14 @@ class Judge(Protocol):
     def rows(self, reader: Reader) -> list[Row]:
         """Return the tokens of the held-out texts, (T,)."""
 
-    def curve(
-        self, reader: Reader, lesson: Lesson, rows: Sequence[Row], seen: Tensor | None
-    ) -> tuple[Learnt, ...]:
+    def curve(self, reader: Reader, lesson: Lesson, rows: Rows, seen: Tensor | None) -> Curve:
         """Return the learning curve of a head on the trunk as it is, by CURVE_PAIRS at most.
 
         `rows` are the held-out texts' (T,), `seen` (T, F) their features where these are known.
         Empty where there is nothing to learn from.
         """
 
-    def find(
-        self,
-        reader: Reader,
-        scores: Tensor,
-        lesson: Lesson,
-        topics: Mapping[str, str],
-        curve: tuple[Learnt, ...],
-    ) -> Findings:
+    def find(self, reader: Reader, scores: Tensor, lesson: Lesson, curve: Curve) -> Findings:
         """Return what the trained model's scores (T,) of the held-out texts say."""
 
     def in_words(self, worst: Sequence[Disagreement]) -> dict[str, list[dict[str, object]]]:
@@ -119,20 +115,21 @@ class ByPairs:
     pairs: list[PreferencePair]  # without ties
     votes: list[RewardExample]
     held_out: HeldOut
+    topics: Topics
 
     @classmethod
-    def of(cls, pairs: Sequence[PreferencePair], votes: Sequence[RewardExample]) -> ByPairs:
+    def of(
+        cls, pairs: Sequence[PreferencePair], votes: Sequence[RewardExample], topics: Topics
+    ) -> ByPairs:
         """Return what judges of held-out pairs and votes."""
         decided = [pair for pair in pairs if pair.decided]
-        return cls(decided, some_of_each_kind(votes), of_pairs(decided, *halves(decided)))
+        return cls(decided, some_of_each_kind(votes), of_pairs(decided, *halves(decided)), topics)
 
     def rows(self, reader: Reader) -> list[Row]:
         encoded = encode_pairs(reader.tokenizer, self.pairs, reader.limits)
         return [*encoded.chosen, *encoded.rejected]
 
-    def curve(
-        self, reader: Reader, lesson: Lesson, rows: Sequence[Row], seen: Tensor | None
-    ) -> tuple[Learnt, ...]:
+    def curve(self, reader: Reader, lesson: Lesson, rows: Rows, seen: Tensor | None) -> Curve:
         train, features = lesson.rows, lesson.features
         known = [i for i in range(len(train)) if train.targets[i] == 1]
         ids = [pair.pair_id for pair in lesson.pairs]
@@ -157,14 +154,7 @@ class ByPairs:
         people = self.held_out.people
         return learning_curve(ahead, ones, unseen[:held] - unseen[held:], people and people[:held])
 
-    def find(
-        self,
-        reader: Reader,
-        scores: Tensor,
-        lesson: Lesson,
-        topics: Mapping[str, str],
-        curve: tuple[Learnt, ...],
-    ) -> Findings:
+    def find(self, reader: Reader, scores: Tensor, lesson: Lesson, curve: Curve) -> Findings:
         said = reader.rows([(v.prompt, v.completion) for v in self.votes])
         return find(
             self.held_out,
@@ -173,24 +163,21 @@ class ByPairs:
             train=lesson.decided,
             examples=self.votes,
             example_scores=score_rows(reader.model, said),
-            topics=topics,
+            topics=self.topics,
             curve=curve,
         )
 
     def in_words(self, worst: Sequence[Disagreement]) -> dict[str, list[dict[str, object]]]:
         by_id = {pair.pair_id: pair for pair in self.pairs}
-        told: list[dict[str, object]] = []
-        for one in worst:
-            pair = by_id[one.pair_id]
-            told.append(
-                {
-                    "pair_id": one.pair_id,
-                    "margin": one.margin,
-                    "prompt": [asdict(message) for message in pair.prompt],
-                    "people preferred": pair.chosen,
-                    "the model prefers": pair.rejected,
-                }
-            )
+        told: list[dict[str, object]] = [
+            {
+                "pair_id": one.pair_id,
+                **_about(one, by_id[one.pair_id].prompt),
+                "people preferred": by_id[one.pair_id].chosen,
+                "the model prefers": by_id[one.pair_id].rejected,
+            }
+            for one in worst
+        ]
         return {"pairs": told, "votes": []}
 
 
@@ -204,18 +191,17 @@ class ByVotes:
 
     matches: Matches
     held_out: HeldOut
+    topics: Topics
 
     @classmethod
-    def of(cls, matches: Matches, usual: Mapping[str, Sequence[str]]) -> ByVotes:
+    def of(cls, matches: Matches, usual: Mapping[str, Sequence[str]], topics: Topics) -> ByVotes:
         """Return what judges of matched votes, with the baseline's answers to their prompts."""
-        return cls(matches, of_matches(matches, usual))
+        return cls(matches, of_matches(matches, usual), topics)
 
     def rows(self, reader: Reader) -> list[Row]:
         return reader.rows(self.held_out.texts)
 
-    def curve(
-        self, reader: Reader, lesson: Lesson, rows: Sequence[Row], seen: Tensor | None
-    ) -> tuple[Learnt, ...]:
+    def curve(self, reader: Reader, lesson: Lesson, rows: Rows, seen: Tensor | None) -> Curve:
         chosen = sorted(lesson.votes, key=lambda v: unit_interval("curve", v.example_id))
         chosen = chosen[:CURVE_PAIRS]
         if not chosen:
@@ -230,39 +216,33 @@ class ByVotes:
         ahead = torch.nn.functional.pad(self.held_out.ahead(seen / scale), (0, 1))
         return learning_curve(told, targets, ahead, self.held_out.people)
 
-    def find(
-        self,
-        reader: Reader,
-        scores: Tensor,
-        lesson: Lesson,
-        topics: Mapping[str, str],
-        curve: tuple[Learnt, ...],
-    ) -> Findings:
+    def find(self, reader: Reader, scores: Tensor, lesson: Lesson, curve: Curve) -> Findings:
         return find_by_votes(
             self.held_out,
             self.matches,
             scores,
             train=lesson.decided,
             examples=lesson.votes,
-            topics=topics,
+            topics=self.topics,
             curve=curve,
         )
 
     def in_words(self, worst: Sequence[Disagreement]) -> dict[str, list[dict[str, object]]]:
         by_id = {vote.example_id: vote for vote in self.matches.votes}
-        told: list[dict[str, object]] = []
-        for one in worst:
-            vote = by_id[one.pair_id]
-            told.append(
-                {
-                    "example_id": one.pair_id,
-                    "margin": one.margin,
-                    "prompt": [asdict(message) for message in vote.prompt],
-                    "completion": vote.completion,
-                    "liked": bool(is_good(vote)),
-                }
-            )
+        told: list[dict[str, object]] = [
+            {
+                "example_id": one.pair_id,
+                **_about(one, by_id[one.pair_id].prompt),
+                "completion": by_id[one.pair_id].completion,
+                "liked": bool(is_good(by_id[one.pair_id])),
+            }
+            for one in worst
+        ]
         return {"pairs": [], "votes": told}
+
+
+def _about(one: Disagreement, prompt: Prompt) -> dict[str, object]:
+    return {"margin": one.margin, "prompt": [asdict(message) for message in prompt]}
 
 
 def check_judge(

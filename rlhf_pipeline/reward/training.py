@@ -207,9 +207,11 @@ def train_reward_model(
             "or set reward.heads to 1"
         )
     matches = judging_votes(test_pairs, test_examples, kinds or ()) if usual else None
-    judge: Judge = (
-        ByVotes.of(matches, usual) if matches and usual else ByPairs.of(test_pairs, test_examples)
-    )
+    judge: Judge
+    if matches and usual:
+        judge = ByVotes.of(matches, usual, topics or {})
+    else:
+        judge = ByPairs.of(test_pairs, test_examples, topics or {})
     check_pairs(
         train_pairs,
         test_pairs,
@@ -290,7 +292,7 @@ def train_reward_model(
     judged = [margins[i] for i in held_out.judging]
     bins = reliability(judged, confidence)
     accuracy = pair_accuracy(margins)
-    findings = judge.find(reader, scores, lesson, topics or {}, curve)
+    findings = judge.find(reader, scores, lesson, curve)
     result = RewardModelReport(
         path=Path(output_dir),
         accuracy=accuracy,
