@@ -49,7 +49,12 @@ import numpy as np
 from rlhf_pipeline.experiment.assignment import counted_as
 from rlhf_pipeline.feedback.agreement import agreement_of, by_rater, units_of
 from rlhf_pipeline.feedback.rules import MEANINGS, Rule
-from rlhf_pipeline.feedback.validation import CheckResult, SetAside, ValidationReport
+from rlhf_pipeline.feedback.validation import (
+    CheckResult,
+    SetAside,
+    ValidationReport,
+    recounted,
+)
 from rlhf_pipeline.records import FeedbackKind, this_won
 
 if TYPE_CHECKING:
@@ -214,6 +219,7 @@ def set_apart(
     if not quarantines or not narrow.any():
         return dataclasses.replace(report, checks=[*report.checks, *checks])
     dirty = report.clean[narrow]
+    left = len(report.clean) - len(dirty)
     meaning = MEANINGS[Rule.narrow_support]
     return dataclasses.replace(
         report,
@@ -225,7 +231,7 @@ def set_apart(
                 for place, key in zip(np.flatnonzero(narrow), dirty["feedback_id"], strict=True)
             ),
         ],
-        checks=[*report.checks, *checks],
+        checks=[*recounted(report.checks, left), *checks],
         origins=[*report.origins, *(str(origin) for origin in dirty["origin"])],
         agents=[*report.agents, *(str(agent) for agent in dirty["agent_id"])],
     )

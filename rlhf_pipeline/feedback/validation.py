@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -294,6 +294,26 @@ def _batch_results(
         )
         for name in BATCH_CHECKS
     ]
+
+
+def recounted(checks: Sequence[CheckResult], clean: int) -> list[CheckResult]:
+    """Return the checks with those of how many rows are clean by this count of them."""
+
+    def again(check: CheckResult) -> CheckResult:
+        if check.name == "enough_rows_are_clean":
+            numbers = {**check.numbers, "clean_rows": float(clean)}
+            return replace(check, passed=clean >= check.numbers["min_rows"], numbers=numbers)
+        if check.name == "most_rows_are_clean":
+            share = 1 - clean / check.total
+            return replace(
+                check,
+                passed=share <= QUARANTINED_SHARE,
+                unexpected=check.total - clean,
+                numbers={"quarantined_share": share},
+            )
+        return check
+
+    return [again(check) for check in checks]
 
 
 def _spread(ratings: pd.Series[Any]) -> float:

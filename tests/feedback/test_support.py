@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from rlhf_pipeline.feedback import support
 from rlhf_pipeline.feedback.rules import Rule
 from rlhf_pipeline.feedback.support import narrow_ngrams, set_apart, support_of
-from rlhf_pipeline.feedback.validation import ValidationReport
+from rlhf_pipeline.feedback.validation import CheckResult, ValidationReport
 
 WORDS = [f"word{i}" for i in range(60)]
 
@@ -59,8 +60,38 @@ def votes(
     return pd.DataFrame(rows)
 
 
-def report_of(frame: pd.DataFrame) -> ValidationReport:
-    return ValidationReport(frame, [], [], [], [])
+def report_of(frame: pd.DataFrame, checks: Sequence[CheckResult] = ()) -> ValidationReport:
+    return ValidationReport(frame, [], list(checks), [], [])
+
+
+@pytest.mark.parametrize(("min_rows", "aside"), [(795, 9), (600, 300)])
+def test_how_many_rows_are_clean_is_counted_without_those_set_apart(
+    min_rows: int, aside: int
+) -> None:
+    """`aside` rows had been set aside before."""
+    frame = votes(poisoners=2)
+    total = len(frame) + aside
+    before = [
+        CheckResult(
+            "enough_rows_are_clean",
+            True,
+            True,
+            0,
+            total,
+            {"clean_rows": float(len(frame)), "min_rows": float(min_rows)},
+        ),
+        CheckResult("most_rows_are_clean", True, False, aside, total, {}),
+    ]
+    apart = set_apart(
+        report_of(frame, before), support_of(frame), quarantines=True, top_raters_share=0.1
+    )
+    enough, most, *_ = apart.checks
+    left = len(apart.clean)
+    assert left < len(frame)
+    assert (enough.passed, enough.numbers["clean_rows"]) == (left >= min_rows, left)
+    assert enough.passed == (min_rows == 600)
+    assert (most.passed, most.unexpected) == ((total - left) / total <= 0.2, total - left)
+    assert most.passed == (aside == 9)
 
 
 @pytest.mark.parametrize("wins", [True, False])
