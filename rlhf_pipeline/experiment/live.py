@@ -443,7 +443,18 @@ def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
     first = _first_vote(database, experiment)
     if first is None:
         return
-    f, i = db.effective_feedback.c, db.interactions.c
+    f, i, said = db.effective_feedback.c, db.interactions.c, db.feedback.alias("said").c
+    # Whoever says the same again, or changes it, gave the vote when they first did.
+    began = (
+        sa.select(sa.func.min(said.seq))
+        .where(
+            said.agent_id == f.agent_id,
+            said.voter == f.voter,
+            said.target == f.target,
+            said.kind == f.kind,
+        )
+        .scalar_subquery()
+    )
     share = i.sampling["challenger_share"].as_float().label("share")
     network = i.sampling["network"].as_string().label("network")
     query = (
@@ -460,7 +471,7 @@ def _votes(database: db.Database, experiment: Experiment) -> Generator[Any]:
             f.agent_id == experiment.agent_id,
             f.seq >= first,
         )
-        .order_by(f.seq)
+        .order_by(began, f.seq)
     )
     yield from _rows(database, query)
 

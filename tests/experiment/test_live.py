@@ -24,7 +24,15 @@ from rlhf_pipeline.experiment.live import bounds_under, growth_until_the_end, lo
 from rlhf_pipeline.experiment.watch import STILL_LOADING
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.overview import overview
-from rlhf_pipeline.records import Feedback, FeedbackKind, Interaction, now, user_prompt, uuid7
+from rlhf_pipeline.records import (
+    Feedback,
+    FeedbackKind,
+    Interaction,
+    hash_rater,
+    now,
+    user_prompt,
+    uuid7,
+)
 from rlhf_pipeline.registry.explain import explain, to_text
 from rlhf_pipeline.registry.ledger import PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
@@ -364,6 +372,53 @@ def test_a_user_counts_in_one_arm_and_a_fallback_stays_in_its_arm(
     assert step.challenger + step.champion == 300
     assert arms["slow"].challenger.mean == 0.0
     assert arms["length"].champion.mean == pytest.approx(5 / SETTINGS.long_words)
+
+
+def is_champions(experiment: Experiment, user: str) -> bool:
+    return arm_of(experiment.experiment_id, user, experiment.share) == "champion"
+
+
+def test_a_vote_that_is_given_again_stays_on_the_answer_it_was_first_given_on(
+    store: FeedbackStore,
+) -> None:
+    """An annotator counts with the first whose answer they voted on: down there, up elsewhere."""
+    _, experiment = begin(store, 0.5)
+    users = [u for u in map("user-{}".format, range(40)) if is_champions(experiment, u)][:2]
+    answers = [
+        Interaction(
+            interaction_id=uuid7(),
+            agent_id=AGENT,
+            prompt=user_prompt("why?"),
+            completion="so",
+            model_version=0,
+            created_at=now() - timedelta(seconds=1),
+            user_id=user,
+            experiment=experiment.experiment_id,
+            arm="champion",
+            sampling={"challenger_share": 0.5, "ending": "stop"},
+            latency_seconds=0.2,
+        )
+        for user in users
+    ]
+    store.add_interactions(answers)
+    found = []
+    for place, number in ((0, 0.0), (1, 1.0), (0, 0.0)):
+        store.append(
+            [
+                Feedback(
+                    agent_id=AGENT,
+                    idempotency_key=uuid7(),
+                    kind=FeedbackKind.thumbs,
+                    interaction_id=answers[place].interaction_id,
+                    number=number,
+                    rater_id=hash_rater(AGENT, "ann"),
+                    occurred_at=now(),
+                )
+            ]
+        )
+        arms, _ = measured(store.database, experiment, SETTINGS)
+        found.append(arms["thumbs_down"].champion.mean)
+    assert found == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("likes", [(0.0, 1.0), (1.0, 0.0)])
