@@ -123,6 +123,7 @@ def overview(
     book, claims = ExperimentBook(database), ClaimBook(database)
     last_turn = claims.last_done(agent_id)
     watermark = last_turn.watermark if last_turn else 0
+    waiting = store.new_since(agent_id, watermark).votes
     experiment = next(iter(book.history(agent_id)), None)
     history = ledger.history(agent_id)
     made = made_champion(history)
@@ -135,14 +136,16 @@ def overview(
         standings=standings(database, ledger, agent_id),
         attempts=claims.history(agent_id)[: -NEWEST_ATTEMPTS - 1 : -1],
         last_turn=last_turn,
-        waiting_votes=store.new_since(agent_id, watermark).votes,
+        waiting_votes=waiting,
         experiment=experiment,
         looks=book.looks(experiment.experiment_id) if experiment else (),
         troubles=_troubles(database, agent_id),
         waits=waits,
         drift=_of_snapshot(database, agent_id, DRIFT),
         support=_of_snapshot(database, agent_id, SUPPORT),
-        enough_since=store.arrived(agent_id, watermark, enough) if enough else None,
+        enough_since=(
+            store.arrived(agent_id, watermark, enough) if enough and waiting >= enough else None
+        ),
         failures=failures(database, agent_id, most=latest, since=since, until=until),
         moved=history[-1] if history else None,
         network_share=network_share,
@@ -176,14 +179,19 @@ def _votes(database: db.Database, agent_id: str) -> Votes:
     signed = sa.select(sa.func.count()).where(
         newest.c.rater_id.is_not(None), newest.c.source == "human"
     )
-    counted, newest_at = 0, None
+    counted, newest_at, oldest = 0, None, None
     with database.read() as connection:
         for kind, came, n, last in connection.execute(counts.group_by(newest.c.kind, day)):
             counted, newest_at = counted + n, max(last, newest_at or last)
+            oldest = min(came, oldest or came)
             if (at := place.get(came)) is not None:
                 by_kind[kind][at] += n
         people = list(connection.execute(signed.group_by(newest.c.rater_id)).scalars())
-    busiest = sorted(people, reverse=True)[: max(1, len(people) // HUNDREDTH)]
+    if counted == NEWEST_VOTES and oldest is not None:  # of that day, and before, some are not read
+        whole = max(1, (today - oldest).days)
+        days = days[-whole:]
+        by_kind.update({kind: counts[-whole:] for kind, counts in by_kind.items()})
+    busiest = sorted(people, reverse=True)[: math.ceil(len(people) / HUNDREDTH)]
     share = sum(busiest) / sum(people) if people else None
     return Votes(counted, days, dict(sorted(by_kind.items())), len(people), share, newest_at)
 

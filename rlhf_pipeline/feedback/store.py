@@ -353,13 +353,25 @@ class FeedbackStore:
         return NewFeedback(votes, last.seq if last else watermark, last and last.received_at)
 
     def arrived(self, agent_id: str, watermark: int, count: int) -> datetime | None:
-        """Return when so many votes had arrived since the watermark; None where fewer have."""
+        """Return when so many votes had arrived since the watermark; None where fewer have.
+
+        One that was repeated or changed arrived when it was first given.
+        """
         f = db.feedback.c
         new = (f.agent_id == agent_id, f.seq > watermark, _trains(), f.erased_at.is_(None))
-        query = sa.select(f.received_at).where(*new)
+        # Materialised as in `new_since`.
+        given = sa.select(f.voter, f.target, f.kind, f.seq).where(*new).cte("given")
+        given = given.prefix_with("MATERIALIZED")
+        began = (
+            sa.select(sa.func.min(given.c.seq).label("seq"))
+            .group_by(given.c.voter, given.c.target, given.c.kind)
+            .order_by("seq")
+            .offset(count - 1)
+            .limit(1)
+        )
         with self.database.read() as connection:
-            found = connection.execute(query.order_by(f.seq).offset(count - 1).limit(1))
-            return found.scalar()
+            query = sa.select(f.received_at).where(f.seq == began.scalar_subquery())
+            return connection.execute(query).scalar()
 
     def counts(self, agent_id: str) -> dict[str, int]:
         """Return how many effective votes of each kind there are."""

@@ -20,7 +20,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from rlhf_pipeline.alerts import UNSEEN, Alert, alerts_about
-from rlhf_pipeline.overview import DAYS, FEWEST, HUNDREDTH, Overview, Standing, overview
+from rlhf_pipeline.overview import (
+    FEWEST,
+    HUNDREDTH,
+    NEWEST_TROUBLES,
+    Overview,
+    Standing,
+    overview,
+)
 from rlhf_pipeline.records import now
 from rlhf_pipeline.registry.models import model_name
 from rlhf_pipeline.serving.pages.experiment_page import draw_bounds, draw_ramp, who_meets
@@ -114,7 +121,7 @@ def render(
         f"<h1>{inert(o.agent_id)}</h1><p>{_summary(o)}</p>",
         _told(alerts),
         _facts(o, waiting),
-        f"<h2>Feedback, last {DAYS} days</h2>",
+        f"<h2>Feedback, {_last(len(o.votes.days))}</h2>",
         picture(votes_figure(o), "votes received, by day") if o.votes.by_kind else "<p>None.</p>",
         "<h2>Raters of the newest snapshot</h2>",
         _raters(o.support),
@@ -144,7 +151,7 @@ def render(
         ),
         "<h2>Drift of the newest snapshot</h2>",
         _drift(o.drift),
-        "<h2>Blocked and failed answers</h2>",
+        f"<h2>Blocked and failed answers, of the newest {NEWEST_TROUBLES:,}</h2>",
         table(("rule", "times"), list(o.troubles.items())),
         f"<p>Made {when(now())} UTC</p>",
     ]
@@ -340,7 +347,11 @@ def _versions(standings: Sequence[Standing], agent_id: str, mlflow: str | None) 
     ]
     head = ("version", "label", "is", "registered", "gate", "held-out score, ± spread")
     more = ("over baseline, at least", "KL, nats", "learned / 1,000 votes")
-    return table((*head, *more, "satisfaction", "people who voted"), rows)
+    return table((*head, *more, "satisfaction", "people who rated"), rows)
+
+
+def _last(days: int) -> str:
+    return "today" if days == 1 else f"last {days} days"
 
 
 def _version(standing: Standing, agent_id: str, mlflow: str | None) -> str:

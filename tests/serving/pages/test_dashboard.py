@@ -198,7 +198,9 @@ def test_who_has_moved_is_of_the_network_of_today(
     assert overview(store, ledger, "tea").network_share == 1.0
 
 
-def test_votes_are_counted_by_the_day_in_utc(any_database: Database) -> None:
+def test_votes_are_counted_by_the_day_in_utc(
+    any_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FeedbackStore(any_database)
     store.append(
         [
@@ -229,6 +231,9 @@ def test_votes_are_counted_by_the_day_in_utc(any_database: Database) -> None:
     assert found.by_kind == {"thumbs": [0] * (DAYS - 2) + [1, 1]}  # the first is too old to show
     assert (found.counted, found.newest_at) == (3, midnight)
     assert (found.voters, found.top_share) == (1, 1.0)
+    monkeypatch.setattr("rlhf_pipeline.overview.NEWEST_VOTES", 2)  # yesterday's are not all read
+    found = overview(store, PromotionLedger(any_database), "tea").votes
+    assert (found.days, found.by_kind) == ([midnight.date()], {"thumbs": [1]})
 
 
 def rows_for_alerts(store: FeedbackStore, ledger: PromotionLedger) -> int:
