@@ -24,7 +24,7 @@ DEPS = [validated_feedback, feedback_profile]
             "preference_pairs": "Two completions of one prompt, and which one a person preferred.",
             "reward_examples": "One completion, and what one person said about it alone.",
             "sft_examples": "Completions worth imitating.",
-            "evaluation_prompts": "Prompts that no training stage ever sees.",
+            "evaluation_prompts": "Prompts whose votes train nothing; seeds may have them.",
         }.items()
     ],
 )

@@ -155,7 +155,7 @@ class SftExample:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPrompt:
-    """A prompt no training stage ever sees."""
+    """A prompt of which no votes train; seed conversations may have it all the same."""
 
     prompt_id: str
     prompt: Prompt

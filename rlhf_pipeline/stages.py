@@ -833,7 +833,7 @@ def seeds(settings: Settings, *, stand_in: bool) -> list[SftExample]:
         from rlhf_pipeline.simulation.world import seed_conversations
 
         return seed_conversations(int(wanted.removeprefix("simulated:")), settings.training.seed)
-    return _read_conversations(Path(wanted))
+    return read_conversations(Path(wanted))
 
 
 def _check_seeds(
@@ -993,7 +993,8 @@ def _texts(examples: Sequence[SftExample]) -> list[str]:
     ]
 
 
-def _read_conversations(path: Path) -> list[SftExample]:
+def read_conversations(path: Path) -> list[SftExample]:
+    """Return a file's seed conversations. Raises TrainingError where one is none, or none there."""
     if not path.exists():
         raise TrainingError(f"needed seed conversations at {path}, found no such file")
     examples = []

@@ -19,7 +19,8 @@ import sqlalchemy as sa
 
 from rlhf_pipeline import database as db
 from rlhf_pipeline import stages
-from rlhf_pipeline.errors import EvaluationError, RegistryError
+from rlhf_pipeline.config import RECIPES
+from rlhf_pipeline.errors import EvaluationError, RegistryError, TrainingError
 from rlhf_pipeline.evaluation.report import KL, EvaluationReport
 from rlhf_pipeline.feedback import datasets
 from rlhf_pipeline.feedback.datasets import JOBS, conversations_first, opening_of, unit_interval
@@ -240,7 +241,22 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[Prompt]:
     if was_made(stages.SFT_EXAMPLES):
         imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
         found |= {opening_of(one.prompt) for one in imitated}
-    return found
+    return found | _seeded(version)
+
+
+def _seeded(version: ModelVersion) -> set[Prompt]:
+    """Return how the conversations of a seed file begin that a baseline was made from."""
+    wanted = version.lineage.get("recipe", {}).get("sft", {}).get("seed_conversations")
+    if version.version != 0 or wanted is None or wanted.startswith("simulated:"):
+        return set()
+    path = RECIPES.parent / wanted  # as its turn found it
+    try:
+        seeds = stages.read_conversations(path)
+    except TrainingError as error:
+        raise RegistryError(
+            f"version 0 of {version.agent_id} was trained from {path}: {error}; put it back"
+        ) from error
+    return {opening_of(one.prompt) for one in seeds}
 
 
 def _as_trained(text: str, regions: Sequence[str]) -> Prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,25 @@ def test_a_verdict_needs_an_interval_on_one_side(found: Offline) -> None:
         rates = {"baseline": Number(0.5, low, high, 12)}
         report = replace(found.report, length_controlled_win_rates=rates)
         assert word in replace(found, report=report).words
+
+
+def test_seed_conversations_of_a_file_were_trained_on(
+    loop: Loop, first_turn: FirstTurn, tmp_path: Path
+) -> None:
+    agent = first_turn.agent_id
+    settings, version = loop.pipeline.settings(agent), loop.version(agent, 0)
+    path, recipe = tmp_path / "seeds.jsonl", version.lineage["recipe"]
+    said = [{"role": "user", "content": "seeded?"}, {"role": "assistant", "content": "yes"}]
+    path.write_text(json.dumps({"messages": said}) + "\n")
+    recipe = {**recipe, "sft": {**recipe["sft"], "seed_conversations": str(path)}}
+    seeded = replace(version, lineage={**version.lineage, "recipe": recipe})
+    opening = opening_of(user_prompt("seeded?"))
+    ledger = loop.pipeline.ledger
+    assert opening in seen_by(ledger, settings, seeded)
+    assert opening not in seen_by(ledger, settings, version)
+    path.unlink()
+    with pytest.raises(RegistryError, match=r"trained from .*seeds\.jsonl: needed"):
+        seen_by(ledger, settings, seeded)
 
 
 def test_what_cannot_be_compared_is_said(loop: Loop, first_turn: FirstTurn) -> None:
