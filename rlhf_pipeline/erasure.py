@@ -492,8 +492,8 @@ def told(erasures: Sequence[Mapping[str, Any]], tables: Sequence[str] = ()) -> l
             through = ", ".join(str(number) for number in version["through"])
             began = f", and began from version {through}" if through else ""
             lines.append(
-                f"  version {version['version']} ({version['label']}) learned from "
-                f"{version['rows']} rows{began}"
+                f"  version {version['version']} ({version['label']}) is of a snapshot with "
+                f"{version['rows']} rows of theirs{began}"
             )
     named = [f"not looked into: {t}; take their rows out of it, or delete it" for t in tables]
     return lines + named

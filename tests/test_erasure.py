@@ -595,7 +595,10 @@ def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: Worl
     )
     again = copied.erase()["erasures"]
     assert [one["counts"]["feedback"] for one in again] == [5, 1]
-    assert "version 1 (v1) learned from 0 rows, and began from version 0" in "\n".join(told(again))
+    assert (
+        "version 1 (v1) is of a snapshot with 0 rows of theirs, and began from version 0"
+        in "\n".join(told(again))
+    )
 
 
 def test_what_comes_in_while_it_works_stays_but_for_what_is_about_what_goes(

@@ -148,8 +148,8 @@ class _DataPage:
             for one in found["agents"]
         ]
         learned = [
-            f"{one['agent_id']}: version {version['version']} ({version['label']}) learned from "
-            f"{version['rows']} rows"
+            f"{one['agent_id']}: version {version['version']} ({version['label']}) is of a "
+            f"snapshot with {version['rows']} rows of theirs"
             for one in found["agents"]
             for version in one["versions"]
         ]

@@ -150,7 +150,9 @@ def who_meets(experiment: Experiment) -> str:
     """Return when how many users meet the challenger, or met it, as a sentence."""
     began, share = when(experiment.started_at), percent(experiment.share)
     if experiment.ended_at is None:
-        return f"Since {began} UTC, {share} of the users meet it."
+        since = when(experiment.share_since)
+        grew = "" if since == began else f", which began {began} UTC"
+        return f"Since {since} UTC, {share} of the users meet it{grew}."
     return f"From {began} to {when(experiment.ended_at)} UTC, at last {share} of the users met it."
 
 

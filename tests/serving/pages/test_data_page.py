@@ -151,7 +151,7 @@ def test_an_admin_sees_what_learned_from_a_rater_and_erases_them(shop: Shop) -> 
     assert (unknown.status_code, "<b>x" in unknown.text) == (404, False)
     typed = {"rater": "carol", "agent": "shop"}
     shown = admin.post(ANYBODY, data=typed).text
-    assert "version 0 (v0) learned from 1 rows" in shown
+    assert "version 0 (v0) is of a snapshot with 1 rows of theirs" in shown
     assert fields(shown, f"{ANYBODY}/erase") == typed
     told = admin.post(f"{ANYBODY}/download", data=typed).json()
     assert told["agents"][0]["rater_id"] == hash_rater("shop", "carol")
@@ -161,7 +161,7 @@ def test_an_admin_sees_what_learned_from_a_rater_and_erases_them(shop: Shop) -> 
     assert shop.holds("dan")
     done = admin.post(f"{ANYBODY}/erase", data={**word, "sure": "yes"}).text
     assert "snapshot ffffffffffffffff: 1 rows" in done
-    assert "version 0 (v0) learned from 1 rows" in done
+    assert "version 0 (v0) is of a snapshot with 1 rows of theirs" in done
     assert (shop.holds("carol"), shop.holds("dan")) == (False, True)
 
 

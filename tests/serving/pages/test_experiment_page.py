@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from rlhf_pipeline.serving.pages.experiment_page import (
     sequences_figure,
     told,
     verdict_on,
+    who_meets,
 )
 
 HOSTILE = '<script>alert("x")</script>'
@@ -131,6 +133,11 @@ def test_every_metric_is_told_and_drawn_and_what_is_written_is_inert(
     assert page.text.count("&lt;script&gt;") == 3
     since = f"{begun.started_at:%Y-%m-%d %H:%M}"
     assert f"<p>Since {since} UTC, 10% of the users meet it. It goes on.</p>" in page.text
+    wider = replace(begun, share=0.5, share_since=begun.started_at + timedelta(days=2))
+    grown = begun.started_at + timedelta(days=2)
+    assert who_meets(wider) == (
+        f"Since {grown:%Y-%m-%d %H:%M} UTC, 50% of the users meet it, which began {since} UTC."
+    )
     assert "Surely better: satisfaction, thumbs_down," in page.text
     assert "<td>7 and 9</td>" in page.text
     assert f"<h2>Now</h2><p>{SIGN}</p>" in page.text
