@@ -1185,11 +1185,14 @@ def own_settings(settings: Settings, recipe: str | None) -> Settings:
     """Return the settings of an agent's own recipe; without one these.
 
     Where things are kept is no agent's own: state, database and MLflow stay where these have them.
+    Nor is who is answered elsewhere: the service goes by the recipe that it is started with.
     """
     if recipe is None:
         return settings
     places = ("state_dir", "database_url", "mlflow_uri")
-    return load_settings(recipe, {name: getattr(settings, name) for name in places})
+    own = load_settings(recipe, {name: getattr(settings, name) for name in places})
+    serving = own.serving.model_copy(update={"upstreams": settings.serving.upstreams})
+    return own.model_copy(update={"serving": serving})
 
 
 @contextmanager

@@ -89,6 +89,7 @@ def test_an_agents_own_recipe_is_at_work_where_the_others_are(tmp_path: Path) ->
         "state_dir": str(tmp_path / "s"),
         "database_url": f"sqlite:///{tmp_path}/elsewhere/feedback.db",
         "mlflow_uri": "http://127.0.0.1:1",
+        "serving": {"upstreams": {"own": {"url": "http://127.0.0.1:9/v1", "model": "m"}}},
     }
     recipe.write_text(yaml.safe_dump(places))
     own = tmp_path / "own.yaml"
@@ -97,6 +98,7 @@ def test_an_agents_own_recipe_is_at_work_where_the_others_are(tmp_path: Path) ->
     pipeline.store.ensure_agent("own", recipe=str(own))
     settings = pipeline.settings("own")
     assert settings.promotion.automatic
+    assert list(settings.serving.upstreams) == ["own"]
     assert settings.state_dir == tmp_path / "s"
     assert settings.resolved_database_url == places["database_url"]
     assert settings.mlflow_uri == places["mlflow_uri"]
