@@ -434,7 +434,10 @@ def _said_alone(taken: Path) -> Traces | None:
             ngrams = ngrams and ngrams - _ngrams_of(other)
         except DAMAGE as error:  # it says nothing any more, and keeps nothing from going
             log.warning("snapshot damaged", path=str(other), error=str(error))
-    return Traces(asked(prompts), ngrams=ngrams) if prompts or ngrams else None
+    try:
+        return Traces(asked(prompts), ngrams=ngrams) if prompts or ngrams else None
+    except DAMAGE as error:  # a prompt among them is none
+        raise PipelineError(f"its snapshot is damaged, look at it: {error}") from error
 
 
 def _prompts_of(taken: Path) -> frozenset[str]:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pandas as pd
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -561,6 +562,20 @@ def test_a_damaged_snapshot_stays_and_keeps_nothing_else_from_going(
     (broken / snapshot.FILE).unlink(missing_ok=True)
     state.prune(damaged)
     assert not broken.exists()
+
+
+def test_a_snapshot_whose_prompt_is_none_stays_and_is_told_of(state: State) -> None:
+    """Unredacted, a snapshot is taken with it, and its row is set aside later."""
+    agent, other = state.new_agent(), state.new_agent()
+    for each in (agent, other):
+        state.trained(each, "failed", state="failed")
+    snapshots = state.settings.agent_folder(agent) / "snapshots"
+    broken = snapshots / hashed(agent, "failed")[:16]
+    pd.DataFrame({"prompt": ["not json at all"]}).to_parquet(broken / snapshot.FILE)
+    [why] = {item.stays for item in state.prune(agent) if broken in item.places}
+    assert str(why).startswith("its snapshot is damaged, look at it: ")
+    state.prune(other)
+    assert not state.settings.turn_folder(other, hashed(other, "failed")).exists()
 
 
 @pytest.mark.parametrize("linked", ["snapshots", "turns"])
