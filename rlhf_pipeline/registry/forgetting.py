@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,14 +73,14 @@ def forget_trace(registry: ModelRegistry, agent_id: str, trace_id: str) -> None:
 
 def old_traces(registry: ModelRegistry, agent_id: str, newest: int, before: datetime) -> list[Any]:
     """Return the agent's traces from before that moment, but for its `newest` ones."""
-    return _too_old(_newest_first(registry, agent_id), newest, before)
+    return _too_old(list(_newest_first(registry, agent_id)), newest, before)
 
 
 def traced(
     registry: ModelRegistry, agent_id: str, newest: int, before: datetime, until: datetime
 ) -> frozenset[str]:
     """Return the interactions from before `until` with a trace that `old_traces` does not name."""
-    found = _newest_first(registry, agent_id)
+    found = list(_newest_first(registry, agent_id))
     gone = {info.trace_id for info in _too_old(found, newest, before)}
     moment = int(until.timestamp() * 1000)
     return frozenset(
@@ -92,11 +92,13 @@ def traced(
     )
 
 
-def _newest_first(registry: ModelRegistry, agent_id: str) -> list[Any]:
-    """Return what MLflow knows of every trace of the agent, however old."""
+def _newest_first(registry: ModelRegistry, agent_id: str) -> Iterator[Any]:
+    """Yield what MLflow knows of every trace of the agent, however old, a page of it at a time."""
     with mlflow_refusals("looking through traces"):
         experiment = registry.known_experiment(agent_id)
-        return [] if experiment is None else [t.info for t in traces_in(registry, experiment)]
+        if experiment is not None:
+            for trace in traces_in(registry, experiment):
+                yield trace.info
 
 
 def _too_old(found: Sequence[Any], newest: int, before: datetime) -> list[Any]:
