@@ -227,7 +227,7 @@ def _set_aside(path: Path) -> None:
     done = path.parent / INBOX_DONE
     done.mkdir(exist_ok=True)
     target = done / path.name
-    if target.exists():  # another day's file of the same name
+    if target.exists() or target.is_symlink():  # another day's of the same name, gone perhaps
         # The end stays whole: by it erasures know what they read.
         ends = (len(end) for end in LINES if path.name.lower().endswith(end))
         cut = len(path.name) - max(ends, default=len(path.suffix))

@@ -570,11 +570,13 @@ def test_files_are_put_where_ones_own_link_leads_and_erasures_look_there(
         settle(inbox / "own.jsonl")
         settle(export)
         seen = ticks.tick("dropped_files")
+        (inbox / "done" / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")  # of another day
         for request in ticks.tick("dropped_files", seen.cursor).run_requests:
             assert take_in(ticks, request).success
+        (inbox / "done" / "link.jsonl").unlink()
         assert sum(ticks.pipeline.store.counts(agent).values()) == 2
         assert [path.name for path in inbox.iterdir()] == ["done"]
-        own, link = inbox / "done" / "own.jsonl", inbox / "done" / "link.jsonl"
+        own, [link] = inbox / "done" / "own.jsonl", sorted((inbox / "done").glob("link.*"))
         assert own.read_text() == line(1) + "\n"
         assert link.resolve() == export
         assert (lines_in(inbox, taken=True), unread_in(inbox)) == ([own], [link])
