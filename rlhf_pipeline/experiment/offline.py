@@ -140,7 +140,7 @@ def offline(
     found = logged(registry.ledger.database, agent_id)
     trained_on = seen_by(ledger, settings, one) | seen_by(ledger, settings, other)
     regions = settings.feedback.phone_regions
-    openings = {text: opening_of(_as_trained(text, regions)) for text in found}
+    openings = {text: opening_of(_as_trained(prompt_from_json(text), regions)) for text in found}
     apart = [text for text in found if openings[text] not in trained_on]
     held_out = conversations_first(apart, openings.__getitem__)[:prompts]
     seen = [text for text in found if openings[text] in trained_on]
@@ -241,28 +241,28 @@ def _trained_on(settings: Settings, version: ModelVersion) -> set[Prompt]:
     if was_made(stages.SFT_EXAMPLES):
         imitated = datasets.read_jsonl(data / stages.SFT_EXAMPLES, SftExample)
         found |= {opening_of(one.prompt) for one in imitated}
-    return found | _seeded(version)
+    return found | _seeded(version, settings.feedback.phone_regions)
 
 
-def _seeded(version: ModelVersion) -> set[Prompt]:
+def _seeded(version: ModelVersion, regions: Sequence[str]) -> set[Prompt]:
     """Return how the conversations of a seed file begin that a baseline was made from."""
-    wanted = version.lineage.get("recipe", {}).get("sft", {}).get("seed_conversations")
+    sft = version.lineage.get("recipe", {}).get("sft", {})
+    wanted = sft.get("seed_conversations")
     if version.version != 0 or wanted is None or wanted.startswith("simulated:"):
         return set()
     path = RECIPES.parent / wanted  # as its turn found it
     try:
-        seeds = stages.read_conversations(path)
+        seeds = stages.read_conversations(path)[: sft.get("max_examples")]
     except TrainingError as error:
         raise RegistryError(
             f"version 0 of {version.agent_id} was trained from {path}: {error}; put it back"
         ) from error
-    return {opening_of(one.prompt) for one in seeds}
+    return {opening_of(_as_trained(one.prompt, regions)) for one in seeds}  # as logged ones are
 
 
-def _as_trained(text: str, regions: Sequence[str]) -> Prompt:
-    """Return a logged prompt as a snapshot would hold it, personal details taken out."""
-    turns = prompt_from_json(text)
-    return tuple(Message(turn.role, redact(turn.content, regions)[0]) for turn in turns)
+def _as_trained(prompt: Prompt, regions: Sequence[str]) -> Prompt:
+    """Return a prompt as a snapshot would hold it, personal details taken out."""
+    return tuple(Message(turn.role, redact(turn.content, regions)[0]) for turn in prompt)
 
 
 def _divide_alike(one: ModelVersion, other: ModelVersion) -> bool:

@@ -13,6 +13,7 @@ from rlhf_pipeline.evaluation.metrics import Number
 from rlhf_pipeline.experiment.offline import Offline, logged, offline, seen_by
 from rlhf_pipeline.feedback import snapshot
 from rlhf_pipeline.feedback.datasets import opening_of, split_of
+from rlhf_pipeline.feedback.privacy import redact
 from rlhf_pipeline.records import Feedback, FeedbackKind, prompt_from_json, user_prompt
 from tests.assets.world import FirstTurn, Loop
 
@@ -81,11 +82,14 @@ def test_seed_conversations_of_a_file_were_trained_on(
     agent = first_turn.agent_id
     settings, version = loop.pipeline.settings(agent), loop.version(agent, 0)
     path, recipe = tmp_path / "seeds.jsonl", version.lineage["recipe"]
-    said = [{"role": "user", "content": "seeded?"}, {"role": "assistant", "content": "yes"}]
+    said = [
+        {"role": "user", "content": "seeded for ann@example.org?"},
+        {"role": "assistant", "content": "yes"},
+    ]
     path.write_text(json.dumps({"messages": said}) + "\n")
     recipe = {**recipe, "sft": {**recipe["sft"], "seed_conversations": str(path)}}
     seeded = replace(version, lineage={**version.lineage, "recipe": recipe})
-    opening = opening_of(user_prompt("seeded?"))
+    opening = opening_of(user_prompt(redact("seeded for ann@example.org?")[0]))
     ledger = loop.pipeline.ledger
     assert opening in seen_by(ledger, settings, seeded)
     assert opening not in seen_by(ledger, settings, version)
