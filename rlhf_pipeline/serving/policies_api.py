@@ -520,10 +520,11 @@ def _minutes(policies: Policies, agent_id: str, updates: int) -> float:
         if claim.state != "done" or not training["updates"]:
             continue
         took = (claim.heartbeat_at - claim.created_at).total_seconds() / 60
-        # Versions from before it was kept do not say how long the updates alone took.
-        trained = min(training["seconds"] / 60, took) if "seconds" in training else took
+        # Versions from before it was kept do not say how long the updates alone took; of others it
+        # is of all attempts, and the claim of the last.
+        trained = training["seconds"] / 60 if "seconds" in training else took
         a_step.append(trained / training["updates"])
-        besides.append(took - trained)
+        besides.append(max(0.0, took - trained))
     if not a_step:
         return MINUTES_PER_STEP * updates
     return statistics.median(besides[-5:]) + statistics.median(a_step[-5:]) * updates

@@ -463,11 +463,13 @@ def test_who_waits_is_told_what_was_trained(
     service.dagster.states = dict.fromkeys(service.dagster.states, "SUCCESS")
 
 
-@pytest.mark.parametrize(("seconds", "minutes"), [(None, 60), (7 * 60, 23 + 20)])
+@pytest.mark.parametrize(("seconds", "minutes"), [(None, 60), (7 * 60, 23 + 20), (70 * 60, 200)])
 def test_an_estimate_goes_by_how_long_the_agents_last_turn_and_its_updates_took(
     service: Service, seconds: float | None, minutes: float
 ) -> None:
-    """A turn of 7 updates took half an hour: in all of it, or in 7 minutes of it alone."""
+    """A turn of 7 updates took half an hour: in all of it, in 7 minutes of it alone, or in 70 with
+    those of an attempt before.
+    """
     agent_id = service.filled(f"estimate-{minutes}")
     begun = service.train(agent_id).json()["runId"]
     service.registers(agent_id, begun, seconds=seconds)
