@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -303,7 +303,7 @@ def _newest_answers(database: db.Database, agent_id: str) -> tuple[Waits | None,
         found = connection.execute(query).all()
     took = sorted(seconds for seconds, _, _ in found if seconds is not None)
     late = math.ceil(0.95 * len(took)) - 1
-    waits = Waits(len(took), took[len(took) // 2], took[late]) if took else None
+    waits = Waits(len(took), median(took), took[late]) if took else None
     # Newest last, so that of somebody who has moved the network of today counts.
     people = {user: network for _, user, network in reversed(found) if network is not None}
     most = max(Counter(people.values()).values(), default=0)
