@@ -134,16 +134,18 @@ def encode_completions(
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]
 ) -> list[str]:
-    """Return the text of each row of completion tokens, special tokens left out.
-
-    NUL, which tokens of bytes can spell, no store or API takes: the replacement character is there.
-    """
+    """Return the `storable` text of each row of completion tokens, special tokens left out."""
     texts: list[str] = tokenizer.batch_decode(
         [list(row) for row in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     if not tokenizer.chat_template:
         texts = [text.removeprefix(" ") for text in texts]
-    return [text.replace("\x00", "\N{REPLACEMENT CHARACTER}") for text in texts]
+    return [storable(text) for text in texts]
+
+
+def storable(text: str) -> str:
+    """Return the text without NUL, which tokens of bytes can spell and no store or API takes."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}")
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from rlhf_pipeline.errors import ModelError
 from rlhf_pipeline.policy.cache import can_merge, empty_cache, keep_rows, merge
-from rlhf_pipeline.policy.chat import encode_prompt
+from rlhf_pipeline.policy.chat import encode_prompt, storable
 from rlhf_pipeline.policy.lean import Drawing, writer_of
 from rlhf_pipeline.policy.loading import Policy
 from rlhf_pipeline.policy.sampling import Completion, left_padded, trunk_of
@@ -423,7 +423,7 @@ class Text:
         return text
 
     def _decoded(self, ids: list[int]) -> str:
-        """Return the tokens' text; NUL, which tokens of bytes can spell, no store or API takes."""
+        """Return the tokens' text, storable."""
         if not ids:
             return ""
         # What `tokenizer.decode` calls for a fast tokenizer, without the work around it.
@@ -434,7 +434,7 @@ class Text:
             text = self.policy.tokenizer.decode(
                 ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        return str(text).replace("\x00", "\N{REPLACEMENT CHARACTER}")
+        return storable(str(text))
 
 
 def _overlap(text: str, stop: str) -> int:
