@@ -162,16 +162,11 @@ def clean_inbox(
 
 
 def lines_in(inbox: Path, *, taken: bool) -> list[Path]:
-    """Return the dropped files of rows that ingestion has taken in, or those that wait.
-
-    Of those taken in not what a link leads to: it is kept elsewhere, for others.
-    """
+    """Return the dropped files of rows that ingestion has taken in, or those that wait."""
     return [
         path
         for path in _files_in(inbox)
-        if _is_of_rows(path)
-        and taken == _was_taken(path, inbox)
-        and not (taken and path.is_symlink())
+        if _is_looked_into(path, inbox) and taken == _was_taken(path, inbox)
     ]
 
 
@@ -184,9 +179,13 @@ def unread_in(inbox: Path) -> list[Path]:
     return [
         path
         for path in _files_in(inbox)
-        if not path.name.startswith(".")
-        and (not _is_of_rows(path) or (path.is_symlink() and _was_taken(path, inbox)))
+        if not (_is_looked_into(path, inbox) or path.name.startswith("."))
     ]
+
+
+def _is_looked_into(path: Path, inbox: Path) -> bool:
+    """Say whether it is of rows, and no link that was taken in: what that leads to is others'."""
+    return _is_of_rows(path) and not (path.is_symlink() and _was_taken(path, inbox))
 
 
 def _was_taken(path: Path, inbox: Path) -> bool:
