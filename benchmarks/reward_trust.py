@@ -32,7 +32,7 @@ from benchmarks.promises import tell
 from benchmarks.reward_kinds import baseline, untrained
 from rlhf_pipeline.config import load_settings
 from rlhf_pipeline.feedback.agreement import agreement_of, units_of
-from rlhf_pipeline.feedback.support import Association, Z, narrow_ngrams, support_of
+from rlhf_pipeline.feedback.support import Association, Z, narrow_ngrams, spread_of, support_of
 from rlhf_pipeline.policy.loading import load_policy
 from rlhf_pipeline.policy.sampling import complete
 from rlhf_pipeline.records import (
@@ -512,7 +512,7 @@ def agreement(world: World) -> None:
         frame = votes(world, 0, flip=share).frame()
         units = units_of(frame)["pairs"]
         found = agreement_of([list(unit.values()) for unit in units])
-        top = support_of(frame).top_share
+        top = spread_of(frame).top_share
         print(f"{name}: {found.words()} One per cent of the raters gave {top:.1%} of the votes.")
 
 

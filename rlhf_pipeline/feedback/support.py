@@ -118,13 +118,19 @@ class NarrowTopic:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """On whom a snapshot rests."""
+    """What of a snapshot few raters carry."""
+
+    associations: tuple[Association, ...]  # the most telling first
+    topics: tuple[NarrowTopic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Over how many raters votes are spread."""
 
     raters: int  # who voted, each unsigned row one
     votes: int
     top_share: float  # of the votes, by the hundredth of the raters who gave most
-    associations: tuple[Association, ...]  # the most telling first
-    topics: tuple[NarrowTopic, ...]
 
 
 def support_of(frame: pd.DataFrame, *, people_per_network: int | None = None) -> Support:
@@ -134,15 +140,17 @@ def support_of(frame: pd.DataFrame, *, people_per_network: int | None = None) ->
     one network are so many raters at most, where the frame says of which they are; with None each
     is one.
     """
-    votes = frame["voter"].value_counts()
-    top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
     return Support(
-        raters=len(votes),
-        votes=len(frame),
-        top_share=float(top / len(frame)) if len(frame) else 0.0,
         associations=tuple(narrow_ngrams(_counted(frame, people_per_network))),
         topics=tuple(narrow_topics(frame)),
     )
+
+
+def spread_of(frame: pd.DataFrame) -> Spread:
+    """Return over how many raters a frame's votes are spread."""
+    votes = frame["voter"].value_counts()
+    top = votes.iloc[: math.ceil(TOP * len(votes))].sum()
+    return Spread(len(votes), len(frame), float(top / len(frame)) if len(frame) else 0.0)
 
 
 def _counted(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
@@ -159,7 +167,10 @@ def _counted(frame: pd.DataFrame, most: int | None) -> pd.DataFrame:
 
 
 def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:
-    """Return plain JSON values: the support, and how far the frame's raters agree."""
+    """Return plain JSON values: the support, and how the votes left are spread and agree.
+
+    `frame` is what of the supported one is not set apart.
+    """
     associations = [
         {name: value for name, value in dataclasses.asdict(a).items() if name not in HIDDEN}
         | {"set_aside": len(a.places)}
@@ -168,9 +179,7 @@ def support_to_json(support: Support, frame: pd.DataFrame) -> dict[str, Any]:
     units = units_of(frame)
     table = by_rater(itertools.chain(*units.values()), Counter(frame["voter"]))
     return {
-        "raters": support.raters,
-        "votes": support.votes,
-        "top_share": support.top_share,
+        **dataclasses.asdict(spread_of(frame)),
         "associations": associations,
         "topics": [dataclasses.asdict(topic) for topic in support.topics],
         "agreement": {
@@ -194,6 +203,11 @@ def set_apart(
         for place in association.places
     }
     narrow = report.clean.index.isin(list(reasons))
+    aside = narrow & quarantines
+    dirty, left = report.clean[aside], report.clean
+    if len(dirty):
+        left = left[~aside].reset_index(drop=True)
+    spread = spread_of(left)  # whoever is set apart says nothing of those the rest comes from
     checks = [
         CheckResult(
             "pairs_have_broad_support",
@@ -204,34 +218,30 @@ def set_apart(
             {
                 "ngrams": float(len(support.associations)),
                 "topics": float(len(support.topics)),
-                "quarantined": float(narrow.sum()) if quarantines else 0.0,
+                "quarantined": float(len(dirty)),
             },
         ),
         CheckResult(
             "votes_are_spread",
-            support.raters < JUDGED_RATERS or support.top_share <= top_raters_share,
+            spread.raters < JUDGED_RATERS or spread.top_share <= top_raters_share,
             False,
             0,
-            len(report.clean),
-            {"top_share": support.top_share, "raters": float(support.raters)},
+            spread.votes,
+            {"top_share": spread.top_share, "raters": float(spread.raters)},
         ),
     ]
-    if not quarantines or not narrow.any():
-        return dataclasses.replace(report, checks=[*report.checks, *checks])
-    dirty = report.clean[narrow]
-    left = len(report.clean) - len(dirty)
     meaning = MEANINGS[Rule.narrow_support]
     return dataclasses.replace(
         report,
-        clean=report.clean[~narrow].reset_index(drop=True),
+        clean=left,
         quarantined=[
             *report.quarantined,
             *(
                 SetAside(str(key), Rule.narrow_support.value, f"{meaning}: {reasons[int(place)]}")
-                for place, key in zip(np.flatnonzero(narrow), dirty["feedback_id"], strict=True)
+                for place, key in zip(np.flatnonzero(aside), dirty["feedback_id"], strict=True)
             ),
         ],
-        checks=[*recounted(report.checks, left), *checks],
+        checks=[*(recounted(report.checks, len(left)) if len(dirty) else report.checks), *checks],
         origins=[*report.origins, *(str(origin) for origin in dirty["origin"])],
         agents=[*report.agents, *(str(agent) for agent in dirty["agent_id"])],
     )

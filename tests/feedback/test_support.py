@@ -14,7 +14,14 @@ import pytest
 
 from rlhf_pipeline.feedback import support
 from rlhf_pipeline.feedback.rules import Rule
-from rlhf_pipeline.feedback.support import narrow_ngrams, set_apart, support_of
+from rlhf_pipeline.feedback.support import (
+    Support,
+    narrow_ngrams,
+    set_apart,
+    spread_of,
+    support_of,
+    support_to_json,
+)
 from rlhf_pipeline.feedback.validation import CheckResult, ValidationReport
 
 WORDS = [f"word{i}" for i in range(60)]
@@ -180,9 +187,10 @@ def test_many_customers_thumbs_do_not_make_a_panel_narrow() -> None:
     panel["other_completion"] += pd.Series(" please", panel.index).where(~left, "")
     names = [f"customer {i}" for i in range(600)]
     thumbs = votes(600, seed=1).assign(voter=names, kind="thumbs", choice=None)
-    found = support_of(pd.concat([panel, thumbs], ignore_index=True))
-    assert found.associations == ()
-    assert (found.raters, found.votes) == (660, 1500)  # all of them, for what else is asked
+    frame = pd.concat([panel, thumbs], ignore_index=True)
+    assert support_of(frame).associations == ()
+    spread = spread_of(frame)
+    assert (spread.raters, spread.votes) == (660, 1500)  # all of them, for what else is asked
 
 
 def test_what_everybody_likes_and_what_many_carry_is_not_narrow() -> None:
@@ -383,21 +391,40 @@ def test_a_topic_that_few_speak_of_is_told() -> None:
 
 
 def test_no_votes_rest_on_nobody() -> None:
-    found = support_of(votes().iloc[:0])
+    found = spread_of(votes().iloc[:0])
     assert (found.raters, found.votes, found.top_share) == (0, 0, 0.0)
 
 
 def test_one_per_cent_of_the_raters_may_not_give_most_votes() -> None:
     crowd = [f"r{i}" for i in range(99)]
     frame = votes(300).assign(voter=["flood"] * 102 + crowd * 2)
-    found = support_of(frame)
+    found = spread_of(frame)
     assert found.raters == 100
     assert found.top_share == pytest.approx(0.34)
-    apart = set_apart(report_of(frame), found, quarantines=True, top_raters_share=0.1)
+    nothing = Support((), ())
+    apart = set_apart(report_of(frame), nothing, quarantines=True, top_raters_share=0.1)
     assert not apart.checks[-1].passed
-    few = support_of(frame[frame["voter"] != "r98"].reset_index(drop=True))
-    apart = set_apart(report_of(frame), few, quarantines=True, top_raters_share=0.1)
+    few = report_of(frame[frame["voter"] != "r98"].reset_index(drop=True))
+    apart = set_apart(few, nothing, quarantines=True, top_raters_share=0.1)
     assert apart.checks[-1].passed  # one per cent is nobody
+
+
+@pytest.mark.parametrize("quarantines", [True, False])
+def test_who_is_set_apart_is_not_counted_among_those_it_rests_on(quarantines: bool) -> None:
+    loud = votes(150, raters=1, poisoners=1, seed=1).assign(voter="loud")
+    crowd = votes(1000).assign(voter=[f"r{place % 250}" for place in range(1000)])
+    frame = pd.concat([crowd, loud], ignore_index=True)
+    frame["feedback_id"] = [f"f{place}" for place in frame.index]
+    found = support_of(frame)
+    apart = set_apart(report_of(frame), found, quarantines=quarantines, top_raters_share=0.1)
+    assert len(apart.quarantined) == (150 if quarantines else 0)
+    spread = spread_of(apart.clean)
+    assert (spread.raters, spread.top_share > 0.1) == ((250, False) if quarantines else (251, True))
+    assert apart.checks[-1].passed == quarantines
+    assert apart.checks[-1].numbers == {"top_share": spread.top_share, "raters": spread.raters}
+    told = support_to_json(found, apart.clean.assign(prompt="[]", number=None))
+    assert (told["raters"], told["votes"]) == (spread.raters, spread.votes)
+    assert len(told["by_rater"]) <= told["raters"]
 
 
 def test_what_is_only_reported_stays() -> None:
