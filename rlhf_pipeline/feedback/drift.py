@@ -235,11 +235,21 @@ def _edges(reference: pd.Series[Any], bins: int) -> np.ndarray[Any, Any]:
 
 def _intervals(values: pd.Series[Any], edges: np.ndarray[Any, Any]) -> pd.Series[Any]:
     """Return "up to 12", "12 to 40", "above 40"; missing stays missing."""
-    shown = [f"{edge:.4g}" for edge in edges]
-    labels = [f"up to {shown[0]}", *(f"{a} to {b}" for a, b in pairwise(shown))] if shown else []
-    labels = [*labels, f"above {shown[-1]}"] if shown else ["any"]
-    words = np.array(labels, dtype=object)[np.searchsorted(edges, values.to_numpy())]
+    words = np.array(_labels(edges), dtype=object)[np.searchsorted(edges, values.to_numpy())]
     return values.astype("object").where(values.isna(), words)
+
+
+def _labels(edges: np.ndarray[Any, Any]) -> list[str]:
+    """Return a label for each bin, with as many digits as tell them apart."""
+    labels = ["any"]
+    for digits in range(4, 18):
+        shown = [f"{edge:.{digits}g}" for edge in edges]
+        if shown:
+            between = (f"{a} to {b}" for a, b in pairwise(shown))
+            labels = [f"up to {shown[0]}", *between, f"above {shown[-1]}"]
+        if len({*labels}) == len(labels):
+            break
+    return labels
 
 
 def _threshold(now: pd.DataFrame, before: pd.DataFrame, name: str, threshold_psi: float) -> float:

@@ -101,6 +101,15 @@ def test_psi_is_the_textbook_sum_over_shares(tmp_path: Path) -> None:
     assert not calmer.features["topic"].drifted
 
 
+def test_scores_that_lie_close_together_are_told_apart(tmp_path: Path) -> None:
+    spread = np.linspace(0, 1, 400)
+    middle = np.where((spread > 0.1) & (spread < 0.9), 0.5, spread)  # the ends stay
+    before, now = (
+        snapshot(400, 1, kind="score", number=0.8 + places / 100_000) for places in (spread, middle)
+    )
+    assert feedback_drift(now, before, html_path=tmp_path / "d.html").features["score"].drifted
+
+
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "drift.html"
     feedback_drift(snapshot(50, 1), snapshot(50, 2), html_path=path)
