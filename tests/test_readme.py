@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -55,6 +56,12 @@ def test_every_module_stands_in_the_tree() -> None:
     assert [module for module in modules if module not in told] == []
 
 
+def headings(page: Path) -> set[str]:
+    """Return a page's headings as links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 def test_every_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
@@ -72,7 +79,7 @@ def test_every_rlhf_command_exists() -> None:
 
 def test_every_rlhf_line_is_one_that_the_command_takes() -> None:
     whole = TOLD.replace("\\\n", "")  # one that goes on in the next line
-    lines = re.findall(r"^\.venv/bin/rlhf (.+)$", whole, flags=re.MULTILINE)
+    lines = re.findall(r"^(?:ExecStart=\S*/)?\.venv/bin/rlhf (.+)$", whole, flags=re.MULTILINE)
     assert len(lines) > 20
     for line in lines:
         command: click.Command = get_command(app)
@@ -81,6 +88,12 @@ def test_every_rlhf_line_is_one_that_the_command_takes() -> None:
             command = command.commands[words.pop(0)]
         if words != ["--help"]:
             command.make_context(line, words)  # raises where the command would not take it
+
+
+def test_every_module_that_is_to_be_run_exists() -> None:
+    modules = set(re.findall(r"\bpython3? -m ((?:automation|benchmarks)\S+[a-z])", TOLD))
+    assert {"automation.ui"} <= modules
+    assert [module for module in modules if find_spec(module) is None] == []
 
 
 def test_a_row_of_every_kind_is_shown_and_can_be_taken(tmp_path: Path) -> None:
@@ -107,8 +120,13 @@ def test_every_link_and_picture_is_there() -> None:
         if not link.startswith("http")
     ]
     assert len(links) >= 8
-    missing = [(str(page), link) for page, link in links if not (page.parent / link).exists()]
-    assert missing == []
+    targets = [
+        (page.parent / link.partition("#")[0], link.partition("#")[2]) for page, link in links
+    ]
+    assert [path for path, _ in targets if not path.exists()] == []
+    headed = [(path, heading) for path, heading in targets if heading]
+    assert headed
+    assert [one for one in headed if one[1] not in headings(one[0])] == []
     pictures = list((ROOT / "docs" / "images").glob("*.png"))
     assert all(picture.stat().st_size < 400_000 for picture in pictures)
 
