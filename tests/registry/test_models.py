@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -505,6 +506,21 @@ def test_a_disk_that_is_full_is_told_of_as_that(registry: ModelRegistry, tmp_pat
             pass
     finally:
         sa.event.remove(sa.Engine, "begin", no_more_pages)
+
+
+def test_a_copy_that_a_full_disk_has_no_room_for_is_told_of_as_that_and_made_later(
+    registry: ModelRegistry, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copytree", full)
+        patch.setattr("shutil.copy2", full)
+        with pytest.raises(RegistryError, match=r"needed room on the disk.*No space left"):
+            add(registry, agent, tmp_path)
+    assert registry.reconcile(agent)[0].startswith("version 1 is MLflow version")
+    assert aliases(registry, agent) == {"champion": 0, "challenger": 1}
 
 
 def test_settings_named_by_a_persons_own_words_are_parameters_of_a_run(
