@@ -27,6 +27,7 @@ from rlhf_pipeline.experiment.book import Experiment, ExperimentBook
 from rlhf_pipeline.feedback import datasets, snapshot
 from rlhf_pipeline.feedback.claims import Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS
+from rlhf_pipeline.feedback.raters import erased_since
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.fence import writing_while
 from rlhf_pipeline.files import (
@@ -232,11 +233,19 @@ class Pipeline(dg.ConfigurableResource):  # type: ignore[type-arg]  # generic on
     def _claim_of(self, run: dg.DagsterRun) -> Claim | None:
         """Return the run's claim; a run that a person set going again claims anew what had failed.
 
-        Raises dg.Failure where another run has it by now.
+        Raises dg.Failure where another run has it by now, and where somebody was erased since: what
+        was trained of it had learned from them.
         """
         claim = self.claims.of_holder(run.root_run_id or run.run_id)
         if claim is None or run.parent_run_id is None or claim.state not in ("failed", "lost"):
             return claim
+        if erased_since(self.database, claim.agent_id, claim.created_at):
+            raise dg.Failure(
+                "needed everybody whose votes this turn had begun to learn from, found that "
+                f"somebody was erased since; a new turn learns from what is left: `make train "
+                f"AGENT={claim.agent_id}`, or the job `retrain`",
+                allow_retries=False,
+            )
         return self._claim(
             claim.agent_id,
             claim.fingerprint,

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import get_args
 
-import sqlalchemy as sa
-
 from rlhf_pipeline.config import PAIRS_ALONE, RewardSettings, Settings, Trains
-from rlhf_pipeline.database import Database, erasures
+from rlhf_pipeline.database import Database
 from rlhf_pipeline.experiment.book import ExperimentBook
 from rlhf_pipeline.feedback.claims import AHEAD, Claim, ClaimBook
 from rlhf_pipeline.feedback.datasets import JOBS, job_of
+from rlhf_pipeline.feedback.raters import erased_since
 from rlhf_pipeline.feedback.store import FeedbackStore
 from rlhf_pipeline.files import read_json
 from rlhf_pipeline.registry.ledger import PromotionLedger
@@ -289,12 +288,9 @@ def unfinished(database: Database, history: list[Claim], settings: Settings) -> 
         or not (folder / BEGAN).exists()
     ):
         return None
-    e = erasures.c
-    erased = sa.exists().where(e.agent_id == agent_id, e.erased_at > latest.created_at)
     moves = PromotionLedger(database).history(agent_id)
-    with database.read() as connection:
-        if not moves or connection.execute(sa.select(erased)).scalar_one():
-            return None
+    if not moves or erased_since(database, agent_id, latest.created_at):
+        return None
     moved = moves[-1]
     own = moved.action == "promote" and moved.token in {claim.token for claim in tried}
     began = read_json(folder / BEGAN)["champion"]

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -287,6 +288,14 @@ def erasures_of(database: db.Database, people: Iterable[Person]) -> list[dict[st
         }
         for row in rows
     ]
+
+
+def erased_since(database: db.Database, agent_id: str, moment: datetime) -> bool:
+    """Say whether somebody was erased for the agent since then."""
+    e = db.erasures.c
+    query = sa.select(sa.exists().where(e.agent_id == agent_id, e.erased_at > moment))
+    with database.read() as connection:
+        return bool(connection.execute(query).scalar_one())
 
 
 def erased_rows(database: db.Database, agent_id: str, fingerprint: str | None) -> int:

@@ -29,9 +29,11 @@ from resources.pipeline import (
 )
 from resources.worker import same_work, specification, turn_from
 from rlhf_pipeline.config import UpstreamSettings
+from rlhf_pipeline.erasure import erase
 from rlhf_pipeline.errors import ClaimLost, ConfigError, RegistryError
 from rlhf_pipeline.experiment.book import ExperimentBook, State
-from rlhf_pipeline.files import folder_sha256
+from rlhf_pipeline.feedback.ingest import ingest
+from rlhf_pipeline.files import folder_sha256, write_text
 from rlhf_pipeline.registry.ledger import ModelVersion, PromotionLedger
 from rlhf_pipeline.registry.models import ModelRegistry
 from rlhf_pipeline.serving.policies_api import TrainBody
@@ -480,6 +482,41 @@ def test_a_turn_that_failed_lets_its_claim_go_though_mlflow_is_away(
     assert (closed.state, closed.reason) == ("failed", "the disk is full")
     with pytest.raises(ClaimLost):
         pipeline.end_without_verdict(claim, "again", "FAILED")
+
+
+def test_no_failed_run_goes_on_with_what_had_learned_from_somebody_erased_since(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("as it was")
+    vote = {"kind": "thumbs", "prompt": "Why?", "completion": "Because.", "value": "up"}
+    votes = tmp_path / "votes.jsonl"
+    write_text(votes, json.dumps({**vote, "rater": "ann"}))
+    ingest(pipeline.store, votes, "a")
+    pipeline.registry.register_baseline("a", folder, label="v0", lineage={}, actor="test")
+    run = SimpleNamespace(run_id="run", root_run_id=None, parent_run_id=None, tags={})
+    context: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=run)
+    pipeline.begin_turn(context, "f" * 64, 1)
+    claim = pipeline.claims.held("a")
+    assert claim is not None
+    pipeline.end_without_verdict(claim, "disk full", "FAILED")
+    resumed = SimpleNamespace(run_id="again", root_run_id="run", parent_run_id="run", tags={})
+    once_more: Any = SimpleNamespace(has_partition_key=True, partition_key="a", run=resumed)
+    with pipeline.turn(once_more) as turn:
+        assert turn.token != claim.token
+    claim = pipeline.claims.held("a")
+    assert claim is not None
+    pipeline.end_without_verdict(claim, "disk full", "FAILED")
+    assert erase(pipeline.settings(), pipeline.registry, "ann", "a")["erasures"]
+    with (
+        pytest.raises(dg.Failure, match="somebody was erased since") as failed,
+        pipeline.turn(once_more),
+    ):
+        pass
+    assert not failed.value.allow_retries
+    assert pipeline.claims.held("a") is None
+    pipeline.teardown_after_execution(dg.build_init_resource_context())
 
 
 def test_promoting_needs_a_champion_to_replace(pipeline: Pipeline, tmp_path: Path) -> None:
