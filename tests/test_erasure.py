@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rlhf_pipeline.errors import (
     ConfigError,
     FeedbackRefused,
     HashMismatch,
+    IdempotencyConflict,
     UnknownRater,
 )
 from rlhf_pipeline.evaluation.facts import DRIFT_PAGE, SUPPORT
@@ -55,7 +57,7 @@ from rlhf_pipeline.feedback.raters import (
 from rlhf_pipeline.feedback.renaming import Renaming
 from rlhf_pipeline.feedback.snapshot import VALIDATED
 from rlhf_pipeline.feedback.sources import read
-from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore
+from rlhf_pipeline.feedback.store import LONGEST_RAW, FeedbackStore, Stored
 from rlhf_pipeline.feedback.support import support_of, support_to_json
 from rlhf_pipeline.feedback.withdrawn import clean_inbox
 from rlhf_pipeline.files import alone_in, file_sha256, locked, read_json, write_json
@@ -599,6 +601,17 @@ def test_asked_again_it_says_the_same_and_takes_out_what_came_since(copied: Worl
         "version 1 (v1) is of a snapshot with 0 rows of theirs, and began from version 0"
         in "\n".join(told(again))
     )
+
+
+def test_a_vote_whose_words_went_with_its_answer_can_be_sent_again(copied: World) -> None:
+    """Its sender may not have heard yet that it was stored."""
+    said = partial(vote, "retry", FeedbackKind.preference, "bob", interaction_id="a-1")
+    sent = said(other_interaction_id="a-2", choice="left", comment=SECRET, tags=("wants:short",))
+    [first] = copied.store.append([sent])
+    copied.erase()
+    assert copied.store.append([sent]) == [Stored(first.feedback_id, known=True)]
+    with pytest.raises(IdempotencyConflict):
+        copied.store.append([said(other_interaction_id="a-2", choice="right")])
 
 
 def test_what_comes_in_while_it_works_stays_but_for_what_is_about_what_goes(

@@ -39,6 +39,10 @@ from rlhf_pipeline.records import (
 )
 
 LONGEST_RAW = 20_000  # characters of a quarantined line that are kept
+LEFT = (  # by which a vote whose words an erasure took is known again
+    *("kind", "interaction_id", "other_interaction_id", "number", "choice", "shown_first"),
+    *("rater_id", "source"),
+)
 ON_A_SCALE = (FeedbackKind.thumbs, FeedbackKind.rating, FeedbackKind.score)
 
 
@@ -591,6 +595,7 @@ def _insert_events(
             before = None
         if before is not None and not (
             _repeats(event, body, before)
+            or before.left == _without_words(event)
             or _is_exported(event, body, before, stored)
             or _is_signed_now(event, before)
         ):
@@ -645,6 +650,7 @@ class _Known(NamedTuple):
     occurred_at: datetime
     received_at: datetime
     is_withdrawn: bool = False
+    left: tuple[object, ...] | None = None  # by an erasure, which took the words and their hash
 
 
 def _repeats(event: Feedback, body: str, known: _Known) -> bool:
@@ -655,6 +661,11 @@ def _repeats(event: Feedback, body: str, known: _Known) -> bool:
     sent = None if known.occurred_at == known.received_at else known.occurred_at
     same_time = event.occurred_at in (sent, known.occurred_at)
     return (body, event.topic) == (known.body_sha256, known.topic) and same_time
+
+
+def _without_words(event: Feedback) -> tuple[object, ...]:
+    """Return what an erasure of the answer that a vote is about leaves of the vote."""
+    return tuple(getattr(event, name) for name in LEFT)
 
 
 def _is_exported(event: Feedback, body: str, known: _Known, stored: Mapping[str, Feedback]) -> bool:
@@ -748,15 +759,19 @@ def _known_keys(
 ) -> dict[tuple[str, str], _Known]:
     f = db.feedback.c
     told = (f.feedback_id, f.body_sha256, f.topic, f.occurred_at, f.received_at, _is_withdrawn())
+    left = [f[name] for name in LEFT]
     known: dict[tuple[str, str], _Known] = {}
     for agent_id in {event.agent_id for event in events}:
         keys = [e.idempotency_key for e in events if e.agent_id == agent_id]
         for some in db.chunks(keys):
-            query = sa.select(f.idempotency_key, *told).where(
+            query = sa.select(f.idempotency_key, *told, *left).where(
                 f.agent_id == agent_id, f.idempotency_key.in_(some)
             )
             for key, *row in connection.execute(query):
-                known[agent_id, key] = _Known(*row)
+                before = _Known(*row[: len(told)])
+                if not before.body_sha256:
+                    before = before._replace(left=tuple(row[len(told) :]))
+                known[agent_id, key] = before
     return known
 
 
